@@ -1,0 +1,341 @@
+"""The DFlash drafter: a few Qwen3 layers whose keys and values also hold the target's own hidden states.
+
+Dimensions used in the comments: B batch, C new context positions, N block rows (anchor included), K keys seen,
+L tapped layers, D hidden size, H/G heads and key/value heads, E head size, W window. For training, N counts the rows of
+all blocks of a sequence and `attention_mask` says who sees whom; there is no other difference.
+
+This file is the network and nothing else: it does not draft, verify, sample or load a target.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .configuration_dflash import DFlashConfig
+
+
+def block_visibility(
+    query_positions: torch.Tensor,  # [B, Q]
+    key_positions: torch.Tensor,  # [B, K]
+    query_blocks: torch.Tensor,  # [B, Q] which block a row belongs to
+    key_blocks: torch.Tensor,  # [B, K] likewise, -1 for a context key
+    anchors: torch.Tensor,  # [B, Q] position of the row's anchor
+    is_causal: bool,
+    window: int | None,
+) -> torch.Tensor:  # bool [B, Q, K]
+    """Who sees whom, in one place for decoding and training.
+
+    A row sees the context strictly before its anchor and the rows of its own block (only those not after it, if
+    `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
+    `q - k < W` of the engines).
+    """
+    distance = query_positions[:, :, None] - key_positions[:, None, :]
+    in_context = (key_blocks[:, None, :] < 0) & (key_positions[:, None, :] < anchors[:, :, None])
+    in_block = key_blocks[:, None, :] == query_blocks[:, :, None]
+    if is_causal:
+        in_block = in_block & (distance >= 0)
+    visible = in_context | in_block
+    return visible if window is None else visible & (distance.abs() < window)
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, the dtype's minimum elsewhere: the one form that SDPA and eager attention both read."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
+class DFlashAttn(nn.Module):
+    """Attention of the block's rows over [context, block].
+
+    Context rows enter as keys and values alone. (`set_attn_implementation` of transformers greps the source of
+    classes named *Attention* for one version's spelling of the dispatch; hence the name.)
+    """
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        # Attention functions take causality from this attribute when no mask is given, and default to True. A block
+        # that is causal or windowed says so in its mask, so here the answer is no.
+        self.is_causal = False
+        self.is_block_causal = config.is_layer_causal(layer_idx)
+        self.window = config.layer_window(layer_idx)
+
+        heads, groups, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, N, D]
+        context: torch.Tensor,  # [B, C, D]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, C + N, E]
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # [B, N, D]
+        batch, num_rows = hidden_states.shape[:2]
+        states = torch.cat([context, hidden_states], dim=1)  # [B, C + N, D]
+        query = self.q_norm(self.q_proj(hidden_states).view(batch, num_rows, -1, self.head_dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(states).view(batch, states.shape[1], -1, self.head_dim)).transpose(1, 2)
+        value = self.v_proj(states).view(batch, states.shape[1], -1, self.head_dim).transpose(1, 2)
+
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, C + N, E]
+        key = key * cos + rotate_half(key) * sin
+        query = query * cos[:, :, -num_rows:] + rotate_half(query) * sin[:, :, -num_rows:]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        implementation = self.config._attn_implementation
+        attend = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        if "flash" in implementation:  # these kernels take a causal block and a window as arguments, and no 4-D mask
+            kwargs.update(is_causal=self.is_block_causal, sliding_window=self.window)
+        else:
+            attention_mask = self._decoding_mask(attention_mask, query, key)
+            kwargs.update(is_causal=False)
+        output, _ = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(batch, num_rows, -1))
+
+    def _decoding_mask(
+        self, attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The additive mask of one block behind its context, `None` where every row sees every key.
+
+        A 4-D `attention_mask` is taken as it is. A 2-D one (1 = a real token) hides context keys; it may be longer
+        than the keys, whose last ones it then describes.
+        """
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return attention_mask
+        if attention_mask is None and self.window is None and not self.is_block_causal:
+            return None
+        num_rows, num_keys = query.shape[2], key.shape[2]
+        # Slots stand for positions: the block follows its context without a gap, so distances are the same.
+        slots = torch.arange(num_keys, device=key.device)[None]  # [1, K]
+        start = num_keys - num_rows
+        blocks = torch.where(slots < start, -1, 0)
+        rows = slots[:, start:]
+        visible = block_visibility(
+            rows, slots, blocks[:, start:], blocks, torch.full_like(rows, start), self.is_block_causal, self.window
+        )
+        if attention_mask is not None:
+            visible = visible & attention_mask[:, None, -num_keys:].bool()
+        return additive_mask(visible[:, None], query.dtype)
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """A Qwen3 layer over the block. The context skips `input_layernorm`: `hidden_norm` has already normed it."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttn(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, N, D]
+        context: torch.Tensor,  # [B, C, D]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # [B, N, D]
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states),
+            context,
+            position_embeddings,
+            attention_mask,
+            past_key_values,
+            **kwargs,
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DFlashDraftModel(PreTrainedModel):
+    """The drafter of DFlash (arXiv 2602.06036): one forward turns an anchor and masks into a block of proposals.
+
+    It owns no embedding and no head: `noise_embeds` are rows of the target's embedding, and the target's head reads
+    `last_hidden_state`. Tensor names and shapes are those of the published `z-lab/*-DFlash` checkpoints.
+
+    Example:
+        >>> draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        >>> output = draft.spec_generate(input_ids=input_ids, target=target, max_new_tokens=256, temperature=0.0)
+    """
+
+    config_class = DFlashConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        for name in ("mask_token_id", "target_layer_ids"):
+            if getattr(config, name) is None:
+                raise ValueError(
+                    f"The drafter's config holds no {name}, at the top level or in dflash_config: take it from the "
+                    "drafter's training run and write it into config.json."
+                )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor | None = None,  # [B, N, D]
+        context_hidden_states: torch.Tensor | None = None,  # [B, C, L * D]
+        position_ids: torch.Tensor | None = None,  # [B, C + N]
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        *,
+        noise_embedding: torch.Tensor | None = None,
+        target_hidden: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of the block's rows; row i, through the target's head, proposes the token at its position.
+
+        Args:
+            noise_embeds: The target's embedding rows of [anchor, mask, mask, …], [B, N, D].
+            context_hidden_states: The target's tapped hidden states of the positions that `past_key_values` does not
+                hold yet, concatenated in the order of `target_layer_ids`, [B, C, L * D].
+            position_ids: Absolute positions of the new context, then of the block, [B, C + N]. Default: they follow
+                what the cache holds.
+            attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real token;
+                or 4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
+            past_key_values: Projected context of earlier steps. It grows by C + N; the caller rolls the N rows of the
+                block back.
+            noise_embedding: z-lab's name for `noise_embeds`.
+            target_hidden: z-lab's name for `context_hidden_states`.
+            kwargs: Passed on to the attention function.
+
+        Raises:
+            ValueError: if block or context are missing, or a 4-D mask meets an attention that takes none.
+        """
+        noise_embeds = noise_embedding if noise_embeds is None else noise_embeds
+        context_hidden_states = target_hidden if context_hidden_states is None else context_hidden_states
+        if noise_embeds is None or context_hidden_states is None:
+            raise ValueError(
+                "DFlashDraftModel.forward needs noise_embeds (the block) and context_hidden_states (the target's tapped "
+                "states). To write text, call spec_generate."
+            )
+        # The target may run in another dtype than the drafter.
+        hidden_states = noise_embeds.to(self.fc.weight.dtype)
+        context = self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))  # [B, C, D]
+
+        if position_ids is None:
+            start = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            length = context.shape[1] + hidden_states.shape[1]
+            position_ids = torch.arange(start, start + length, device=hidden_states.device)[None]
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype)
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            hidden_states = layer(
+                hidden_states, context, position_embeddings, masks[layer_type], past_key_values, **kwargs
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _masks_by_layer_type(
+        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor | None]:
+        masks = (
+            attention_mask
+            if isinstance(attention_mask, dict)
+            else dict.fromkeys(set(self.config.layer_types), attention_mask)
+        )
+        if "flash" in self.config._attn_implementation and any(
+            mask is not None and mask.dim() == 4 for mask in masks.values()
+        ):
+            raise ValueError(
+                f"attn_implementation={self.config._attn_implementation!r} takes no 4-D attention_mask: load the drafter "
+                "with attn_implementation='sdpa'."
+            )
+        return {
+            name: additive_mask(mask, dtype)
+            if mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
+            else mask
+            for name, mask in masks.items()
+        }
+
+    @torch.no_grad()
+    def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
+        """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
+        from .generation_dflash import spec_generate
+
+        return spec_generate(self, target, input_ids, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`, but a checkpoint that does not fill the network exactly is refused.
+
+        Raises:
+            ValueError: for missing, unexpected or misshapen tensors (a drafter with random tensors would run and
+                propose nothing), and for a weights file that cannot be read.
+            OSError: for a folder that holds no checkpoint.
+        """
+        name = str(pretrained_model_name_or_path)
+        if os.path.isdir(name) and not os.path.isfile(os.path.join(name, kwargs.get("subfolder", ""), "config.json")):
+            raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ValueError(
+                f"The weights of {name} cannot be read ({error}): the file is truncated or not safetensors; fetch it again."
+            ) from error
+        faults = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(faults.values()):
+            listed = "; ".join(
+                f"{key.replace('_', ' ')}: {', '.join(names)}" for key, names in faults.items() if names
+            )
+            raise ValueError(
+                f"{name} does not fill a DFlash drafter exactly ({listed}): it is another kind of checkpoint, or its "
+                "config.json does not belong to its weights."
+            )
+        return (model, info) if wants_info else model
+
+
+# Both lines run in remote code too, so that a model loaded from a checkpoint ships its code again when saved.
+DFlashDraftModel.register_for_auto_class("AutoModel")

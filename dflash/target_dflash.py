@@ -1,0 +1,89 @@
+"""The target as the loop sees it: embedding rows, a forward that also gives the tapped layers' states, and the head.
+
+Works on any decoder-only `AutoModelForCausalLM` of transformers 4.57 and 5.x whose attention is softmax over cached keys,
+whole or spread over devices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from .validation_dflash import check_pair, decoder_layers
+
+
+class TappedTarget:
+    """A target and the layers of it that a drafter reads.
+
+    Args:
+        target: The model whose text is wanted.
+        drafter: A `DFlashDraftModel` trained for it.
+
+    Raises:
+        ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        check_pair(target, drafter)
+        self.target = target
+        self.num_layers = len(decoder_layers(target))
+        self._taps = [decoder_layers(target)[i] for i in drafter.config.target_layer_ids]
+        self._drafter_device = drafter.device
+        self._drafter_dtype = drafter.dtype
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
+        return self.target.get_input_embeddings()(token_ids).to(self._drafter_device)
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
+        head = self.target.get_output_embeddings()
+        weight = next(head.parameters())
+        # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
+        device = hidden_states.device if weight.device.type == "meta" else weight.device
+        return head(hidden_states.to(device, self.target.dtype))
+
+    def forward(self, token_ids: torch.Tensor, cache: Cache, num_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs token_ids [B, S] behind `cache`; their keys and values are appended to it.
+
+        Returns the logits of the last `num_logits` positions [B, num_logits, V] and the context features of all
+        [B, S, L * D], on the drafter's device and in its dtype.
+        """
+        with _tapped(self._taps) as states:
+            output = self.target(
+                input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=num_logits, return_dict=True
+            )
+        features = torch.cat([state.to(self._drafter_device, self._drafter_dtype) for state in states], dim=-1)
+        return output.logits[:, -num_logits:], features
+
+
+@contextmanager
+def _tapped(layers: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """The outputs of `layers` in the one forward that this thread runs inside the `with`.
+
+    Hooks stand for that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to this
+    thread alone, so two threads may generate on one target.
+    """
+    states: list[torch.Tensor] = [torch.empty(0)] * len(layers)
+    thread = threading.get_ident()
+
+    def keep(slot: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                states[slot] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [layer.register_forward_hook(keep(slot)) for slot, layer in enumerate(layers)]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()

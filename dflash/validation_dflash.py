@@ -1,0 +1,177 @@
+"""What is refused and how it is said: one sentence with the value and the remedy, before any compute.
+
+Pairs of models, prompts and requests that the loop cannot run exactly. It runs nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+
+# Layer types of transformers that keep a running state instead of keys and values: it cannot be rolled back by a length.
+RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, in order."""
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    for owner in (decoder, getattr(decoder, "model", None), getattr(target, "model", None)):
+        layers = getattr(owner, "layers", None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise ValueError(
+        f"{type(target).__name__} shows no list of decoder layers, so its hidden states cannot be tapped."
+    )
+
+
+def check_pair(target: Any, drafter: PreTrainedModel) -> None:
+    """Raises ValueError, with the value and the remedy, unless `drafter` can draft for `target`."""
+    if target is drafter:
+        raise ValueError(
+            "drafter and target are the same object: pass the drafter's target, loaded by "
+            "AutoModelForCausalLM.from_pretrained, as target."
+        )
+    name = type(target).__name__
+    if getattr(getattr(target, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model: DFlash drafts for decoder-only causal models.")
+    head = target.get_output_embeddings() if hasattr(target, "get_output_embeddings") else None
+    if head is None or not hasattr(target, "generate"):
+        raise ValueError(
+            f"{name} is not a causal language model (it has no language-model head to generate with): load the target by "
+            "AutoModelForCausalLM.from_pretrained."
+        )
+    config = target.config.get_text_config(decoder=True)
+    recurrent = RECURRENT_LAYER_TYPES & set(getattr(config, "layer_types", None) or ())
+    if recurrent or getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state ({', '.join(sorted(recurrent)) or 'stateful'}) that cannot be rolled back "
+            "behind rejected tokens: DFlash would not be lossless on it. Use target.generate."
+        )
+
+    own = drafter.config
+    if own.hidden_size != config.hidden_size:
+        raise ValueError(
+            f"The drafter's hidden_size is {own.hidden_size} and the target's is {config.hidden_size}: this drafter was "
+            "trained for another target."
+        )
+    if own.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The drafter's vocab_size is {own.vocab_size} and the target's is {config.vocab_size}: this drafter was "
+            "trained for another target, or the target's embedding was resized."
+        )
+    num_layers = len(decoder_layers(target))
+    if own.num_target_layers is not None and own.num_target_layers != num_layers:
+        raise ValueError(
+            f"The drafter was trained for a target of {own.num_target_layers} layers and this one has {num_layers}: use "
+            "the target that the drafter's card names."
+        )
+    if own.target_layer_ids[-1] >= num_layers - 1:
+        raise ValueError(
+            f"target_layer_ids={own.target_layer_ids} reaches the last of the target's {num_layers} layers or beyond: "
+            f"taps go up to layer {num_layers - 2}."
+        )
+
+
+def max_positions(target: PreTrainedModel) -> int | None:
+    """How many positions the target can tell apart, rope scaling counted in; `None` where its config does not say."""
+    config = target.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if limit is not None and isinstance(scaling.get("factor"), (int, float)):
+        original = scaling.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(original * scaling["factor"]))
+    return limit
+
+
+def read_prompt(
+    input_ids: Any, attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The prompt's ids [1, S] and its mask, out of a tensor or of what a tokenizer returns; ValueError if it is none."""
+    if isinstance(input_ids, Mapping):
+        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
+        input_ids = input_ids["input_ids"]
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        shown = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise ValueError(
+            f"input_ids is {shown}: pass a tensor of token ids [1, S], or what the tokenizer returns for 'pt'."
+        )
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids holds {input_ids.shape[0]} prompts: pass one prompt at a time, [1, S].")
+    if input_ids.shape[1] == 0:
+        raise ValueError(
+            "The prompt is empty (input_ids is [1, 0]): give at least one token, for example bos_token_id."
+        )
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}: they must be equal."
+            )
+        if not attention_mask[0, -1]:
+            raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
+    return input_ids, attention_mask
+
+
+def check_request(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    prompt_ids: torch.Tensor,
+    block_size: int,
+    temperature: float | None,
+    do_sample: bool | None,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Raises ValueError, with the value and the remedy, for a request that cannot be run exactly."""
+    if not 2 <= block_size <= drafter.config.block_size:
+        raise ValueError(
+            f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
+        )
+    vocab_size, largest = drafter.config.vocab_size, int(prompt_ids.max())
+    if largest >= vocab_size or int(prompt_ids.min()) < 0:
+        raise ValueError(
+            f"Token id {largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
+        )
+    limit = max_positions(target)
+    if limit is not None and prompt_ids.shape[1] >= limit:
+        raise ValueError(
+            f"The prompt has {prompt_ids.shape[1]} tokens and the target can tell {limit} positions apart: shorten the prompt."
+        )
+    for name in ("max_new_tokens", "max_length"):
+        value = kwargs.get(name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value}: ask for at least one new token.")
+    if temperature is not None and not temperature >= 0:
+        raise ValueError(f"temperature={temperature}: use 0 for greedy decoding or a number above 0 to sample.")
+    if temperature == 0 and do_sample:
+        raise ValueError("temperature=0.0 asks for greedy decoding and do_sample=True for sampling: pass one of them.")
+    top_p, top_k = kwargs.get("top_p"), kwargs.get("top_k")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k={top_k}: use the number of tokens to keep, or 0 to keep every token.")
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "past_key_values", "custom_generate", "inputs_embeds"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
+
+
+def check_prepared(generation_config: Any) -> None:
+    """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
+    for name, plain in (
+        ("num_beams", 1),
+        ("num_return_sequences", 1),
+        ("penalty_alpha", None),
+        ("guidance_scale", None),
+        ("watermarking_config", None),
+        ("output_scores", False),
+        ("output_logits", False),
+        ("output_attentions", False),
+        ("output_hidden_states", False),
+        ("cache_implementation", None),
+    ):
+        value = getattr(generation_config, name, None)
+        if value is not None and value != plain:
+            raise ValueError(f"{name}={value!r} is not supported by spec_generate: use target.generate for it.")
