@@ -1,8 +1,8 @@
 """Keys and values in preallocated storage: appended in place, rolled back by moving a length.
 
 A `PreallocatedCache` serves any softmax-attention model of transformers (4.57 and 5.x) as `past_key_values`. Every
-layer keeps every position, also where the model attends through a sliding window: the model's own mask holds the window,
-and a rollback then never misses a position that slid out. It knows nothing about drafters or blocks.
+layer keeps every position, also where the model attends through a sliding window: the model's own mask holds the
+window, and a rollback then never misses a position that slid out. It knows nothing about drafters or blocks.
 """
 
 from __future__ import annotations

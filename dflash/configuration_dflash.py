@@ -7,6 +7,7 @@ about tensors.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -136,7 +137,7 @@ class DFlashConfig(Qwen3Config):
             )
         ids = self.target_layer_ids
         if ids is not None:
-            if not ids or any(b <= a for a, b in zip(ids, ids[1:])) or ids[0] < 0:
+            if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
                 raise ValueError(
                     f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats: engines read the "
                     "columns of fc in this order, and some sort the ids."

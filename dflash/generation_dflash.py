@@ -1,9 +1,9 @@
 """The loop: draft a block, verify it in one forward of the target, commit what the target itself would have written.
 
 Three altitudes: `generate_blocks` is a generator of committed blocks, `spec_generate` collects them into what
-`target.generate` returns, and text is made above this file. Everything around the loop (the generation config, logits processors,
-stopping criteria, masks of padded prompts) is prepared by the target's own `generate`, which runs the loop as its
-`custom_generate`. The loop takes the drafter as an argument and knows no clock, no text and no file.
+`target.generate` returns, and text is made above this file. Everything around the loop (the generation config, logits
+processors, stopping criteria, masks of padded prompts) is prepared by the target's own `generate`, which runs the loop
+as its `custom_generate`. The loop takes the drafter as an argument and knows no clock, no text and no file.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Block:
         token_ids: The committed tokens, cut where the text stops.
         num_proposals: Drafted tokens that were verified; 0 for the prefill's block.
         num_accepted: How many of them stood, before the cut.
-        is_prefill: True for the first block, whose one token comes from the prompt's forward and not from a verify step.
+        is_prefill: True for the first block, whose one token comes from the prompt's forward and not from a verify
+            step.
     """
 
     token_ids: list[int]
@@ -111,9 +112,10 @@ def spec_generate(
 ) -> torch.Tensor | DFlashOutput:
     """The target's own continuation of a prompt, in fewer forwards of the target.
 
-    Greedy text equals that of `target.generate(do_sample=False)` token for token wherever one forward over a block and one
-    forward per token agree on the argmax: always in fp32 as far as we have tested; in bf16 a near-tie can flip, and every token is
-    still the argmax of the forward that committed it. Sampled text has the law of `target.generate(do_sample=True)`.
+    Greedy text equals that of `target.generate(do_sample=False)` token for token wherever one forward over a block and
+    one forward per token agree on the argmax: always in fp32 as far as we have tested; in bf16 a near-tie can flip,
+    and every token is still the argmax of the forward that committed it. Sampled text has the law of
+    `target.generate(do_sample=True)`.
 
     Args:
         drafter: A `DFlashDraftModel` trained for `target`.
@@ -245,15 +247,14 @@ def _decode(
     check_prepared(generation_config)
     tapped = TappedTarget(target, drafter)
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
-    room = input_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + block_size
-    target_cache = PreallocatedCache(tapped.num_layers, room)
-    draft_cache = PreallocatedCache(drafter.config.num_hidden_layers, room)
+    capacity = input_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + block_size
+    target_cache = PreallocatedCache(tapped.num_layers, capacity)
+    draft_cache = PreallocatedCache(drafter.config.num_hidden_layers, capacity)
     choose = _chooser(logits_processor, PositionNoise(1, noise_generator) if generation_config.do_sample else None)
     cut = _cutter(stopping_criteria, max_new_tokens)
-    text_ids = (
-        input_ids  # the committed text, padding included, as plain `generate` shows it to processors and criteria
-    )
     num_new = num_steps = num_accepted_in_all = 0
+    # The committed text, with the prompt's padding, as plain `generate` shows it to processors and criteria.
+    text_ids = input_ids
 
     # The prompt's forward is a step without proposals: its last row chooses the first token.
     proposals = input_ids[:, :0]
@@ -273,17 +274,16 @@ def _decode(
         yield Block(token_ids, proposals.shape[1], num_accepted, is_prefill=num_steps == 0)
         if is_last:
             return
+        num_accepted_in_all += num_accepted
+        if num_steps == INACTIVE_STEPS and not num_accepted_in_all:
+            _warn_inactive(drafter, target)
 
         width = min(block_size, max_new_tokens - num_new)  # never verify more than is still wanted
         proposals = _draft(drafter, tapped, draft_cache, text_ids[:, -1:], features, block_size)[:, : width - 1]
         logits, features = tapped.forward(
             torch.cat([text_ids[:, -1:], proposals], dim=1), target_cache, num_logits=width
         )
-
         num_steps += 1
-        num_accepted_in_all += num_accepted
-        if num_steps == INACTIVE_STEPS and not num_accepted_in_all:
-            _warn_inactive(drafter, target)
 
 
 def _draft(
@@ -296,8 +296,8 @@ def _draft(
 ) -> torch.Tensor:  # [1, block_size - 1]
     """The drafter's argmax for every row behind the anchor: one forward, after which its cache holds context alone.
 
-    At a temperature too: proposing one token per row and letting the target sample accepts more than rows that are sampled
-    independently of each other, at the same law (see `verification_dflash`).
+    At a temperature too: proposing one token per row and letting the target sample accepts more than rows that are
+    sampled independently of each other, at the same law (see `verification_dflash`).
     """
     masks = anchor.new_full((1, block_size - 1), drafter.config.mask_token_id)
     hidden_states = drafter(
@@ -312,8 +312,8 @@ def _draft(
 def _chooser(processors: LogitsProcessorList, noise: PositionNoise | None) -> Callable[..., torch.Tensor]:
     """`choose(logits, text_ids, proposals, num_new)`: the target's choice for every row, [1, N] of logits [1, N, V].
 
-    Row i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the prefix
-    get all rows in one call. Without `noise` the choice is greedy.
+    Row i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the
+    prefix get all rows in one call. Without `noise` the choice is greedy.
     """
     is_prefix_free = all(isinstance(processor, PREFIX_FREE_PROCESSORS) for processor in processors)
 

@@ -1,8 +1,8 @@
 """The DFlash drafter: a few Qwen3 layers whose keys and values also hold the target's own hidden states.
 
 Dimensions used in the comments: B batch, C new context positions, N block rows (anchor included), K keys seen,
-L tapped layers, D hidden size, H/G heads and key/value heads, E head size, W window. For training, N counts the rows of
-all blocks of a sequence and `attention_mask` says who sees whom; there is no other difference.
+L tapped layers, D hidden size, H/G heads and key/value heads, E head size, W window. For training, N counts the rows
+of all blocks of a sequence and `attention_mask` says who sees whom; there is no other difference.
 
 This file is the network and nothing else: it does not draft, verify, sample or load a target.
 """
@@ -98,6 +98,7 @@ class DFlashAttn(nn.Module):
         past_key_values: Cache | None,
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
+        """What the block's rows read from [cached context, new context, block]."""
         batch, num_rows = hidden_states.shape[:2]
         states = torch.cat([context, hidden_states], dim=1)  # [B, C + N, D]
         query = self.q_norm(self.q_proj(hidden_states).view(batch, num_rows, -1, self.head_dim)).transpose(1, 2)
@@ -174,6 +175,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None,
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
+        """The block's rows after attention and MLP, each with its residual."""
         hidden_states = hidden_states + self.self_attn(
             self.input_layernorm(hidden_states),
             context,
@@ -241,8 +243,8 @@ class DFlashDraftModel(PreTrainedModel):
                 hold yet, concatenated in the order of `target_layer_ids`, [B, C, L * D].
             position_ids: Absolute positions of the new context, then of the block, [B, C + N]. Default: they follow
                 what the cache holds.
-            attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real token;
-                or 4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
+            attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real
+                token; or 4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
             past_key_values: Projected context of earlier steps. It grows by C + N; the caller rolls the N rows of the
                 block back.
             noise_embedding: z-lab's name for `noise_embeds`.
@@ -297,7 +299,6 @@ class DFlashDraftModel(PreTrainedModel):
             for name, mask in masks.items()
         }
 
-    @torch.no_grad()
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
         from .generation_dflash import spec_generate

@@ -1,7 +1,7 @@
 """The target as the loop sees it: embedding rows, a forward that also gives the tapped layers' states, and the head.
 
-Works on any decoder-only `AutoModelForCausalLM` of transformers 4.57 and 5.x whose attention is softmax over cached keys,
-whole or spread over devices.
+Works on any decoder-only `AutoModelForCausalLM` of transformers 4.57 and 5.x whose attention is softmax over cached
+keys, whole or spread over devices.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class TappedTarget:
 def _tapped(layers: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
     """The outputs of `layers` in the one forward that this thread runs inside the `with`.
 
-    Hooks stand for that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to this
-    thread alone, so two threads may generate on one target.
+    Hooks stand for that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to
+    this thread alone, so two threads may generate on one target.
     """
     states: list[torch.Tensor] = [torch.empty(0)] * len(layers)
     thread = threading.get_ident()

@@ -13,7 +13,8 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 
-# Layer types of transformers that keep a running state instead of keys and values: it cannot be rolled back by a length.
+# Layer types of transformers that keep a running state instead of keys and values: it cannot be rolled back by a
+# length.
 RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
 
 
