@@ -166,13 +166,18 @@ class DFlashConfig(Qwen3Config):
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The portable `config.json`: rope and dtype in both spellings, the drafter's fields in both places."""
+        """All fields, with rope in both spellings: transformers 4 silently takes theta 10000 from the newer one alone."""
         fields = super().to_dict()
         theta, scaling = _rope_fields(
             fields.get("rope_theta"), fields.get("rope_scaling"), fields.get("rope_parameters")
         )
         fields["rope_theta"], fields["rope_scaling"] = theta, scaling
         fields["rope_parameters"] = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        return fields
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `config.json` holds: the fields that are not transformers' defaults, with dtype in both spellings."""
+        fields = super().to_diff_dict()
         dtype = fields.get("dtype") or fields.get("torch_dtype")
         if dtype is not None:
             fields["dtype"] = fields["torch_dtype"] = dtype
