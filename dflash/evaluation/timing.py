@@ -70,9 +70,10 @@ def timed_generate(
         kwargs: Those of `target.generate`.
     """
     prompt_ids, attention_mask = read_prompt(input_ids)
+    generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     with _counted_forwards(target) as forwards:
         clock = _StreamClock(on_tokens)
-        sequences = target.generate(
+        sequences = generate(
             prompt_ids.to(target.device),
             attention_mask=None if attention_mask is None else attention_mask.to(target.device),
             streamer=clock,

@@ -1,0 +1,332 @@
+"""`dflash …`: text in, text out. One function per sub-command; everything else is the library's."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from .distributions import import_name_clash
+from .terminal import BlockPrinter, Comparison, comparison_table, legend, number, progress_bar
+
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="DFlash speculative decoding: the target's own text, in fewer of its forwards.",
+)
+
+
+class Dtype(str, Enum):
+    """Names of dtypes that the commands take."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Pair(NamedTuple):
+    """A target, its drafter and their tokenizer."""
+
+    target: Any
+    drafter: Any
+    tokenizer: Any
+
+
+@app.command()
+def demo(
+    prompts: Annotated[int, typer.Option(min=1, help="How many held-out problems to answer.")] = 3,
+    prompt: Annotated[str | None, typer.Option(help="Answer this text instead.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    dtype: Annotated[Dtype, typer.Option(help="float32 is exact; in bfloat16 a near-tie can flip.")] = Dtype.float32,
+) -> None:
+    """Answers word problems with the embedded tiny pair, plainly and with DFlash, and compares. Needs no download."""
+    with progress_bar("Loading the embedded pair", num_steps=3) as advance:
+        _hide_loading_bars()
+        from .embedded import heldout_problems, load_embedded_pair
+
+        advance()
+        pair = Pair(*load_embedded_pair(_torch_dtype(dtype)))
+        advance()
+        texts = [problem.question for problem in heldout_problems()[:prompts]] if prompt is None else [_given(prompt)]
+        inputs = [_encode(pair, text) for text in texts]
+        _warm_up(pair, inputs[0])
+    _show_comparison(pair, texts, inputs, max_new_tokens)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to answer; - reads it from standard input.")],
+    target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
+    drafter: Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily; above 0 samples.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many most probable tokens.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling noise.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="auto: as each checkpoint is stored.")] = Dtype.auto,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, auto … Default: CUDA if there is one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run target.generate too, and compare.")] = False,
+    chat_template: Annotated[bool, typer.Option(help="Ask in the target's chat template.")] = True,
+    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
+) -> None:
+    """Writes the target's answer to PROMPT with any pair, streamed block by block."""
+    if compare and (as_json or temperature):
+        raise ValueError("--compare shows two greedy texts: leave out --json and --temperature.")
+    text = _given(sys.stdin.read() if prompt == "-" else prompt)
+    pair = _load_pair(target, drafter, dtype, device)
+    input_ids = _encode(pair, text, chat_template, thinking)
+    if compare:
+        _warm_up(pair, input_ids)
+        _show_comparison(pair, [text], [input_ids], max_new_tokens)
+        return
+
+    import torch
+
+    from .evaluation import timed_blocks
+
+    request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    request |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
+    noise = torch.Generator().manual_seed(seed)
+    if as_json:
+        run = timed_blocks(pair.drafter, pair.target, input_ids, generator=noise, **request)
+        asked = {"target": target, "drafter": drafter, "prompt": text, "seed": seed, **request}
+        print(json.dumps({**asked, "chat_template": chat_template, "thinking": thinking, **_report(pair, run)}))
+        return
+    printer = BlockPrinter(Console(highlight=False), pair.tokenizer, is_marked=sys.stdout.isatty())
+    run = timed_blocks(pair.drafter, pair.target, input_ids, on_block=printer.block, generator=noise, **request)
+    printer.end()
+    print(
+        f"{len(run.token_ids)} tokens, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
+        f"{number(run.tokens_per_step)} tokens per step",
+        file=sys.stderr,
+    )
+
+
+@app.command()
+def export_demo(folder: Annotated[Path, typer.Argument(help="Two checkpoint folders are written below it.")]) -> None:
+    """Writes the embedded pair as two checkpoint folders, the drafter's code beside its weights."""
+    with progress_bar("Writing the embedded pair", num_steps=2) as advance:
+        _hide_loading_bars()
+        from .embedded import export_embedded_pair
+
+        advance()
+        paths = export_embedded_pair(folder)
+    for path in paths:
+        print(path)
+
+
+def main() -> None:
+    """Runs the command line. What the library refuses is one sentence on standard error and exit status 1."""
+    clash = import_name_clash()
+    if clash:
+        _fail(clash)
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        _fail(_first_line(error))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        _fail("The device is out of memory: use a smaller --dtype, --max-new-tokens or model, or --device auto.")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without the paragraphs of advice that transformers adds."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _fail(sentence: str) -> None:
+    print(f"dflash: {sentence}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pair:
+    target, drafter = _checkpoint(target, "--target"), _checkpoint(drafter, "--drafter")
+    is_local = os.path.isdir(target) and os.path.isdir(drafter)
+    with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
+        if is_local:  # a download shows bars of its own
+            _hide_loading_bars()
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from .modeling_dflash import DFlashDraftModel
+
+        advance()
+        place = {"dtype": _torch_dtype(dtype), "device_map": _known_device(device)}
+        with _named("--drafter", drafter):
+            draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
+        advance()
+        with _named("--target", target):
+            target_model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
+            return Pair(target_model, draft_model, AutoTokenizer.from_pretrained(target))
+
+
+@contextmanager
+def _named(option: str, name: str) -> Iterator[None]:
+    """Puts the checkpoint's name before what went wrong with it, in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{option} {name}: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ValueError(
+            f"{option} {name}: the weights cannot be read ({error}); the file is truncated or not safetensors, fetch it again."
+        ) from error
+
+
+def _checkpoint(name: str, option: str) -> str:
+    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither."""
+    path = os.path.expanduser(name)
+    remedy = "give a checkpoint's folder or its id on the Hub."
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"{option} {name} holds no config.json: {remedy}")
+        return path
+    if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
+    return name
+
+
+def _torch_dtype(dtype: Dtype) -> Any:
+    import torch
+
+    return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
+
+
+def _known_device(device: str | None) -> str:
+    """What to pass as `device_map`; ValueError for a device that this machine or torch does not have."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "auto":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
+    return device
+
+
+def _given(text: str) -> str:
+    if not text.strip():
+        raise ValueError("The prompt is empty: give some text.")
+    return text
+
+
+def _hide_loading_bars() -> None:
+    """Keeps the bars of transformers out of ours. Called inside a wait, because the import is most of it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = False) -> Any:
+    """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
+    if not chat_template or not pair.tokenizer.chat_template:
+        return pair.tokenizer(text, return_tensors="pt")["input_ids"]
+    rendered = pair.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+    )
+    return pair.tokenizer(rendered, return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+
+PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def _warm_up(pair: Pair, input_ids: Any) -> None:
+    """A few tokens of both, so that neither run pays for what happens once."""
+    from .evaluation import timed_blocks, timed_generate
+
+    timed_generate(pair.target, input_ids, max_new_tokens=8, **PLAIN_GREEDY)
+    timed_blocks(pair.drafter, pair.target, input_ids, max_new_tokens=24, temperature=0.0)
+
+
+def _show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tokens: int) -> None:
+    """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
+    import torch
+
+    from .evaluation import first_difference, timed_blocks, timed_generate
+
+    console = Console(highlight=False)
+    console.print(legend(console))
+    rows = []
+    for text, input_ids in zip(texts, inputs, strict=True):
+        console.print(Text(f"\n{text.strip()}", "bold"))
+        console.print(Text("\ntarget.generate", "dim"))
+        printer = BlockPrinter(console, pair.tokenizer)
+        plain = timed_generate(
+            pair.target, input_ids, on_tokens=printer.tokens, max_new_tokens=max_new_tokens, **PLAIN_GREEDY
+        )
+        printer.end()
+        console.print(Text("\nDFlash", "dim"))
+        printer = BlockPrinter(console, pair.tokenizer)
+        fast = timed_blocks(
+            pair.drafter, pair.target, input_ids, printer.block, max_new_tokens=max_new_tokens, temperature=0.0
+        )
+        printer.end()
+        parts = first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids)
+        rows.append(Comparison(plain, fast, parts))
+    console.print()
+    console.print(comparison_table(rows))
+    device = pair.target.device
+    place = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    block_size = pair.drafter.config.block_size
+    console.print(Text(f"{_dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))
+
+
+def _report(pair: Pair, run: Any) -> dict[str, Any]:
+    """What `--json` says about a run."""
+    return {
+        "text": pair.tokenizer.decode(run.token_ids, skip_special_tokens=True),
+        "token_ids": run.token_ids,
+        "acceptance_lengths": run.acceptance_lengths,
+        "tau": None if math.isnan(run.tau) else run.tau,
+        "tokens_per_step": None if math.isnan(run.tokens_per_step) else run.tokens_per_step,
+        "tokens_per_second": run.tokens_per_second,
+        "seconds": run.seconds,
+        "seconds_to_first_token": run.seconds_to_first_token,
+        "block_size": pair.drafter.config.block_size,
+        "dtype": _dtype_name(pair),
+        "device": str(pair.target.device),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("dflash-transformers", "torch", "transformers")},
+        },
+    }
+
+
+def _dtype_name(pair: Pair) -> str:
+    return str(pair.target.dtype).removeprefix("torch.")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

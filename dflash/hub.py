@@ -1,0 +1,62 @@
+"""A checkpoint folder as others read it: weights, config, the code beside them, and a card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+
+def save_checkpoint(
+    model: PreTrainedModel, folder: str | os.PathLike[str], card: str | None = None, tokenizer: Any = None
+) -> Path:
+    """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights.
+
+    Everything is written aside and then renamed, so that neither a reader nor an interruption meets half a checkpoint.
+
+    Args:
+        model: A drafter or a target.
+        folder: Where to; an older checkpoint there is replaced.
+        card: The text of README.md.
+        tokenizer: Saved beside the model if given.
+
+    Raises:
+        ValueError: if `folder` holds something that is not a checkpoint.
+    """
+    folder = Path(folder).expanduser().absolute()
+    check_replaceable(folder)
+    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        model.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        if card is not None:
+            (aside / "README.md").write_text(card, encoding="utf-8")
+        replace_folder(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises ValueError if writing a checkpoint to `folder` would lose something else."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} exists and is not a checkpoint (no config.json): choose another folder.")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Renames `new` to `folder`; what was there before is deleted only after that."""
+    old = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

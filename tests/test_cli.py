@@ -1,0 +1,311 @@
+"""The command line and what it shows, on a random pair in place of the embedded one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny_models import ScriptedDrafter, greedy, make_drafter, make_prompt, make_target, make_tokenizer
+
+from dflash import Block, cli, embedded
+from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
+from dflash.terminal import BlockPrinter, Comparison, TextStream, comparison_table
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like `dflash/assets`."""
+    folder = tmp_path_factory.mktemp("assets")
+    make_target().save_pretrained(folder / embedded.TARGET_NAME)
+    make_tokenizer().save_pretrained(folder / embedded.TARGET_NAME)
+    make_drafter().save_pretrained(folder / embedded.DRAFTER_NAME)
+    for code in (folder / embedded.DRAFTER_NAME).glob("*.py"):
+        code.unlink()  # as in the package: never kept twice
+    (folder / embedded.DRAFTER_NAME / "README.md").write_text("the card")
+    rows = [{"question": f"{number} and 1?", "answer": f"#### {number + 1}"} for number in range(4)]
+    (folder / "heldout.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def run(assets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`run("demo", …)`: exit status, standard output, standard error."""
+    monkeypatch.setattr(embedded, "embedded_path", lambda name: assets / name)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return (stopped.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def pair(assets: Path) -> list[str]:
+    """The options that name the pair."""
+    return ["--target", str(assets / embedded.TARGET_NAME), "--drafter", str(assets / embedded.DRAFTER_NAME)]
+
+
+def test_demo_answers_and_ends_with_a_table(run: Any) -> None:
+    status, out, _ = run("demo", "--prompts", "2", "--max-new-tokens", "6")
+    assert status == 0
+    assert "0 and 1?" in out
+    assert "1 and 1?" in out
+    assert "2 and 1?" not in out
+    assert out.count("identical") == 3
+    assert "float32" in out
+
+
+def test_demo_answers_the_text_it_is_given(run: Any) -> None:
+    status, out, _ = run("demo", "--prompt", "how many", "--max-new-tokens", "6")
+    assert status == 0
+    assert "how many" in out
+    assert out.count("identical") == 1
+
+
+def test_generate_writes_json_that_equals_plain_greedy(run: Any, pair: list[str], assets: Path) -> None:
+    status, out, _ = run("generate", *pair, "abc", "--json", "--no-chat-template", "--max-new-tokens", "9")
+    assert status == 0
+    report = json.loads(out)
+    prompt_ids = make_tokenizer()("abc", return_tensors="pt")["input_ids"]
+    assert (
+        report["token_ids"] == greedy(make_target(), prompt_ids, max_new_tokens=9)[0, prompt_ids.shape[1] :].tolist()
+    )
+    assert report["text"] == make_tokenizer().decode(report["token_ids"], skip_special_tokens=True)
+    assert len(report["acceptance_lengths"]) >= 1
+    assert report["tau"] >= 1
+    assert set(report["versions"]) == {"python", "torch", "transformers", "dflash-transformers"}
+
+
+def test_generate_streams_plain_text_into_a_pipe(run: Any, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("abc"))
+    status, out, err = run("generate", *pair, "-", "--max-new-tokens", "9")
+    report = json.loads(run("generate", *pair, "abc", "--max-new-tokens", "9", "--json")[1])
+    assert status == 0
+    assert out == report["text"] + "\n"
+    assert "tau" in err
+
+
+def test_generate_samples_the_same_text_for_the_same_seed(run: Any, pair: list[str]) -> None:
+    texts = [
+        run("generate", *pair, "abc", "--temperature", "2", "--seed", str(seed), "--max-new-tokens", "8")[1]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_thinking_flag_reaches_the_template(run: Any, pair: list[str]) -> None:
+    on, off = (
+        run("generate", *pair, "abc", "--json", "--max-new-tokens", "8", flag)[1]
+        for flag in ("--thinking", "--no-thinking")
+    )
+    assert json.loads(on)["token_ids"] != json.loads(off)["token_ids"]
+
+
+def test_compare_shows_both(run: Any, pair: list[str]) -> None:
+    status, out, _ = run("generate", *pair, "abc", "--compare", "--max-new-tokens", "6")
+    assert status == 0
+    assert "target.generate" in out
+    assert "identical" in out
+
+
+def test_export_writes_the_code_beside_the_drafter(run: Any, tmp_path: Path) -> None:
+    status, out, _ = run("export-demo", str(tmp_path / "new"))
+    assert status == 0
+    target, drafter = map(Path, out.split())
+    assert (drafter / "modeling_dflash.py").is_file()
+    assert (drafter / "README.md").read_text() == "the card"
+    assert "AutoModel" in json.loads((drafter / "config.json").read_text())["auto_map"]
+    assert (target / "tokenizer.json").is_file()
+    assert run("export-demo", str(tmp_path / "new"))[0] == 0  # again: replaces its own
+
+
+def test_export_leaves_what_is_not_a_checkpoint(run: Any, tmp_path: Path) -> None:
+    kept = tmp_path / embedded.DRAFTER_NAME / "mine.txt"
+    kept.parent.mkdir()
+    kept.write_text("x")
+    status, _, err = run("export-demo", str(tmp_path))
+    assert status == 1
+    assert "not a checkpoint" in err
+    assert kept.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "{pair}", ""], "prompt is empty"),
+        (["generate", "{pair}", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["generate", "{pair}", "a", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "{pair}", "a", "--temperature", "1", "--top-p", "3"], "top_p=3"),
+        (["generate", "{pair}", "a", "--device", "nonsense"], "--device nonsense"),
+        (["generate", "{pair}", "a", "--compare", "--json"], "--compare"),
+        (["generate", "--target", "/no/such/folder", "--drafter", "x", "a"], "--target /no/such/folder"),
+        (["generate", "--target", "{empty}", "--drafter", "x", "a"], "config.json"),
+        (["generate", "--target", "{truncated}", "--drafter", "{drafter}", "a"], "cannot be read"),
+        (["generate", "--target", "{target}", "--drafter", "{target}", "a"], "mask_token_id"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    run: Any, pair: list[str], assets: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    for path in (assets / embedded.TARGET_NAME).iterdir():
+        (truncated / path.name).write_bytes(
+            path.read_bytes()[:1000] if "safetensors" in path.name else path.read_bytes()
+        )
+    names = {"empty": str(tmp_path), "truncated": str(truncated), "target": pair[1], "drafter": pair[3]}
+    filled = [part for a in arguments for part in (pair if a == "{pair}" else [a.format(**names)])]
+    status, out, err = run(*filled)
+    assert status == 1
+    assert out == ""
+    assert said in err
+    assert len([line for line in err.splitlines() if line.startswith("dflash: ")]) == 1
+    assert "Traceback" not in err
+
+
+def test_usage_error_exits_with_2(run: Any) -> None:
+    assert run("generate", "a")[0] == 2
+    assert run("demo", "--prompts", "0")[0] == 2
+
+
+def test_other_distribution_of_the_same_name_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash import distributions
+
+    monkeypatch.setattr(distributions.metadata, "version", lambda name: {"dflash": "0.1.0"}[name])
+    status, _, err = run("demo")
+    assert status == 1
+    assert "pip uninstall -y dflash dflash-transformers" in err
+
+
+# --- what is shown
+
+
+def printed(blocks: list[Block], **console: Any) -> str:
+    out = StringIO()
+    printer = BlockPrinter(Console(file=out, width=80, **console), make_tokenizer())
+    for block in blocks:
+        printer.block(block)
+    printer.end()
+    return out.getvalue()
+
+
+def blocks_of(*parts: tuple[str, int]) -> list[Block]:
+    """Blocks from texts and numbers of accepted characters."""
+    encode = make_tokenizer().encode
+    return [Block(encode(text), 5, accepted, is_prefill=i == 0) for i, (text, accepted) in enumerate(parts)]
+
+
+BLOCKS = blocks_of(("a", 0), ("bcd", 2), ("e", 0), ("fg", 2))
+
+
+def test_accepted_runs_are_bracketed_without_colour() -> None:
+    assert printed(BLOCKS) == "a[bc]de[fg]\n"
+
+
+def test_accepted_runs_are_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = printed(BLOCKS, force_terminal=True, color_system="standard")
+    assert "\x1b[4;32mbc\x1b[0m" in out
+    assert "\x1b[1;35md\x1b[0m" in out
+    assert "[bc]" not in out
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "[bc]" in printed(BLOCKS, force_terminal=True, color_system="standard")
+
+
+def test_half_a_character_waits_for_its_other_bytes() -> None:
+    class Bytes:
+        def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+            return bytes(token_ids).decode("utf-8", errors="replace")
+
+    stream = TextStream(Bytes())
+    assert [stream.push([byte]) for byte in "aé".encode()] == ["a", "", "é"]
+    assert stream.push([0xC3]) == ""
+    assert stream.push([], is_last=True) == "\ufffd"
+
+
+def test_table_counts_over_all_prompts(tiny_target: Any) -> None:
+    def row(tokens: int, seconds: float, lengths: list[int]) -> Comparison:
+        plain = TimedRun(list(range(tokens)), seconds, 0.1, tokens, [])
+        fast = TimedRun(list(range(tokens)), seconds / 2, 0.1, len(lengths) + 1, lengths)
+        return Comparison(plain, fast, None)
+
+    out = StringIO()
+    Console(file=out, width=120).print(comparison_table([row(9, 1.0, [4, 4]), row(5, 1.0, [1, 1, 1, 2])]))
+    last = out.getvalue().splitlines()[-2]
+    assert [cell.strip() for cell in last.strip("│").split("│")] == [
+        "all", "14", "7", "14", "2.00x", "2.17", "2.00", "identical"
+    ]  # fmt: skip
+
+
+# --- what is measured
+
+
+def test_timed_runs_count_tokens_forwards_and_steps(tiny_target: Any) -> None:
+    prompt_ids = make_prompt()
+    truth = greedy(tiny_target, prompt_ids, max_new_tokens=20)
+    plain = timed_generate(tiny_target, prompt_ids, max_new_tokens=20, do_sample=False)
+    fast = timed_blocks(
+        ScriptedDrafter(tiny_target, truth, [3, 0, 5]), tiny_target, prompt_ids, max_new_tokens=20, temperature=0.0
+    )
+    assert plain.token_ids == fast.token_ids == truth[0, prompt_ids.shape[1] :].tolist()
+    assert plain.num_forwards == 20
+    assert plain.tokens_per_step == 1
+    assert fast.num_forwards == len(fast.acceptance_lengths) + 1
+    assert fast.acceptance_lengths[:3] == [4, 1, 6]
+    assert fast.tau == sum(fast.acceptance_lengths) / len(fast.acceptance_lengths)
+    assert fast.tokens_per_step == 19 / len(fast.acceptance_lengths)
+    assert 0 < fast.seconds_to_first_token < fast.seconds
+    assert 0 < plain.seconds_to_first_token < plain.seconds
+    assert not tiny_target._forward_hooks
+
+
+def test_listeners_are_outside_the_clock(tiny_target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only the listener moves: every second it takes is left out, every token is handed on."""
+    now = [0.0]
+    monkeypatch.setattr("dflash.evaluation.timing.time.perf_counter", lambda: now[0])
+    heard: list[int] = []
+
+    def slow(token_ids: list[int]) -> None:
+        now[0] += 10
+        heard.extend(token_ids)
+
+    plain = timed_generate(tiny_target, make_prompt(), slow, max_new_tokens=5, do_sample=False)
+    assert heard == plain.token_ids
+    assert plain.seconds == 0
+    heard.clear()
+    fast = timed_blocks(
+        make_drafter(), tiny_target, make_prompt(), lambda block: slow(block.token_ids), max_new_tokens=5
+    )
+    assert heard == fast.token_ids
+    assert fast.seconds == 0
+
+
+def test_first_difference_names_place_and_margin(tiny_target: Any) -> None:
+    prompt_ids = make_prompt()
+    ids = greedy(tiny_target, prompt_ids, max_new_tokens=6)[0, prompt_ids.shape[1] :].tolist()
+    assert first_difference(tiny_target, prompt_ids, ids, list(ids)) is None
+    other = [*ids[:3], (ids[3] + 1) % 96, *ids[4:]]
+    logits = tiny_target(greedy(tiny_target, prompt_ids, max_new_tokens=3)).logits[0, -1]
+    found = first_difference(tiny_target, prompt_ids, ids, other)
+    assert found is not None
+    assert found.index == 3
+    assert found.margin == pytest.approx((logits[ids[3]] - logits[other[3]]).item(), rel=1e-4)
+    assert first_difference(tiny_target, prompt_ids, ids, ids[:4]).index == 4
+
+
+def test_help_needs_no_model() -> None:
+    done = subprocess.run([sys.executable, "-m", "dflash.cli", "--help"], capture_output=True, text=True, check=True)
+    for name in ("demo", "generate", "export-demo"):
+        assert name in done.stdout
