@@ -279,7 +279,6 @@ def generate_blocks(
     )
 
 
-@torch.no_grad()
 def _decode(
     target: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -291,24 +290,44 @@ def _decode(
     noise_generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> Iterator[Block]:
-    """The loop. `target.generate` calls it and prepares every argument but the last three."""
+    """What `target.generate` calls, with everything prepared but our own three arguments: checks, then the loop."""
     check_prepared(generation_config)
     check_batch(target, drafter, len(input_ids))
-    tapped = TappedTarget(target, drafter)
-    rows = [_Row(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
+    noise = PositionNoise(len(input_ids), noise_generator) if generation_config.do_sample else None
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    return _blocks(
+        TappedTarget(target, drafter),
+        drafter,
+        input_ids,
+        model_kwargs.get("attention_mask"),
+        _chooser(logits_processor, noise),
+        _cutter(stopping_criteria, max_new_tokens),
+        max_new_tokens,
+        block_size,
+    )
+
+
+@torch.no_grad()
+def _blocks(
+    tapped: TappedTarget,
+    drafter: PreTrainedModel,
+    input_ids: torch.Tensor,  # [B, S]
+    attention_mask: torch.Tensor | None,  # [B, S]
+    choose: Callable[..., torch.Tensor],
+    cut: Callable[..., list[int]],
+    max_new_tokens: int,
+    block_size: int,
+) -> Iterator[Block]:
+    """The loop: draft, verify, accept and commit a block for every row that is not done."""
+    rows = [_Row(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
     capacity = input_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + block_size
     target_cache = PreallocatedCache(tapped.num_layers, capacity, len(rows))
     draft_cache = PreallocatedCache(drafter.config.num_hidden_layers, capacity, len(rows))
-    choose = _chooser(
-        logits_processor, PositionNoise(len(rows), noise_generator) if generation_config.do_sample else None
-    )
-    cut = _cutter(stopping_criteria, max_new_tokens)
     num_steps = num_accepted_in_all = 0
 
     # The prompts' forward is a step without proposals: its last column chooses the first token.
     proposals = input_ids[:, :0]
-    token_ids, is_real = _visible(input_ids, model_kwargs.get("attention_mask"))
+    token_ids, is_real = _visible(input_ids, attention_mask)
     num_real = is_real.sum(dim=1).tolist()
     logits, features = tapped.forward(token_ids, target_cache, 1, is_real, num_real)
     context = _Context(features, is_real.to(features.device), num_real)
@@ -338,7 +357,7 @@ def _decode(
             draft_cache.keep_rows(live)
         num_accepted_in_all += sum(block.num_accepted for block in blocks)
         if num_steps == INACTIVE_STEPS and not num_accepted_in_all:
-            _warn_inactive(drafter, target)
+            _warn_inactive(drafter, tapped.target)
 
         width = min(block_size, max_new_tokens - min(len(row.new_ids) for row in rows))  # no more than is still wanted
         proposals = _draft(drafter, tapped, draft_cache, anchors, context, block_size)[:, : width - 1]

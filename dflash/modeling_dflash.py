@@ -271,7 +271,12 @@ class DFlashDraftModel(PreTrainedModel):
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
+        # From a local folder, transformers 4.57 copies only the files that this one names; the loop needs them all.
+        from .cache_dflash import PreallocatedCache  # noqa: F401
         from .generation_dflash import spec_generate
+        from .target_dflash import TappedTarget  # noqa: F401
+        from .validation_dflash import check_pair  # noqa: F401
+        from .verification_dflash import accept_prefix  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
 

@@ -114,6 +114,10 @@ def read_prompt(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The prompt's ids [1, S] and its mask, out of a tensor or of what a tokenizer returns; ValueError if it is none."""
     if isinstance(input_ids, Mapping):
+        if "input_ids" not in input_ids:
+            raise ValueError(
+                f"The prompt holds {sorted(input_ids)} and no input_ids: pass what the tokenizer returns."
+            )
         attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
         input_ids = input_ids["input_ids"]
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
@@ -149,10 +153,10 @@ def check_request(
         raise ValueError(
             f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
         )
-    vocab_size, largest = drafter.config.vocab_size, int(prompt_ids.max())
-    if largest >= vocab_size or int(prompt_ids.min()) < 0:
+    vocab_size, smallest, largest = drafter.config.vocab_size, int(prompt_ids.min()), int(prompt_ids.max())
+    if largest >= vocab_size or smallest < 0:
         raise ValueError(
-            f"Token id {largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
+            f"Token id {smallest if smallest < 0 else largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
         )
     limit = max_positions(target)
     if limit is not None and prompt_ids.shape[1] >= limit:
