@@ -87,13 +87,12 @@ class DFlashConfig(Qwen3Config):
         **kwargs: Any,
     ) -> None:
         nested = dict(dflash_config or {})
-        _refuse_unsupported({**kwargs, **nested})
+        _refuse_unsupported({**kwargs, **nested, **(rope_scaling or {}), **(rope_parameters or {})})
         block_size = _agreed("block_size", block_size, nested)
         mask_token_id = _agreed("mask_token_id", mask_token_id, nested)
         target_layer_ids = _agreed("target_layer_ids", target_layer_ids, nested)
         num_target_layers = _agreed("num_target_layers", num_target_layers, nested)
-        if is_causal is None:
-            is_causal = nested.get("causal")
+        is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.get("causal")})
         if target_layer_ids is None and num_target_layers is not None:
             target_layer_ids = default_target_layer_ids(num_target_layers)
 
@@ -200,6 +199,12 @@ def _rope_fields(
 ) -> tuple[float, dict[str, Any] | None]:
     """`(rope_theta, rope_scaling)` out of either spelling; `parameters` wins, as in transformers 5."""
     if parameters:
+        by_layer = [name for name, value in parameters.items() if isinstance(value, dict)]
+        if by_layer:
+            raise ValueError(
+                f"rope_parameters differ by layer type ({', '.join(by_layer)}): a drafter has one rotary embedding for all "
+                "its layers. Write rope_theta and rope_type at the top of rope_parameters."
+            )
         theta = parameters.get("rope_theta", theta)
         scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if scaling is not None and scaling.get("rope_type", scaling.get("type", "default")) == "default":

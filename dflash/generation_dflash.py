@@ -9,7 +9,7 @@ as its `custom_generate`. The loop takes the drafter as an argument and knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from .cache_dflash import PreallocatedCache
+from .masks_dflash import decoding_visibility
 from .target_dflash import TappedTarget
-from .validation_dflash import check_pair, check_prepared, check_request, read_prompt
+from .validation_dflash import check_batch, check_pair, check_prepared, check_request, read_prompt
 from .verification_dflash import PositionNoise, accept_prefix, choose_greedy, choose_sampled
 
 
@@ -62,20 +63,22 @@ PREFIX_FREE_PROCESSORS = (
 
 @dataclass(frozen=True)
 class Block:
-    """What one forward of the target committed.
+    """What one forward of the target committed to one row of the batch.
 
     Attributes:
         token_ids: The committed tokens, cut where the text stops.
         num_proposals: Drafted tokens that were verified; 0 for the prefill's block.
         num_accepted: How many of them stood, before the cut.
-        is_prefill: True for the first block, whose one token comes from the prompt's forward and not from a verify
+        is_prefill: True for a row's first block, whose one token comes from the prompt's forward and not from a verify
             step.
+        row: The row of the batch.
     """
 
     token_ids: list[int]
     num_proposals: int
     num_accepted: int
     is_prefill: bool = False
+    row: int = 0
 
     @property
     def acceptance_length(self) -> int:
@@ -88,16 +91,53 @@ class DFlashOutput(ModelOutput):
     """What `spec_generate(return_dict_in_generate=True)` returns.
 
     Attributes:
-        sequences: Prompt and new tokens, [B, S].
-        acceptance_lengths: Per verify step, accepted proposals + 1, before stop and length cuts.
-        tau: Their mean, as the DFlash paper and the engines count it; NaN without a verify step.
-        tokens_per_step: Tokens kept, without the prefill's, per verify step: what a speed-up rests on.
+        sequences: Prompts and new tokens, [B, S + new], padded on the right behind the rows that stopped first.
+        acceptance_lengths: For each row, per verify step: accepted proposals + 1, before stop and length cuts.
+        tau: Their mean over all rows and steps, as the DFlash paper and the engines count it; NaN without a step.
+        tokens_per_step: Tokens kept, without the prefill's, per row and verify step: what a speed-up rests on.
     """
 
     sequences: torch.Tensor | None = None
-    acceptance_lengths: list[int] | None = None
+    acceptance_lengths: list[list[int]] | None = None
     tau: float | None = None
     tokens_per_step: float | None = None
+
+
+@dataclass
+class _Row:
+    """A prompt of the batch and what was written behind it."""
+
+    index: int
+    prompt_ids: torch.Tensor  # [S], with its padding
+    new_ids: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+    def text(self, more_ids: torch.Tensor) -> torch.Tensor:
+        """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
+        return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor(self.new_ids), more_ids])[None]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the target's last forward computed behind text that stands, and the drafter's cache does not hold yet."""
+
+    features: torch.Tensor  # [B, C, L * D]
+    is_real: torch.Tensor  # bool [B, C]: the other columns are padding, or were computed behind a rejected token
+    num_real: list[int]
+
+    @classmethod
+    def first_columns(cls, features: torch.Tensor, num_real: list[int]) -> _Context:
+        """The first `num_real` columns of each row."""
+        columns = torch.arange(max(num_real), device=features.device)
+        counts = torch.tensor(num_real, device=features.device)
+        return cls(features[:, : len(columns)], columns < counts[:, None], num_real)
+
+    def of_rows(self, rows: list[int]) -> _Context:
+        """Without the other rows of the batch; a single row's cache takes real columns alone."""
+        features, is_real = self.features[rows], self.is_real[rows]
+        if len(rows) == 1:
+            features, is_real = features[is_real][None], is_real[is_real][None]
+        return _Context(features, is_real, [self.num_real[row] for row in rows])
 
 
 def spec_generate(
@@ -120,42 +160,50 @@ def spec_generate(
     Args:
         drafter: A `DFlashDraftModel` trained for `target`.
         target: Any decoder-only `AutoModelForCausalLM`.
-        input_ids: Token ids [1, S], or what a tokenizer returns, whose attention mask is then used.
-        attention_mask: 1 for real tokens, 0 for padding, [1, S].
+        input_ids: Token ids [B, S], or what a tokenizer returns, whose attention mask is then used.
+        attention_mask: 1 for real tokens, 0 for padding, [B, S].
         streamer: A `transformers` streamer; it gets the prompt, then the tokens as blocks commit.
         return_dict_in_generate: Return a [`DFlashOutput`] with acceptance statistics instead of the ids.
         kwargs: Those of [`generate_blocks`], and through it those of `target.generate`.
 
     Returns:
-        Prompt and new tokens [1, S + new], or a [`DFlashOutput`] that holds them.
+        Prompts and new tokens [B, S + new], or a [`DFlashOutput`] that holds them.
 
     Raises:
         ValueError: for anything that cannot be run exactly, before any compute.
     """
     prompt_ids, attention_mask = read_prompt(input_ids, attention_mask)
+    if streamer is not None and len(prompt_ids) > 1:
+        raise ValueError(
+            f"A streamer takes one prompt at a time, not {len(prompt_ids)}: read generate_blocks instead."
+        )
     blocks = generate_blocks(drafter, target, prompt_ids, attention_mask=attention_mask, **kwargs)
     if streamer is not None:
         streamer.put(prompt_ids.cpu())
-    new_ids: list[int] = []
-    lengths: list[int] = []
+    num_rows = len(prompt_ids) * (kwargs.get("num_return_sequences") or 1)
+    new_ids: list[list[int]] = [[] for _ in range(num_rows)]
+    lengths: list[list[int]] = [[] for _ in range(num_rows)]
     for block in blocks:
-        new_ids += block.token_ids
+        new_ids[block.row] += block.token_ids
         if not block.is_prefill:
-            lengths.append(block.acceptance_length)
+            lengths[block.row].append(block.acceptance_length)
         if streamer is not None:
             for token_id in block.token_ids:
                 streamer.put(torch.tensor([token_id]))
     if streamer is not None:
         streamer.end()
-    sequences = torch.cat([prompt_ids, prompt_ids.new_tensor([new_ids])], dim=1)
+    longest = max(map(len, new_ids))
+    padded = [ids + [_pad_token_id(target, kwargs)] * (longest - len(ids)) for ids in new_ids]
+    prompts = prompt_ids.repeat_interleave(num_rows // len(prompt_ids), dim=0)
+    sequences = torch.cat([prompts, prompt_ids.new_tensor(padded)], dim=1)
     if not return_dict_in_generate:
         return sequences
-    steps = len(lengths)
+    num_steps = sum(map(len, lengths))
     return DFlashOutput(
         sequences=sequences,
         acceptance_lengths=lengths,
-        tau=sum(lengths) / steps if steps else float("nan"),
-        tokens_per_step=(len(new_ids) - 1) / steps if steps else float("nan"),
+        tau=sum(map(sum, lengths)) / num_steps if num_steps else float("nan"),
+        tokens_per_step=(sum(map(len, new_ids)) - num_rows) / num_steps if num_steps else float("nan"),
     )
 
 
@@ -175,15 +223,15 @@ def generate_blocks(
     block_size: int | None = None,
     **kwargs: Any,
 ) -> Iterator[Block]:
-    """Yields the target's continuation block by block, each as soon as it is committed.
+    """Yields the target's continuation block by block, each as soon as it is committed, one per row and step.
 
     Nothing is computed before the first `next`. Closing the generator early leaves the target as it was.
 
     Args:
         drafter: A `DFlashDraftModel` trained for `target`.
         target: Any decoder-only `AutoModelForCausalLM`.
-        input_ids: Token ids [1, S], or what a tokenizer returns.
-        attention_mask: 1 for real tokens, 0 for padding, [1, S].
+        input_ids: Token ids [B, S], padded on the left, or what a tokenizer returns.
+        attention_mask: 1 for real tokens, 0 for padding, [B, S].
         temperature: 0 decodes greedily; above 0 samples. Default: the target's generation config decides.
         do_sample: As in `generate`. Default: whether `temperature` is above 0, else the target's generation config.
         stop_token_ids: Ids that end the text. Default: `eos_token_id` of the target's generation config.
@@ -231,7 +279,6 @@ def generate_blocks(
     )
 
 
-@torch.no_grad()
 def _decode(
     target: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -243,100 +290,157 @@ def _decode(
     noise_generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> Iterator[Block]:
-    """The loop. `target.generate` calls it and prepares every argument but the last three."""
+    """What `target.generate` calls, with everything prepared but our own three arguments: checks, then the loop."""
     check_prepared(generation_config)
-    tapped = TappedTarget(target, drafter)
+    check_batch(target, drafter, len(input_ids))
+    noise = PositionNoise(len(input_ids), noise_generator) if generation_config.do_sample else None
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    return _blocks(
+        TappedTarget(target, drafter),
+        drafter,
+        input_ids,
+        model_kwargs.get("attention_mask"),
+        _chooser(logits_processor, noise),
+        _cutter(stopping_criteria, max_new_tokens),
+        max_new_tokens,
+        block_size,
+    )
+
+
+@torch.no_grad()
+def _blocks(
+    tapped: TappedTarget,
+    drafter: PreTrainedModel,
+    input_ids: torch.Tensor,  # [B, S]
+    attention_mask: torch.Tensor | None,  # [B, S]
+    choose: Callable[..., torch.Tensor],
+    cut: Callable[..., list[int]],
+    max_new_tokens: int,
+    block_size: int,
+) -> Iterator[Block]:
+    """The loop: draft, verify, accept and commit a block for every row that is not done."""
+    rows = [_Row(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
     capacity = input_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + block_size
-    target_cache = PreallocatedCache(tapped.num_layers, capacity)
-    draft_cache = PreallocatedCache(drafter.config.num_hidden_layers, capacity)
-    choose = _chooser(logits_processor, PositionNoise(1, noise_generator) if generation_config.do_sample else None)
-    cut = _cutter(stopping_criteria, max_new_tokens)
-    num_new = num_steps = num_accepted_in_all = 0
-    # The committed text, with the prompt's padding, as plain `generate` shows it to processors and criteria.
-    text_ids = input_ids
+    target_cache = PreallocatedCache(tapped.num_layers, capacity, len(rows))
+    draft_cache = PreallocatedCache(drafter.config.num_hidden_layers, capacity, len(rows))
+    num_steps = num_accepted_in_all = 0
 
-    # The prompt's forward is a step without proposals: its last row chooses the first token.
+    # The prompts' forward is a step without proposals: its last column chooses the first token.
     proposals = input_ids[:, :0]
-    logits, features = tapped.forward(_without_padding(input_ids, model_kwargs), target_cache, num_logits=1)
+    token_ids, is_real = _visible(input_ids, attention_mask)
+    num_real = is_real.sum(dim=1).tolist()
+    logits, features = tapped.forward(token_ids, target_cache, 1, is_real, num_real)
+    context = _Context(features, is_real.to(features.device), num_real)
     while True:
-        choices = choose(logits, text_ids, proposals, num_new)
-        num_accepted, *chosen = torch.cat([accept_prefix(proposals, choices)[:, None], choices], dim=1)[0].tolist()
-        token_ids, is_last = cut(chosen[: num_accepted + 1], text_ids, num_new)
+        choices = choose(logits, rows, proposals)  # [B, width]
+        outcome = torch.cat([accept_prefix(proposals, choices)[:, None], choices], dim=1).tolist()
+        blocks = [
+            Block(cut(row, chosen[: num_accepted + 1]), proposals.shape[1], num_accepted, num_steps == 0, row.index)
+            for row, (num_accepted, *chosen) in zip(rows, outcome, strict=True)
+        ]
 
-        # Of the verified rows those stand that were computed behind kept text: the anchor and all kept tokens but the
-        # last, whose keys and values the next forward computes, with it as the anchor.
-        num_rejected = proposals.shape[1] + 1 - len(token_ids)
-        target_cache.rollback(num_rejected)
-        features = features[:, : features.shape[1] - num_rejected]
-        text_ids = torch.cat([text_ids, choices[:, : len(token_ids)]], dim=1)
-        num_new += len(token_ids)
-        yield Block(token_ids, proposals.shape[1], num_accepted, is_prefill=num_steps == 0)
-        if is_last:
+        # Of the verified columns those stand that were computed behind kept text: the anchor and all kept tokens but
+        # the last, whose keys and values the next forward computes, with it as the anchor.
+        num_kept = [len(block.token_ids) for block in blocks]
+        target_cache.rollback([proposals.shape[1] + 1 - kept for kept in num_kept])
+        if num_steps:
+            context = _Context.first_columns(features, num_kept)
+        anchors = choices.gather(1, torch.tensor(num_kept, device=choices.device)[:, None] - 1)  # [B, 1]
+        yield from blocks
+
+        live = [place for place, row in enumerate(rows) if not row.is_done]
+        if not live:
             return
-        num_accepted_in_all += num_accepted
+        if len(live) < len(rows):  # rows that are done cost nothing from here on
+            rows, anchors, context = [rows[place] for place in live], anchors[live], context.of_rows(live)
+            target_cache.keep_rows(live)
+            draft_cache.keep_rows(live)
+        num_accepted_in_all += sum(block.num_accepted for block in blocks)
         if num_steps == INACTIVE_STEPS and not num_accepted_in_all:
-            _warn_inactive(drafter, target)
+            _warn_inactive(drafter, tapped.target)
 
-        width = min(block_size, max_new_tokens - num_new)  # never verify more than is still wanted
-        proposals = _draft(drafter, tapped, draft_cache, text_ids[:, -1:], features, block_size)[:, : width - 1]
-        logits, features = tapped.forward(
-            torch.cat([text_ids[:, -1:], proposals], dim=1), target_cache, num_logits=width
-        )
+        width = min(block_size, max_new_tokens - min(len(row.new_ids) for row in rows))  # no more than is still wanted
+        proposals = _draft(drafter, tapped, draft_cache, anchors, context, block_size)[:, : width - 1]
+        logits, features = tapped.forward(torch.cat([anchors, proposals], dim=1), target_cache, num_logits=width)
         num_steps += 1
+
+
+def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns to run, and which of them are tokens, both [B, S].
+
+    Masked tokens are seen by nobody and take up no position, so a single prompt without them is the same prompt.
+    """
+    if attention_mask is None:
+        return input_ids, torch.ones_like(input_ids, dtype=torch.bool)
+    is_real = attention_mask.bool()
+    return (input_ids, is_real) if len(input_ids) > 1 else (input_ids[is_real][None], is_real[is_real][None])
 
 
 def _draft(
     drafter: PreTrainedModel,
     tapped: TappedTarget,
     draft_cache: PreallocatedCache,
-    anchor: torch.Tensor,  # [1, 1]
-    features: torch.Tensor,  # [1, C, L * D] of the committed positions that draft_cache does not hold yet
+    anchors: torch.Tensor,  # [B, 1]
+    context: _Context,
     block_size: int,
-) -> torch.Tensor:  # [1, block_size - 1]
+) -> torch.Tensor:  # [B, block_size - 1]
     """The drafter's argmax for every row behind the anchor: one forward, after which its cache holds context alone.
 
-    At a temperature too: proposing one token per row and letting the target sample accepts more than rows that are
-    sampled independently of each other, at the same law (see `verification_dflash`).
+    At a temperature too: proposing one token per position and letting the target sample accepts more than positions
+    that are sampled independently of each other, at the same law (see `verification_dflash`).
     """
-    masks = anchor.new_full((1, block_size - 1), drafter.config.mask_token_id)
+    masks = anchors.new_full((len(anchors), block_size - 1), drafter.config.mask_token_id)
+    placed: dict[str, Any] = {}
+    if draft_cache.is_ragged:
+        is_block = context.is_real.new_ones(len(anchors), block_size)
+        slots = draft_cache.plan(
+            torch.cat([context.is_real, is_block], dim=1), [count + block_size for count in context.num_real]
+        )
+        num_keys = draft_cache.get_seq_length() + slots.shape[1]
+        visible = decoding_visibility(drafter.config, slots[:, -block_size:], num_keys)
+        placed = {"position_ids": slots, "attention_mask": visible}
     hidden_states = drafter(
-        noise_embeds=tapped.embed(torch.cat([anchor, masks], dim=1)),
-        context_hidden_states=features,
+        noise_embeds=tapped.embed(torch.cat([anchors, masks], dim=1)),
+        context_hidden_states=context.features,
         past_key_values=draft_cache,
+        **placed,
     ).last_hidden_state
     draft_cache.rollback(block_size)
-    return choose_greedy(tapped.head(hidden_states[:, 1:])).to(anchor.device)
+    return choose_greedy(tapped.head(hidden_states[:, 1:])).to(anchors.device)
 
 
 def _chooser(processors: LogitsProcessorList, noise: PositionNoise | None) -> Callable[..., torch.Tensor]:
-    """`choose(logits, text_ids, proposals, num_new)`: the target's choice for every row, [1, N] of logits [1, N, V].
+    """`choose(logits, rows, proposals)`: the target's choice for every column, [B, N] of logits [B, N, V].
 
-    Row i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the
-    prefix get all rows in one call. Without `noise` the choice is greedy.
+    Column i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the
+    prefix get all columns in one call. Without `noise` the choice is greedy.
     """
     is_prefix_free = all(isinstance(processor, PREFIX_FREE_PROCESSORS) for processor in processors)
 
-    def process(logits: torch.Tensor, prefixes: torch.Tensor, length: int) -> torch.Tensor:
-        scores = logits.float()
+    def process(scores: torch.Tensor, rows: list[_Row], proposals: torch.Tensor) -> torch.Tensor:
         if is_prefix_free:
-            return processors(prefixes, scores[0])[None]
-        rows = [processors(prefixes[:, : length + i], scores[:, i].clone()) for i in range(scores.shape[1])]
-        return torch.stack(rows, dim=1)
+            return processors(proposals, scores.flatten(0, 1)).view_as(scores)
+        processed = [
+            processors(row.text(proposed[:column]), scores[place, column : column + 1].clone())
+            for place, (row, proposed) in enumerate(zip(rows, proposals, strict=True))
+            for column in range(scores.shape[1])
+        ]
+        return torch.cat(processed).view_as(scores)
 
-    def choose(logits: torch.Tensor, text_ids: torch.Tensor, proposals: torch.Tensor, num_new: int) -> torch.Tensor:
-        logits = logits.to(text_ids.device)
+    def choose(logits: torch.Tensor, rows: list[_Row], proposals: torch.Tensor) -> torch.Tensor:
+        logits = logits.to(proposals.device)
         if processors:
-            logits = process(logits, torch.cat([text_ids, proposals], dim=1), text_ids.shape[1])
+            logits = process(logits.float(), rows, proposals)
         if noise is None:
             return choose_greedy(logits)
-        return choose_sampled(logits, noise(num_new, num_new + logits.shape[1], logits.device))
+        uniforms = [noise(row.index, len(row.new_ids), logits.shape[1]) for row in rows]
+        return choose_sampled(logits, torch.stack(uniforms).to(logits.device))
 
     return choose
 
 
-def _cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[..., tuple[list[int], bool]]:
-    """`cut(token_ids, text_ids, num_new)`: the new tokens up to where the text stops, and whether it does.
+def _cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[_Row, list[int]], list[int]]:
+    """`cut(row, token_ids)`: the new tokens up to where the text stops. They are written into the row.
 
     A stop can lie anywhere inside a block, so every prefix is asked about, as plain `generate` does.
     """
@@ -346,24 +450,34 @@ def _cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[...
             stop_ids.update(criterion.eos_token_id.tolist())
     others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria)))
 
-    def cut(token_ids: list[int], text_ids: torch.Tensor, num_new: int) -> tuple[list[int], bool]:
-        prefix = text_ids
+    def cut(row: _Row, token_ids: list[int]) -> list[int]:
         for count, token_id in enumerate(token_ids, start=1):
-            is_last = token_id in stop_ids or num_new + count == max_new_tokens
+            row.new_ids.append(token_id)
+            row.is_done = token_id in stop_ids or len(row.new_ids) == max_new_tokens
             if others:
-                prefix = torch.cat([prefix, prefix.new_tensor([[token_id]])], dim=1)
-                is_last = bool(others(prefix, None).all()) or is_last
-            if is_last:
-                return token_ids[:count], True
-        return token_ids, False
+                row.is_done |= bool(others(row.text(row.prompt_ids[:0]), None).all())
+            if row.is_done:
+                return token_ids[:count]
+        return token_ids
 
     return cut
 
 
-def _without_padding(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The prompt's visible tokens. Masked ones are seen by nobody and take up no position, so this is the same prompt."""
-    attention_mask = model_kwargs.get("attention_mask")
-    return input_ids if attention_mask is None else input_ids[attention_mask.bool()][None]
+def _pad_token_id(target: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
+    """What stands behind a row that stopped before the longest one: as in `generate`, the pad id, or the first stop id."""
+    config = kwargs.get("generation_config") or target.generation_config
+    for value in (
+        kwargs.get("pad_token_id"),
+        config.pad_token_id,
+        target.generation_config.pad_token_id,
+        kwargs.get("stop_token_ids"),
+        kwargs.get("eos_token_id"),
+        config.eos_token_id,
+        target.generation_config.eos_token_id,
+    ):
+        if value is not None:
+            return value if isinstance(value, int) else value[0]
+    return 0  # no row stops before the length limit
 
 
 def _warn_inactive(drafter: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -27,37 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dflash import DFlashConfig
-
-
-def block_visibility(
-    query_positions: torch.Tensor,  # [B, Q]
-    key_positions: torch.Tensor,  # [B, K]
-    query_blocks: torch.Tensor,  # [B, Q] which block a row belongs to
-    key_blocks: torch.Tensor,  # [B, K] likewise, -1 for a context key
-    anchors: torch.Tensor,  # [B, Q] position of the row's anchor
-    is_causal: bool,
-    window: int | None,
-) -> torch.Tensor:  # bool [B, Q, K]
-    """Who sees whom, in one place for decoding and training.
-
-    A row sees the context strictly before its anchor and the rows of its own block (only those not after it, if
-    `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
-    `q - k < W` of the engines).
-    """
-    distance = query_positions[:, :, None] - key_positions[:, None, :]
-    in_context = (key_blocks[:, None, :] < 0) & (key_positions[:, None, :] < anchors[:, :, None])
-    in_block = key_blocks[:, None, :] == query_blocks[:, :, None]
-    if is_causal:
-        in_block = in_block & (distance >= 0)
-    visible = in_context | in_block
-    return visible if window is None else visible & (distance.abs() < window)
-
-
-def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where visible, the dtype's minimum elsewhere: the one form that SDPA and eager attention both read."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
+from .masks_dflash import additive_mask, block_visibility
 
 
 class DFlashAttn(nn.Module):
@@ -301,7 +271,12 @@ class DFlashDraftModel(PreTrainedModel):
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
+        # From a local folder, transformers 4.57 copies only the files that this one names; the loop needs them all.
+        from .cache_dflash import PreallocatedCache  # noqa: F401
         from .generation_dflash import spec_generate
+        from .target_dflash import TappedTarget  # noqa: F401
+        from .validation_dflash import check_pair  # noqa: F401
+        from .verification_dflash import accept_prefix  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
 
@@ -318,6 +293,7 @@ class DFlashDraftModel(PreTrainedModel):
         if os.path.isdir(name) and not os.path.isfile(os.path.join(name, kwargs.get("subfolder", ""), "config.json")):
             raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
         try:
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except Exception as error:

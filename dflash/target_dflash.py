@@ -7,15 +7,16 @@ keys, whole or spread over devices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from .cache_dflash import PreallocatedCache
+from .masks_dflash import additive_mask, causal_visibility
 from .validation_dflash import check_pair, decoder_layers
 
 
@@ -50,18 +51,52 @@ class TappedTarget:
         device = hidden_states.device if weight.device.type == "meta" else weight.device
         return head(hidden_states.to(device, self.target.dtype))
 
-    def forward(self, token_ids: torch.Tensor, cache: Cache, num_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        cache: PreallocatedCache,
+        num_logits: int,
+        is_real: torch.Tensor | None = None,
+        num_real: Sequence[int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs token_ids [B, S] behind `cache`; their keys and values are appended to it.
 
-        Returns the logits of the last `num_logits` positions [B, num_logits, V] and the context features of all
+        In a ragged cache, is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
+        default: all.
+
+        Returns the logits of the last `num_logits` columns [B, num_logits, V] and the context features of all
         [B, S, L * D], on the drafter's device and in its dtype.
         """
+        placed: dict[str, Any] = {}
+        if cache.is_ragged:
+            is_real = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
+            slots = cache.plan(is_real, [token_ids.shape[1]] * len(token_ids) if num_real is None else num_real)
+            placed = {"position_ids": slots, "attention_mask": self._masks(slots, cache.get_seq_length())}
         with _tapped(self._taps) as states:
             output = self.target(
-                input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=num_logits, return_dict=True
+                input_ids=token_ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+                return_dict=True,
+                **placed,
             )
         features = torch.cat([state.to(self._drafter_device, self._drafter_dtype) for state in states], dim=-1)
         return output.logits[:, -num_logits:], features
+
+    def _masks(self, slots: torch.Tensor, num_used: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """What rows at `slots` [B, S] see of a ragged cache: an additive mask [B, 1, S, keys], by layer type where they differ."""
+        config = self.target.config.get_text_config(decoder=True)
+        keys = torch.arange(num_used + slots.shape[1], device=slots.device)[None]  # [1, K]
+
+        def mask(window: int | None) -> torch.Tensor:
+            return additive_mask(causal_visibility(slots, keys, window)[:, None], self.target.dtype)
+
+        window = getattr(config, "sliding_window", None)
+        types = set(getattr(config, "layer_types", None) or ())
+        if types == {"full_attention", "sliding_attention"}:
+            return {"full_attention": mask(None), "sliding_attention": mask(window)}
+        return mask(None if types == {"full_attention"} else window)
 
 
 @contextmanager

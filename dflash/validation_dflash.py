@@ -78,6 +78,26 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         )
 
 
+def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int) -> None:
+    """Raises ValueError unless both models take the masks that rows of different lengths need."""
+    if num_rows == 1:
+        return
+    for name, model in (("target", target), ("drafter", drafter)):
+        implementation = model.config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"The {name}'s attn_implementation={implementation!r} takes no 4-D mask, which {num_rows} rows of different "
+                f"lengths need: load the {name} with attn_implementation='sdpa', or pass one prompt at a time."
+            )
+    types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
+    unknown = types - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"{type(target).__name__} has layers of type {', '.join(sorted(unknown))}, whose masks for {num_rows} rows of "
+            "different lengths are not known here: pass one prompt at a time."
+        )
+
+
 def max_positions(target: PreTrainedModel) -> int | None:
     """How many positions the target can tell apart, rope scaling counted in; `None` where its config does not say."""
     config = target.config.get_text_config(decoder=True)
@@ -94,6 +114,10 @@ def read_prompt(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The prompt's ids [1, S] and its mask, out of a tensor or of what a tokenizer returns; ValueError if it is none."""
     if isinstance(input_ids, Mapping):
+        if "input_ids" not in input_ids:
+            raise ValueError(
+                f"The prompt holds {sorted(input_ids)} and no input_ids: pass what the tokenizer returns."
+            )
         attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
         input_ids = input_ids["input_ids"]
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
@@ -101,18 +125,16 @@ def read_prompt(
         raise ValueError(
             f"input_ids is {shown}: pass a tensor of token ids [1, S], or what the tokenizer returns for 'pt'."
         )
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"input_ids holds {input_ids.shape[0]} prompts: pass one prompt at a time, [1, S].")
-    if input_ids.shape[1] == 0:
+    if 0 in input_ids.shape:
         raise ValueError(
-            "The prompt is empty (input_ids is [1, 0]): give at least one token, for example bos_token_id."
+            f"The prompt is empty (input_ids is {list(input_ids.shape)}): give at least one token, for example bos_token_id."
         )
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}: they must be equal."
             )
-        if not attention_mask[0, -1]:
+        if not attention_mask[:, -1].all():
             raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
     return input_ids, attention_mask
 
@@ -131,10 +153,10 @@ def check_request(
         raise ValueError(
             f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
         )
-    vocab_size, largest = drafter.config.vocab_size, int(prompt_ids.max())
-    if largest >= vocab_size or int(prompt_ids.min()) < 0:
+    vocab_size, smallest, largest = drafter.config.vocab_size, int(prompt_ids.min()), int(prompt_ids.max())
+    if largest >= vocab_size or smallest < 0:
         raise ValueError(
-            f"Token id {largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
+            f"Token id {smallest if smallest < 0 else largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
         )
     limit = max_positions(target)
     if limit is not None and prompt_ids.shape[1] >= limit:
@@ -163,7 +185,6 @@ def check_prepared(generation_config: Any) -> None:
     """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
     for name, plain in (
         ("num_beams", 1),
-        ("num_return_sequences", 1),
         ("penalty_alpha", None),
         ("guidance_scale", None),
         ("watermarking_config", None),

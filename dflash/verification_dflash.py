@@ -36,14 +36,14 @@ class PositionNoise:
         device = "cpu" if generator is None else generator.device
         seeds = torch.randint(2**63 - 1, (batch_size,), generator=generator, device=device)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-        self._drawn = torch.empty(batch_size, 0, dtype=torch.float64)
+        self._drawn = [torch.empty(0, dtype=torch.float64)] * batch_size
 
-    def __call__(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Uniforms in [0, 1) of new positions `start..stop-1`, float64 [B, stop - start]."""
-        while self._drawn.shape[1] < stop:
-            chunk = [torch.rand(NOISE_CHUNK, generator=stream, dtype=torch.float64) for stream in self._streams]
-            self._drawn = torch.cat([self._drawn, torch.stack(chunk)], dim=1)
-        return self._drawn[:, start:stop].to(device)
+    def __call__(self, row: int, start: int, count: int) -> torch.Tensor:
+        """Uniforms in [0, 1) of the row's new positions `start..start + count - 1`, float64 [count]."""
+        while len(self._drawn[row]) < start + count:
+            chunk = torch.rand(NOISE_CHUNK, generator=self._streams[row], dtype=torch.float64)
+            self._drawn[row] = torch.cat([self._drawn[row], chunk])
+        return self._drawn[row][start : start + count]
 
 
 def choose_greedy(logits: torch.Tensor) -> torch.Tensor:
