@@ -1,9 +1,18 @@
 """DFlash: block-diffusion speculative decoding for Hugging Face transformers."""
 
-from .configuration_dflash import DFlashConfig, default_target_layer_ids
-from .generation_dflash import Block, DFlashOutput, generate_blocks, spec_generate
-from .modeling_dflash import DFlashDraftModel
+from __future__ import annotations
 
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .distributions import import_name_clash
+
+
+if TYPE_CHECKING:
+    from .configuration_dflash import DFlashConfig, default_target_layer_ids
+    from .generation_dflash import Block, DFlashOutput, generate_blocks, spec_generate
+    from .modeling_dflash import DFlashDraftModel
 
 __all__ = [
     "Block",
@@ -14,3 +23,27 @@ __all__ = [
     "generate_blocks",
     "spec_generate",
 ]
+
+_MODULE_OF = {
+    "DFlashConfig": "configuration_dflash",
+    "default_target_layer_ids": "configuration_dflash",
+    "Block": "generation_dflash",
+    "DFlashOutput": "generation_dflash",
+    "generate_blocks": "generation_dflash",
+    "spec_generate": "generation_dflash",
+    "DFlashDraftModel": "modeling_dflash",
+}
+
+if (_clash := import_name_clash()) is not None:
+    warnings.warn(_clash, stacklevel=2)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use (PEP 562): importing torch takes seconds, which the command line shows a bar for."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'dflash' has no attribute {name!r}; it has {', '.join(__all__)}.")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

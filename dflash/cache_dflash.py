@@ -12,7 +12,7 @@ after them, where the next forward overwrites it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -21,6 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class PreallocatedLayer(CacheLayerMixin):
     """Storage [B, G, capacity, E] of one layer, of which the first `length` positions are in use."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
     is_compileable = False
     is_sliding = False
     is_croppable = True
@@ -137,7 +139,7 @@ class PreallocatedCache(Cache):
         places = torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
         slots = places + torch.tensor(self._row_lengths, device=is_real.device)[:, None]
         longest = max(self._row_lengths)
-        for layer in self.layers:
+        for layer in cast(list[PreallocatedLayer], self.layers):
             layer.slots, layer.length = slots, longest
         self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
         return slots
@@ -156,13 +158,13 @@ class PreallocatedCache(Cache):
             )
         self._row_lengths = [held - n for held, n in zip(lengths, counts, strict=True)]
         if not self.is_ragged:
-            for layer in self.layers:
+            for layer in cast(list[PreallocatedLayer], self.layers):
                 layer.length -= counts[0]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`; a single one goes on without plan or mask."""
         self._row_lengths = [self._row_lengths[row] for row in rows]
-        for layer in self.layers:
+        for layer in cast(list[PreallocatedLayer], self.layers):
             layer.keep_rows(rows)
             if not self.is_ragged:
                 layer.slots, layer.length = None, self._row_lengths[0]

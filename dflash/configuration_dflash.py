@@ -8,7 +8,7 @@ about tensors.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
@@ -73,6 +73,11 @@ class DFlashConfig(Qwen3Config):
 
     model_type = "qwen3"
 
+    if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
+        layer_types: list[str]
+        num_key_value_heads: int
+        head_dim: int
+
     def __init__(
         self,
         block_size: int | None = None,
@@ -103,7 +108,7 @@ class DFlashConfig(Qwen3Config):
         theta, scaling = _rope_fields(rope_theta, rope_scaling, rope_parameters)
         if "dtype" in kwargs:
             kwargs.pop("torch_dtype", None)
-        super().__init__(rope_theta=theta, rope_scaling=scaling, **kwargs)
+        super().__init__(**{"rope_theta": theta, "rope_scaling": scaling, **kwargs})
 
         self.block_size = 16 if block_size is None else block_size
         self.mask_token_id = mask_token_id

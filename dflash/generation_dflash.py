@@ -173,14 +173,12 @@ def spec_generate(
         ValueError: for anything that cannot be run exactly, before any compute.
     """
     prompt_ids, attention_mask = read_prompt(input_ids, attention_mask)
-    if streamer is not None and len(prompt_ids) > 1:
-        raise ValueError(
-            f"A streamer takes one prompt at a time, not {len(prompt_ids)}: read generate_blocks instead."
-        )
+    num_rows = len(prompt_ids) * (_setting("num_return_sequences", target, kwargs) or 1)
+    if streamer is not None and num_rows > 1:
+        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
     blocks = generate_blocks(drafter, target, prompt_ids, attention_mask=attention_mask, **kwargs)
     if streamer is not None:
         streamer.put(prompt_ids.cpu())
-    num_rows = len(prompt_ids) * (kwargs.get("num_return_sequences") or 1)
     new_ids: list[list[int]] = [[] for _ in range(num_rows)]
     lengths: list[list[int]] = [[] for _ in range(num_rows)]
     for block in blocks:
@@ -192,8 +190,8 @@ def spec_generate(
                 streamer.put(torch.tensor([token_id]))
     if streamer is not None:
         streamer.end()
-    longest = max(map(len, new_ids))
-    padded = [ids + [_pad_token_id(target, kwargs)] * (longest - len(ids)) for ids in new_ids]
+    longest, pad_token_id = max(map(len, new_ids)), _pad_token_id(target, kwargs)
+    padded = [ids + [pad_token_id] * (longest - len(ids)) for ids in new_ids]
     prompts = prompt_ids.repeat_interleave(num_rows // len(prompt_ids), dim=0)
     sequences = torch.cat([prompts, prompt_ids.new_tensor(padded)], dim=1)
     if not return_dict_in_generate:
@@ -267,7 +265,8 @@ def generate_blocks(
                 f"stop_strings={stop_strings!r} needs the target's tokenizer: pass tokenizer=… beside it."
             )
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    return target.generate(
+    generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
+    return generate(
         prompt_ids.to(target.device),
         attention_mask=None if attention_mask is None else attention_mask.to(target.device),
         stopping_criteria=criteria,
@@ -300,7 +299,7 @@ def _decode(
         drafter,
         input_ids,
         model_kwargs.get("attention_mask"),
-        _chooser(logits_processor, noise),
+        _chooser(logits_processor, noise, len(input_ids)),
         _cutter(stopping_criteria, max_new_tokens),
         max_new_tokens,
         block_size,
@@ -409,7 +408,7 @@ def _draft(
     return choose_greedy(tapped.head(hidden_states[:, 1:])).to(anchors.device)
 
 
-def _chooser(processors: LogitsProcessorList, noise: PositionNoise | None) -> Callable[..., torch.Tensor]:
+def _chooser(processors: Any, noise: PositionNoise | None, batch_size: int) -> Callable[..., torch.Tensor]:
     """`choose(logits, rows, proposals)`: the target's choice for every column, [B, N] of logits [B, N, V].
 
     Column i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the
@@ -421,11 +420,16 @@ def _chooser(processors: LogitsProcessorList, noise: PositionNoise | None) -> Ca
         if is_prefix_free:
             return processors(proposals, scores.flatten(0, 1)).view_as(scores)
         processed = [
-            processors(row.text(proposed[:column]), scores[place, column : column + 1].clone())
+            processed_alone(row, row.text(proposed[:column]), scores[place, column])
             for place, (row, proposed) in enumerate(zip(rows, proposals, strict=True))
             for column in range(scores.shape[1])
         ]
-        return torch.cat(processed).view_as(scores)
+        return torch.stack(processed).view_as(scores)
+
+    def processed_alone(row: _Row, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # A processor may hold something for each row of the batch (the repetition penalty does: its padding), and rows
+        # have prefixes of different lengths. So each asks as all rows of the batch, and takes the answer in its place.
+        return processors(text_ids.expand(batch_size, -1), scores.repeat(batch_size, 1))[row.index]
 
     def choose(logits: torch.Tensor, rows: list[_Row], proposals: torch.Tensor) -> torch.Tensor:
         logits = logits.to(proposals.device)
@@ -463,21 +467,28 @@ def _cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[_R
     return cut
 
 
+def _setting(name: str, target: PreTrainedModel, kwargs: Mapping[str, Any]) -> Any:
+    """A generation setting as `generate` finds it: a keyword, else the given generation config, else the target's."""
+    for source in (
+        kwargs,
+        vars(kwargs.get("generation_config") or target.generation_config),
+        vars(target.generation_config),
+    ):
+        if source.get(name) is not None:
+            return source[name]
+    return None
+
+
 def _pad_token_id(target: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
     """What stands behind a row that stopped before the longest one: as in `generate`, the pad id, or the first stop id."""
-    config = kwargs.get("generation_config") or target.generation_config
-    for value in (
-        kwargs.get("pad_token_id"),
-        config.pad_token_id,
-        target.generation_config.pad_token_id,
-        kwargs.get("stop_token_ids"),
-        kwargs.get("eos_token_id"),
-        config.eos_token_id,
-        target.generation_config.eos_token_id,
-    ):
-        if value is not None:
-            return value if isinstance(value, int) else value[0]
-    return 0  # no row stops before the length limit
+    found = _setting("pad_token_id", target, kwargs)
+    if found is None:
+        found = kwargs.get("stop_token_ids")
+    if found is None:
+        found = _setting("eos_token_id", target, kwargs)
+    if found is None:
+        return 0  # without a stop id no row stops before another
+    return found if isinstance(found, int) else found[0]
 
 
 def _warn_inactive(drafter: PreTrainedModel, target: PreTrainedModel) -> None:

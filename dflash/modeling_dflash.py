@@ -168,6 +168,7 @@ class DFlashDraftModel(PreTrainedModel):
         >>> output = draft.spec_generate(input_ids=input_ids, target=target, max_new_tokens=256, temperature=0.0)
     """
 
+    config: DFlashConfig
     config_class = DFlashConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -185,7 +186,7 @@ class DFlashDraftModel(PreTrainedModel):
                     f"The drafter's config holds no {name}, at the top level or in dflash_config: take it from the "
                     "drafter's training run and write it into config.json."
                 )
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids or ()) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -295,13 +296,14 @@ class DFlashDraftModel(PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
         try:
-            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except Exception as error:
             if type(error).__name__ != "SafetensorError":
                 raise
             raise ValueError(
                 f"The weights of {name} cannot be read ({error}): the file is truncated or not safetensors; fetch it again."
             ) from error
+        model, info = loaded
         faults = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         if any(faults.values()):
             listed = "; ".join(

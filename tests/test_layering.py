@@ -17,13 +17,18 @@ SHIPPED = {name for name in FILES if name.endswith("_dflash")}
 # A shipped file may import these siblings and no others; (lazy) ones inside a function alone.
 ARROWS = {
     "configuration_dflash": set(),
-    "modeling_dflash": {"configuration_dflash", "(generation_dflash)"},
+    # Lazily the loop, and with it every file that the loop needs: transformers 4.57 ships only what this file names.
+    "modeling_dflash": {
+        "configuration_dflash", "masks_dflash", "(generation_dflash)", "(cache_dflash)", "(target_dflash)",
+        "(validation_dflash)", "(verification_dflash)"
+    },
+    "masks_dflash": set(),
     "cache_dflash": set(),
     "verification_dflash": set(),
     "validation_dflash": set(),
-    "target_dflash": {"validation_dflash", "cache_dflash"},
+    "target_dflash": {"validation_dflash", "cache_dflash", "masks_dflash"},
     "generation_dflash": {
-        "cache_dflash", "target_dflash", "validation_dflash", "verification_dflash", "dialects_dflash", "latency_dflash"
+        "cache_dflash", "masks_dflash", "target_dflash", "validation_dflash", "verification_dflash", "dialects_dflash", "latency_dflash"
     },
     "dialects_dflash": {"configuration_dflash"},
     "latency_dflash": set(),

@@ -1,0 +1,53 @@
+"""True acceptance: what a drafter saves in decoding, measured by the loop that users run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.generation_dflash import generate_blocks
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Sums over the verify steps of some prompts; `a + b` joins those of two sets.
+
+    Attributes:
+        steps: Verify steps.
+        committed: Accepted proposals and one token of the target's own per step, before stop and length cuts.
+        kept: Tokens kept after these cuts.
+    """
+
+    steps: int
+    committed: int
+    kept: int
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return Acceptance(self.steps + other.steps, self.committed + other.committed, self.kept + other.kept)
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length, as the DFlash paper counts it."""
+        return self.committed / max(1, self.steps)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens kept per verify step: what a speed-up rests on."""
+        return self.kept / max(1, self.steps)
+
+
+@torch.no_grad()
+def measure_acceptance(
+    drafter: PreTrainedModel, target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Acceptance:
+    """Greedy acceptance over `prompts`, each decoded by `generate_blocks`."""
+    total = Acceptance(0, 0, 0)
+    for prompt in prompts:
+        input_ids = torch.tensor([list(prompt)], device=target.device)
+        for block in generate_blocks(drafter, target, input_ids, max_new_tokens=max_new_tokens, temperature=0.0):
+            if not block.is_prefill:
+                total += Acceptance(1, block.acceptance_length, len(block.token_ids))
+    return total

@@ -1,0 +1,45 @@
+"""Where the blocks of a training sequence begin. It knows token positions and seeds, no model and no text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+
+NO_ANCHOR = -1
+
+
+def valid_anchors(loss_mask: Sequence[int], document_ids: Sequence[int] | None = None) -> list[int]:
+    """Positions a block may begin at: supervised, as is the next token, and both of one document.
+
+    While decoding, an anchor is a token that the target has written and its successor is what the drafter proposes first; a
+    position whose successor is a prompt, padding or another document never occurs.
+    """
+    return [
+        i
+        for i in range(len(loss_mask) - 1)
+        if loss_mask[i] and loss_mask[i + 1] and (document_ids is None or document_ids[i] == document_ids[i + 1])
+    ]
+
+
+def sample_anchors(
+    loss_mask: Sequence[int],
+    num_anchors: int,
+    *,
+    seed: int,
+    epoch: int,
+    index: int,
+    document_ids: Sequence[int] | None = None,
+) -> list[int]:
+    """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
+
+    They depend on `(seed, epoch, index)` and on the sequence alone, `index` being the sequence's place in the data: neither the
+    batch it lands in nor a restart changes them. A sequence with fewer valid positions gives all of them.
+
+    Example:
+        >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
+        [2, 3]
+    """
+    candidates = valid_anchors(loss_mask, document_ids)
+    rng = random.Random(f"{seed}-{epoch}-{index}")
+    return sorted(rng.sample(candidates, min(num_anchors, len(candidates))))

@@ -1,0 +1,277 @@
+"""The training loop: the paper's recipe on one process, with the frozen target giving its features online.
+
+What is trained is the drafter alone; the target, its embedding and its head stay as they are. The loop keeps the drafter
+that decodes best on held-out prompts, and knows no text.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from tqdm import tqdm
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.cache_dflash import PreallocatedCache
+from dflash.modeling_dflash import DFlashDraftModel
+from dflash.target_dflash import TappedTarget
+
+from .acceptance import measure_acceptance
+from .data import Batch, Example, epoch_batches, fingerprint
+from .losses import DraftCounts, chunked_cross_entropy, count_drafts, default_gamma, position_weights
+from .masks import lay_out_blocks
+from .optimizers import build_optimizers, rate_factor
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """The recipe; the defaults are the paper's (DFlash, appendix A.1), where it states them.
+
+    Attributes:
+        steps: Optimiser steps; the data is passed over as often as that takes.
+        learning_rate: Peak rate of AdamW.
+        muon_learning_rate: Peak rate of Muon, which then trains the matrices; `None`, as in the paper, is AdamW alone.
+        warmup_ratio: Share of the steps that the rate climbs, before it falls along a cosine.
+        weight_decay: AdamW's.
+        max_grad_norm: Gradients are clipped to this norm.
+        num_anchors: Blocks per sequence, drawn anew each epoch.
+        gamma: Decay of the position weights; the paper's for the block size by default.
+        batch_tokens: Tokens of a batch, padding included.
+        chunk_rows: Rows whose logits exist at a time.
+        mixed_precision: "bf16" computes in bf16 over fp32 weights, "no" in fp32.
+        eval_every: Steps between measurements on the held-out prompts, and after the last step.
+        eval_new_tokens: Length of the texts they are measured on.
+        seed: Of the order of the data and of the anchors.
+    """
+
+    steps: int
+    learning_rate: float = 6e-4
+    muon_learning_rate: float | None = None
+    warmup_ratio: float = 0.04
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    num_anchors: int = 512
+    gamma: float | None = None
+    batch_tokens: int = 4096
+    chunk_rows: int = 4096
+    mixed_precision: str = "bf16"
+    eval_every: int = 500
+    eval_new_tokens: int = 256
+    seed: int = 0
+
+
+@dataclass
+class TrainingRecord:
+    """What came of it: one point of the curve per measurement."""
+
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int = 0
+    best_tau: float = float("-inf")
+
+
+class DrafterLoss:
+    """The drafter's loss on a batch, features and head taken from the target that `tapped` holds."""
+
+    def __init__(self, drafter: DFlashDraftModel, tapped: TappedTarget, gamma: float, chunk_rows: int) -> None:
+        self.drafter = drafter
+        self.tapped = tapped
+        self.chunk_rows = chunk_rows
+        self.config = drafter.config
+        self.weights = position_weights(self.config.block_size, gamma)
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, DraftCounts]:
+        """Mean weighted cross entropy over the batch's blocks, and its counts."""
+        layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config)
+        with torch.no_grad():
+            length = batch.input_ids.shape[1]
+            _, features = self.tapped.forward(
+                batch.input_ids, PreallocatedCache(self.tapped.num_layers, length), num_logits=1
+            )
+            noise_embeds = self.tapped.embed(layout.token_ids)
+        hidden_states = self.drafter(
+            noise_embeds=noise_embeds,
+            context_hidden_states=features,
+            position_ids=layout.position_ids,
+            attention_mask=layout.attention_mask,
+        ).last_hidden_state  # [B, R, D]
+        learned = layout.is_learned
+        weights = self.weights.to(learned.device).repeat(batch.anchors.shape[1]).expand(learned.shape)[learned]
+        losses = chunked_cross_entropy(
+            hidden_states[learned], layout.labels[learned], weights, self.tapped.head, self.chunk_rows
+        )
+        is_correct = torch.zeros_like(learned)
+        is_correct[learned] = losses.is_correct
+        block_shape = (-1, self.config.block_size)
+        counts = count_drafts(
+            is_correct.view(block_shape), learned.view(block_shape), losses.loss_sum, losses.weight_sum
+        )
+        return losses.loss_sum / losses.weight_sum.clamp(min=1e-9), counts
+
+
+def train(
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    examples: Sequence[Example],
+    held_out: Sequence[Sequence[int]],
+    settings: TrainingSettings,
+    output: Path,
+    provenance: dict[str, Any] | None = None,
+    show_progress: bool = True,
+    on_point: Callable[[dict[str, Any]], None] | None = None,
+) -> TrainingRecord:
+    """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
+
+    Args:
+        drafter: The drafter, with fp32 weights.
+        target: Its target; frozen here.
+        examples: Sequences that the target would write.
+        held_out: Prompts to decode for true acceptance; none keeps the last state.
+        settings: The recipe.
+        output: Folder of the checkpoint, replaced in one rename each time a better one is found.
+        provenance: Facts to keep beside the checkpoint, such as where the data came from.
+        show_progress: Draw a progress bar.
+        on_point: Called with each new point of the curve.
+
+    Raises:
+        ValueError: if nothing in the data can be trained on, or the run has several processes.
+        FloatingPointError: if the loss is not a number; the checkpoint in `output` is the last good one.
+    """
+    examples = [example for example in examples if any(example.loss_mask)]
+    if not examples:
+        raise ValueError("The data holds no supervised token: give chats in which the assistant says something.")
+    accelerator = accelerate.Accelerator(mixed_precision=settings.mixed_precision)
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"This loop runs in one process, not in {accelerator.num_processes}: start it without torchrun."
+        )
+    target.requires_grad_(False).eval()
+    # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
+    drafter.to(accelerator.device)
+    optimizers = [
+        accelerator.prepare(optimizer)
+        for optimizer in build_optimizers(
+            drafter, settings.learning_rate, settings.weight_decay, settings.muon_learning_rate
+        )
+    ]
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    gamma = default_gamma(drafter.config.block_size) if settings.gamma is None else settings.gamma
+    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), gamma, settings.chunk_rows)
+
+    record = TrainingRecord()
+    counts: DraftCounts | None = None
+    batches = _endless_batches(examples, settings, target)
+    bar = tqdm(range(1, settings.steps + 1), desc="drafter", disable=not show_progress, dynamic_ncols=True)
+    for step in bar:
+        drafter.train()
+        with accelerator.autocast():
+            loss, new_counts = loss_of(next(batches).to(accelerator.device))
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss of step {step} is {loss.item()}: lower learning_rate={settings.learning_rate}, or set "
+                "mixed_precision='no'."
+            )
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(drafter.parameters(), settings.max_grad_norm)
+        factor = rate_factor(step, settings.steps, settings.warmup_ratio)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if counts is None:
+            counts = new_counts
+        else:
+            counts += new_counts
+        if step % settings.eval_every == 0 or step == settings.steps:
+            drafter.eval()
+            point = {"step": step, **counts.summary()}
+            if held_out:
+                acceptance = measure_acceptance(drafter, target, held_out, settings.eval_new_tokens)
+                point |= {"tau": acceptance.tau, "tokens_per_step": acceptance.tokens_per_step}
+            record.curve.append(point)
+            if on_point is not None:
+                on_point(point)
+            counts = None
+            bar.set_postfix({name: f"{value:.3f}" for name, value in point.items() if isinstance(value, float)})
+            if not held_out or point["tau"] > record.best_tau:
+                record.best_step, record.best_tau = step, point.get("tau", float("nan"))
+                facts = describe_run(drafter, target, examples, settings, record) | (provenance or {})
+                save_drafter(drafter, output, facts)
+    return record
+
+
+def _endless_batches(
+    examples: Sequence[Example], settings: TrainingSettings, target: PreTrainedModel
+) -> Iterator[Batch]:
+    pad_token_id = target.config.get_text_config(decoder=True).pad_token_id or 0
+    epoch = 0
+    while True:
+        yield from epoch_batches(
+            examples,
+            epoch,
+            num_anchors=settings.num_anchors,
+            batch_tokens=settings.batch_tokens,
+            pad_token_id=pad_token_id,
+            seed=settings.seed,
+        )
+        epoch += 1
+
+
+def describe_run(
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    examples: Sequence[Example],
+    settings: TrainingSettings,
+    record: TrainingRecord,
+) -> dict[str, Any]:
+    """What a reader needs to repeat the run, without a path of the machine it ran on."""
+    return {
+        "settings": asdict(settings),
+        "target": {
+            "class": type(target).__name__,
+            "parameters": sum(parameter.numel() for parameter in target.parameters()),
+        },
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "data": {
+            "examples": len(examples),
+            "tokens": sum(len(example.input_ids) for example in examples),
+            "supervised_tokens": sum(sum(example.loss_mask) for example in examples),
+            "fingerprint": fingerprint(examples),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+        },
+        "best_step": record.best_step,
+        "curve": record.curve,
+    }
+
+
+def save_drafter(
+    drafter: DFlashDraftModel, folder: Path, facts: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Writes the checkpoint in `dtype`, and `facts` as `training.json`, aside; then renames it to `folder`.
+
+    A reader never meets half a checkpoint, and a full disk leaves the old one.
+    """
+    aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    replaced = folder.with_name(f"{folder.name}.replaced-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    copy.deepcopy(drafter).to(dtype).save_pretrained(aside)
+    (aside / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    if folder.exists():
+        folder.rename(replaced)
+    aside.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,281 @@
+"""Trains the tiny pair's drafter by the paper's recipe, on responses that its target writes first.
+
+    python train_drafter.py --target tiny_pair/target --gsm8k openai/gsm8k --output tiny_pair/drafter
+
+Prompts are GSM8K train, the same questions with other numbers, and problems of `problems.py` (trained templates alone).
+It runs on two CPU cores and ends with the acceptance on prompts that nothing was trained or chosen on.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from evaluate_target import EVALUATION_SEED
+from problems import generate
+from tiny_tokenizer import MASK
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from word_problem_data import fingerprint, load_gsm8k
+
+from dflash import DFlashDraftModel, spec_generate
+from dflash.training import (
+    Example,
+    TrainingSettings,
+    encode_prompt,
+    measure_acceptance,
+    new_drafter,
+    read_examples,
+    regenerate,
+    train,
+    write_examples,
+)
+
+
+# Templates held out for choosing the best checkpoint are asked with other seeds than those of the final figures.
+CHOICE_SEED = EVALUATION_SEED + 1
+NUMBER = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?![\d,]|\.\d)")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What `--smoke` shrinks; everything else is the same code.
+
+    Attributes:
+        problems: Generated problems, answered greedily.
+        sampled_problems: Generated problems, answered by sampling.
+        altered: Of GSM8K's questions, how many are also asked with other numbers, answered greedily.
+        sampled_questions: Of GSM8K's questions, how many are also answered by sampling.
+    """
+
+    problems: int
+    sampled_problems: int
+    altered: int
+    sampled_questions: int
+    questions: int | None
+    new_tokens: int
+    batch_size: int
+    layers: int
+    steps: int
+    batch_tokens: int
+    num_anchors: int
+    eval_every: int
+    choice_prompts: int
+    final_prompts: int
+
+
+FULL = Scale(
+    problems=9000,
+    sampled_problems=2000,
+    altered=7000,
+    sampled_questions=4000,
+    questions=None,
+    new_tokens=224,
+    batch_size=256,
+    layers=3,
+    steps=3000,
+    batch_tokens=2048,
+    num_anchors=16,
+    eval_every=500,
+    choice_prompts=16,
+    final_prompts=40,
+)
+SMOKE = Scale(
+    problems=12,
+    sampled_problems=4,
+    altered=4,
+    sampled_questions=2,
+    questions=6,
+    new_tokens=24,
+    batch_size=8,
+    layers=1,
+    steps=4,
+    batch_tokens=512,
+    num_anchors=4,
+    eval_every=4,
+    choice_prompts=1,
+    final_prompts=2,
+)
+
+
+def with_other_numbers(question: str, rng: random.Random) -> str:
+    """The question with each number replaced by another one of as many digits."""
+
+    def other(match: re.Match[str]) -> str:
+        digits = len(match.group())
+        return str(rng.randint(10 ** (digits - 1) + (digits == 1), 10**digits - 1))
+
+    return NUMBER.sub(other, question)
+
+
+def prompt_sets(questions: Sequence[str], scale: Scale, seed: int) -> Iterator[tuple[float, list[str]]]:
+    """Prompts with the temperature that their answers are written at."""
+    rng = random.Random(seed)
+    made = [problem.question for problem in generate(scale.problems + scale.sampled_problems, seed)]
+    altered = [with_other_numbers(question, rng) for question in questions[: scale.altered]]
+    yield 0.0, [*questions, *altered, *made[: scale.problems]]
+    yield 0.8, [*questions[-scale.sampled_questions :], *made[scale.problems :]]
+
+
+def write_responses(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], scale: Scale, seed: int
+) -> list[Example]:
+    """What the target answers, greedily and sampled."""
+    examples: list[Example] = []
+    for temperature, texts in prompt_sets(questions, scale, seed):
+        prompts = [encode_prompt(text, tokenizer) for text in texts]
+        answers = regenerate(
+            target,
+            prompts,
+            max_new_tokens=scale.new_tokens,
+            batch_size=scale.batch_size,
+            temperature=temperature,
+            seed=seed,
+        )
+        bar = tqdm(answers, f"answers at temperature {temperature}", len(prompts), disable=not sys.stderr.isatty())
+        examples += [answer.example for answer in bar]
+    return examples
+
+
+def measure(
+    drafter: DFlashDraftModel, target: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int
+) -> dict[str, Any]:
+    """Acceptance over `prompts`, and for how many of them the text equals that of `target.generate`."""
+    identical = 0
+    for prompt in prompts:
+        input_ids = torch.tensor([prompt])
+        ours = spec_generate(drafter, target, input_ids, max_new_tokens=new_tokens, temperature=0.0)
+        plain = target.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=new_tokens, do_sample=False
+        )
+        identical += torch.equal(ours, plain)
+    acceptance = measure_acceptance(drafter, target, prompts, new_tokens)
+    return {
+        "prompts": len(prompts),
+        "identical": identical,
+        "tau": round(acceptance.tau, 3),
+        "tokens_per_step": round(acceptance.tokens_per_step, 3),
+        "steps": acceptance.steps,
+    }
+
+
+def final_figures(
+    output: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, gsm8k: str, scale: Scale
+) -> dict[str, Any]:
+    """Figures of the saved drafter in fp32, on held-out templates and, where `gsm8k` has it, on GSM8K test."""
+    drafter = DFlashDraftModel.from_pretrained(output, dtype=torch.float32).eval()
+    held_out = generate(scale.final_prompts, EVALUATION_SEED, "heldout")
+    sets = {"heldout_templates": [problem.question for problem in held_out]}
+    if not gsm8k.endswith(".jsonl"):
+        sets["gsm8k_test"] = [row.question for row in load_gsm8k(gsm8k, "test")[: scale.final_prompts]]
+    return {
+        name: measure(drafter, target, [encode_prompt(text, tokenizer) for text in texts], scale.new_tokens + 32)
+        for name, texts in sets.items()
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target, tokenizer inside")
+    parser.add_argument(
+        "--gsm8k", default="openai/gsm8k", help="Hub id, folder that holds train.jsonl, or .jsonl file"
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--responses", type=Path, help="the target's answers: written here, or read if the file exists"
+    )
+    parser.add_argument("--steps", type=int, help=f"optimiser steps, {FULL.steps} by default")
+    parser.add_argument("--layers", type=int, help=f"the drafter's depth, {FULL.layers} by default")
+    parser.add_argument("--intermediate", type=int, default=1024, help="width of its MLPs")
+    parser.add_argument("--anchors", type=int, help=f"blocks per sequence, {FULL.num_anchors} by default")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW, for the norms")
+    parser.add_argument("--muon-lr", type=float, default=5e-3, help="peak rate of Muon, for the matrices")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    scale = SMOKE if arguments.smoke else FULL
+    given = {"steps": arguments.steps, "layers": arguments.layers, "num_anchors": arguments.anchors}
+    scale = replace(scale, **{name: value for name, value in given.items() if value})
+    torch.set_num_threads(arguments.threads)
+    began = time.monotonic()
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    # The features and the answers come from a bf16 target, several times faster here; what is measured is fp32.
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.target, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    gsm8k = load_gsm8k(arguments.gsm8k, "train")
+    questions = [row.question for row in gsm8k][: scale.questions]
+    training, choosing = questions[: -scale.choice_prompts], questions[-scale.choice_prompts :]
+    if arguments.responses and arguments.responses.exists():
+        examples = read_examples(arguments.responses)
+    else:
+        examples = write_responses(target, tokenizer, training, scale, arguments.seed)
+        if arguments.responses:
+            write_examples(arguments.responses, examples)
+    answered = time.monotonic()
+    tokens = sum(sum(example.loss_mask) for example in examples)
+    print(f"{len(examples)} answers of {tokens} tokens, {(answered - began) / 60:.1f} minutes", flush=True)
+
+    torch.manual_seed(arguments.seed)
+    drafter = new_drafter(
+        target,
+        mask_token_id=tokenizer.convert_tokens_to_ids(MASK),
+        num_hidden_layers=scale.layers,
+        intermediate_size=arguments.intermediate,
+    )
+    choosing += [problem.question for problem in generate(scale.choice_prompts, CHOICE_SEED, "heldout")]
+    record = train(
+        drafter,
+        target,
+        examples,
+        [encode_prompt(text, tokenizer) for text in choosing],
+        TrainingSettings(
+            steps=scale.steps,
+            learning_rate=arguments.lr,
+            muon_learning_rate=arguments.muon_lr,
+            num_anchors=scale.num_anchors,
+            batch_tokens=scale.batch_tokens,
+            eval_every=scale.eval_every,
+            seed=arguments.seed,
+        ),
+        arguments.output,
+        provenance={
+            "command": [Path(sys.argv[0]).name, *(part for part in sys.argv[1:] if "/" not in part)],
+            "gsm8k_rows": len(gsm8k),
+            "gsm8k_fingerprint": fingerprint(gsm8k),
+            "scale": scale.__dict__,
+        },
+        show_progress=sys.stderr.isatty(),
+        on_point=lambda point: print(json.dumps(point), flush=True),
+    )
+    trained = time.monotonic()
+
+    figures = final_figures(arguments.output, target.float(), tokenizer, arguments.gsm8k, scale)
+    record_file = arguments.output / "training.json"
+    facts = json.loads(record_file.read_text()) | {
+        "curve": record.curve,
+        "minutes": {
+            "regeneration": round((answered - began) / 60, 1),
+            "training": round((trained - answered) / 60, 1),
+        },
+        "figures": figures,
+    }
+    record_file.write_text(json.dumps(facts, indent=2) + "\n")
+    print(json.dumps(figures, indent=2), flush=True)
+
+
+if __name__ == "__main__":
+    main()

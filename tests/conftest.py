@@ -1,0 +1,50 @@
+"""Shared fixtures: tiny models on the CPU, seeded, fp32, offline. Builders and the scripted drafter: `tiny_models.py`."""
+
+from __future__ import annotations
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tiny_models import make_drafter, make_prompt, make_target
+from transformers import PreTrainedModel
+
+from dflash import DFlashDraftModel
+
+
+# Models of 32 units lose more to threads than they gain.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same global noise, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> PreTrainedModel:
+    """A Qwen3 target of 4 layers; read-only (a test that changes one builds its own with `make_target`)."""
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="session", params=["llama", "llama_tied"])
+def llama_target(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A Llama-3.1-style target with llama3 rope scaling, with an own and with a tied head; read-only."""
+    return make_target(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter() -> DFlashDraftModel:
+    """A random drafter of 2 layers for `tiny_target`: it is never right; read-only."""
+    return make_drafter()
+
+
+@pytest.fixture(scope="session")
+def prompt_ids() -> torch.Tensor:
+    """Nine ids [1, 9], none of them the pad id."""
+    return make_prompt()

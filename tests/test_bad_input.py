@@ -1,0 +1,290 @@
+"""Bad input gets one clear sentence with the value and the remedy, before any forward of the target.
+
+Bad configurations: `test_configuration.py`; bad checkpoints: `test_modeling.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    DIMENSIONS,
+    MASK_TOKEN_ID,
+    NO_SPECIAL_TOKENS,
+    NUM_TARGET_LAYERS,
+    counted_forwards,
+    greedy,
+    make_drafter,
+    make_prompt,
+    make_target,
+)
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from dflash import DFlashConfig, DFlashDraftModel, generate_blocks
+
+
+class _Streamer:
+    """A streamer that must not be touched by a refused request."""
+
+    def put(self, value: Any) -> None:
+        pytest.fail("the streamer was given something")
+
+    def end(self) -> None:
+        pytest.fail("the streamer was ended")
+
+
+def assert_refused(target: Any, drafter: Any, phrases: list[str], input_ids: Any = None, **kwargs: Any) -> None:
+    """`spec_generate` raises ValueError with all `phrases` in one line; nothing ran and nothing was streamed."""
+    input_ids = make_prompt() if input_ids is None else input_ids
+    kwargs = {"max_new_tokens": 8, "temperature": 0.0, **kwargs}
+    kwargs = {name: value for name, value in kwargs.items() if value != "absent"}
+    watched = target if isinstance(target, torch.nn.Module) else torch.nn.Identity()
+    with counted_forwards(watched) as calls, counted_forwards(drafter) as drafts:
+        with pytest.raises(ValueError, match=r".") as error:
+            drafter.spec_generate(input_ids=input_ids, target=target, streamer=_Streamer(), **kwargs)
+        assert not calls
+        assert not drafts
+    message = str(error.value)
+    for phrase in phrases:
+        assert phrase in message, message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+# Pairs that do not belong together.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "phrases"),
+    [
+        ({"hidden_size": 64}, ["hidden_size is 64", "target's is 32"]),
+        ({"vocab_size": 128}, ["vocab_size is 128", "target's is 96"]),
+        ({"num_target_layers": 6}, ["target of 6 layers", "this one has 4"]),
+        ({"num_target_layers": None, "target_layer_ids": [0, 3]}, ["[0, 3]", "up to layer 2"]),
+        ({"num_target_layers": None, "target_layer_ids": [0, 7]}, ["[0, 7]", "up to layer 2"]),
+    ],
+    ids=["hidden size", "vocabulary", "depth", "last layer tapped", "layer past the end tapped"],
+)
+def test_mismatched_pairs(tiny_target: PreTrainedModel, overrides: dict[str, Any], phrases: list[str]) -> None:
+    """Promise: both numbers are named."""
+    assert_refused(tiny_target, make_drafter(**overrides), phrases)
+
+
+def test_drafter_as_its_own_target(tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: the same object twice is told apart from a wrong class."""
+    assert_refused(tiny_drafter, tiny_drafter, ["same object", "AutoModelForCausalLM"])
+
+
+def test_another_drafter_as_the_target(tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: a drafter has no head and is no target."""
+    assert_refused(make_drafter(seed=9), tiny_drafter, ["DFlashDraftModel", "AutoModelForCausalLM"])
+
+
+def test_encoder_decoder_target(tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: named as such."""
+    config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    assert_refused(T5ForConditionalGeneration(config), tiny_drafter, ["T5ForConditionalGeneration", "encoder-decoder"])
+
+
+@pytest.mark.parametrize("kind", ["headless", "classifier", "bert"])
+def test_target_that_is_no_causal_language_model(tiny_drafter: DFlashDraftModel, kind: str) -> None:
+    """Promise: a model without a language-model head is named, with the class to load instead."""
+    config = Qwen3Config(**DIMENSIONS, **NO_SPECIAL_TOKENS, num_hidden_layers=NUM_TARGET_LAYERS)
+    if kind == "headless":
+        target: PreTrainedModel = Qwen3Model(config)
+    elif kind == "classifier":
+        target = Qwen3ForSequenceClassification(config)
+    else:
+        bert = BertConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32
+        )
+        target = BertModel(bert)
+    assert_refused(target, tiny_drafter, [type(target).__name__, "causal language model", "AutoModelForCausalLM"])
+
+
+@pytest.mark.parametrize("target", [None, "some/target"], ids=["none", "a name"])
+def test_target_that_is_no_model(tiny_drafter: DFlashDraftModel, target: Any) -> None:
+    """Promise: a forgotten or unloaded target is said to be one."""
+    assert_refused(target, tiny_drafter, [type(target).__name__, "AutoModelForCausalLM"])
+
+
+def test_recurrent_target(tiny_drafter: DFlashDraftModel) -> None:
+    """Known trap: recurrent layers run, are rolled back silently wrong, and the text differs. Refused by name."""
+    target = make_target("qwen3")
+    target.config.layer_types = ["linear_attention", "full_attention"] * 2
+    assert_refused(target, tiny_drafter, ["linear_attention", "target.generate"])
+
+
+# Drafters that cannot be built.
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "target_layer_ids"])
+def test_drafter_without_mask_or_layers(name: str) -> None:
+    """Promise: a missing mask id or layer list is refused when the model is built."""
+    fields = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 2]}
+    del fields[name]
+    with pytest.raises(ValueError, match=f"holds no {name}"):
+        DFlashDraftModel(DFlashConfig(**DIMENSIONS, num_hidden_layers=1, **fields))
+
+
+def test_drafter_whose_anchor_row_predicts() -> None:
+    """Known trap: such a checkpoint would run in this loop at zero acceptance."""
+    with pytest.raises(ValueError, match="sample_from_anchor=True"):
+        make_drafter(sample_from_anchor=True)
+
+
+# Prompts.
+
+
+def test_empty_prompt(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: an empty prompt is said to be empty."""
+    assert_refused(tiny_target, tiny_drafter, ["empty", "[1, 0]", "bos_token_id"], torch.empty(1, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize("length", [32, 40])
+def test_prompt_longer_than_the_targets_positions(length: int) -> None:
+    """Promise: both numbers are named; a prompt that just leaves room is fine."""
+    target = make_target("qwen3", max_position_embeddings=32)
+    drafter = make_drafter()
+    assert_refused(target, drafter, [f"{length} tokens", "32 positions", "shorten"], make_prompt(length))
+    prompt = make_prompt(31)
+    text = drafter.spec_generate(input_ids=prompt, target=target, max_new_tokens=1, temperature=0.0)
+    assert torch.equal(text, greedy(target, prompt, max_new_tokens=1))
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(65, False), (512, True)])
+def test_positions_count_rope_scaling(length: int, is_refused: bool) -> None:
+    """Promise: llama3 scaling of 64 positions by 8 leaves room for 512."""
+    target = make_target("llama", max_position_embeddings=64)
+    drafter = make_drafter()
+    if is_refused:
+        assert_refused(target, drafter, ["512 positions"], make_prompt(length))
+    else:
+        text = drafter.spec_generate(input_ids=make_prompt(length), target=target, max_new_tokens=1, temperature=0.0)
+        assert text.shape == (1, length + 1)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "phrases"),
+    [
+        (torch.ones(2, 5, dtype=torch.long), ["one prompt at a time", "2"]),  # because of the streamer
+        (torch.ones(0, 5, dtype=torch.long), ["empty", "[0, 5]"]),
+        (torch.ones(5, dtype=torch.long), ["(5,)", "token ids ["]),
+        (torch.ones(1, 5), ["input_ids", "token ids"]),
+        ([[1, 2, 3]], ["list", "tensor"]),
+        ("a prompt", ["str", "tensor"]),
+        (torch.tensor([[1, 96]]), ["96", "vocabulary of 96", "tokenizer"]),
+        (torch.tensor([[1, -3, 2]]), ["-3", "vocabulary of 96", "tokenizer"]),
+    ],
+    ids=["batch and streamer", "no prompt", "one dimension", "floats", "list", "text", "id too large", "negative id"],
+)
+def test_prompts_that_are_none(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, input_ids: Any, phrases: list[str]
+) -> None:
+    """Promise: what was given is said, and what is wanted."""
+    assert_refused(tiny_target, tiny_drafter, phrases, input_ids)
+
+
+@pytest.mark.parametrize(
+    ("mask", "phrases"),
+    [
+        (torch.ones(1, 7, dtype=torch.long), ["(1, 7)", "(1, 9)"]),
+        (torch.tensor([[1] * 8 + [0]]), ["padding", "left"]),
+        (torch.zeros(1, 9, dtype=torch.long), ["padding"]),
+    ],
+    ids=["shape", "right padding", "all padding"],
+)
+def test_masks_that_do_not_fit(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, mask: torch.Tensor, phrases: list[str]
+) -> None:
+    """Promise: a mask of another shape and padding on the right are refused."""
+    assert_refused(tiny_target, tiny_drafter, phrases, attention_mask=mask)
+
+
+def test_batch_encoding_without_ids(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: a mapping that holds no ids is refused as a ValueError, not as a KeyError."""
+    assert_refused(tiny_target, tiny_drafter, ["input_ids"], {"attention_mask": torch.ones(1, 3)})
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "phrases"),
+    [
+        ({"max_new_tokens": 0}, ["max_new_tokens=0", "at least one"]),
+        ({"max_new_tokens": -5}, ["max_new_tokens=-5", "at least one"]),
+        ({"temperature": -0.5}, ["temperature=-0.5", "0 for greedy"]),
+        ({"temperature": float("nan")}, ["temperature=nan"]),
+        ({"temperature": 0.0, "do_sample": True}, ["temperature=0.0", "do_sample=True"]),
+        ({"temperature": 1.0, "top_p": 0.0}, ["top_p=0.0", "above 0"]),
+        ({"temperature": 1.0, "top_p": 1.5}, ["top_p=1.5", "up to 1"]),
+        ({"temperature": 1.0, "top_p": -0.1}, ["top_p=-0.1", "above 0"]),
+        ({"temperature": 1.0, "top_p": float("nan")}, ["top_p=nan"]),
+        ({"temperature": 0.0, "top_p": 2.0}, ["top_p=2.0"]),
+        ({"temperature": 1.0, "top_k": -1}, ["top_k=-1", "0 to keep every"]),
+        ({"block_size": 1}, ["block_size=1", "2 to 6"]),
+        ({"block_size": 7}, ["block_size=7", "2 to 6"]),
+        ({"stop_strings": "ab"}, ["stop_strings", "tokenizer"]),
+        ({"num_beams": 4}, ["num_beams=4", "target.generate"]),
+        ({"output_scores": True}, ["output_scores=True", "target.generate"]),
+        ({"output_hidden_states": True}, ["output_hidden_states=True", "target.generate"]),
+        ({"prompt_lookup_num_tokens": 3}, ["prompt_lookup_num_tokens"]),
+        ({"past_key_values": object()}, ["past_key_values"]),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, ["inputs_embeds"]),
+        ({"max_length": 9, "max_new_tokens": "absent"}, ["9"]),
+        ({"max_length": 4, "max_new_tokens": "absent"}, ["4"]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_requests_that_cannot_be_run(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, kwargs: dict[str, Any], phrases: list[str]
+) -> None:
+    """Promise: the value and the remedy."""
+    assert_refused(tiny_target, tiny_drafter, phrases, **kwargs)
+
+
+def test_assistant_model_inside(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: one way of speculation at a time."""
+    assert_refused(tiny_target, tiny_drafter, ["assistant_model"], assistant_model=tiny_drafter)
+
+
+def test_unknown_keyword_is_refused(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: a misspelt option is not swallowed: transformers names it."""
+    with counted_forwards(tiny_target) as calls:
+        with pytest.raises((ValueError, TypeError), match="max_new_token"):
+            tiny_drafter.spec_generate(input_ids=make_prompt(), target=tiny_target, temperature=0.0, max_new_token=5)
+        assert not calls
+
+
+def test_blocks_are_refused_when_they_are_asked_for(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel
+) -> None:
+    """Promise: `generate_blocks` checks before it returns a generator, not at its first `next`."""
+    with pytest.raises(ValueError, match="temperature=-1"):
+        generate_blocks(tiny_drafter, tiny_target, make_prompt(), temperature=-1, max_new_tokens=3)
+    with pytest.raises(ValueError, match="num_beams=4"):
+        generate_blocks(tiny_drafter, tiny_target, make_prompt(), temperature=0.0, num_beams=4, max_new_tokens=3)
+    with pytest.raises(ValueError, match="hidden_size"):
+        generate_blocks(make_drafter(hidden_size=64), tiny_target, make_prompt(), max_new_tokens=3)
+
+
+def test_a_refused_request_loses_nothing(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: after a refusal the same models answer as if it had not been."""
+    prompt = make_prompt()
+    before = greedy(tiny_target, prompt, max_new_tokens=6)
+    assert_refused(tiny_target, tiny_drafter, ["top_p=7"], temperature=1.0, top_p=7)
+    text = tiny_drafter.spec_generate(input_ids=prompt, target=tiny_target, max_new_tokens=6, temperature=0.0)
+    assert torch.equal(text, before)
+    assert torch.equal(greedy(tiny_target, prompt, max_new_tokens=6), before)

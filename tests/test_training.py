@@ -1,0 +1,302 @@
+"""Data, regeneration and the training loop on tiny random models."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dflash import DFlashDraftModel, generate_blocks
+from dflash.target_dflash import TappedTarget
+from dflash.training import (
+    Example,
+    TrainingSettings,
+    measure_acceptance,
+    new_drafter,
+    read_examples,
+    regenerate,
+    save_drafter,
+    train,
+    with_response,
+    write_examples,
+)
+from dflash.training.data import batch_indices, collate, encode, epoch_batches
+from dflash.training.optimizers import build_optimizers, rate_factor
+from dflash.training.trainer import DrafterLoss
+
+
+VOCAB, EOS, MASK_ID = 40, 1, 39
+
+
+@pytest.fixture
+def target() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def drafter(target: Qwen3ForCausalLM) -> DFlashDraftModel:
+    torch.manual_seed(1)
+    return new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=2, block_size=6)
+
+
+def written_by(target: Qwen3ForCausalLM, count: int, new_tokens: int = 24) -> list[Example]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, 38) for _ in range(rng.randrange(3, 7))] for _ in range(count)]
+    return [one.example for one in regenerate(target, prompts, max_new_tokens=new_tokens, batch_size=4)]
+
+
+def test_new_drafter_fits_its_target(target: Qwen3ForCausalLM, drafter: DFlashDraftModel) -> None:
+    config = drafter.config
+    assert (config.vocab_size, config.hidden_size, config.num_target_layers) == (VOCAB, 32, 5)
+    assert config.target_layer_ids == [1, 2]
+    TappedTarget(target, drafter)  # refuses pairs that do not belong together
+
+
+def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: Qwen3ForCausalLM) -> None:
+    """Whatever the batch: a padded row must not read its padding."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(2, 38) for _ in range(rng.randrange(2, 9))] for _ in range(7)]
+    found = {one.index: one for one in regenerate(target, prompts, max_new_tokens=12, batch_size=3)}
+    assert sorted(found) == list(range(7))
+    for index, prompt in enumerate(prompts):
+        input_ids = torch.tensor([prompt])
+        alone = target.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=12, do_sample=False
+        )[0].tolist()
+        one = found[index]
+        assert one.example.input_ids == alone
+        assert one.example.prompt_ids == prompt
+        assert one.example.loss_mask == [0] * len(prompt) + [1] * (len(alone) - len(prompt))
+        assert one.ended == (alone[-1] == EOS)
+
+
+def test_sampled_regeneration_depends_on_its_seed_alone(target: Qwen3ForCausalLM) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        found = regenerate(target, [[5, 6, 7]] * 3, max_new_tokens=8, batch_size=2, temperature=1.0, seed=seed)
+        return [one.example.input_ids for one in found]
+
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    first = sample(0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(8)
+    assert sample(0) == first
+    assert sample(1) != first
+
+
+def test_examples_survive_a_file(tmp_path: Path) -> None:
+    examples = [with_response([3, 4], [5, 6, EOS]), with_response([7], [8])]
+    write_examples(tmp_path / "rows.jsonl", examples)
+    assert read_examples(tmp_path / "rows.jsonl") == examples
+
+
+class SpelledTokenizer:
+    """One token per character, and a chat template that marks (or does not mark) what the assistant says."""
+
+    eos_token_id = EOS
+
+    def __init__(self, marks: bool = True) -> None:
+        self.marks = marks
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: object) -> dict[str, list[int]]:
+        input_ids: list[int] = []
+        mask: list[int] = []
+        for message in messages:
+            spoken = [ord(character) for character in message["content"]]
+            is_answer = message["role"] == "assistant" and self.marks
+            input_ids += [2, *spoken, EOS]
+            mask += [0, *[int(is_answer)] * (len(spoken) + 1)]
+        return {"input_ids": input_ids + [2] * bool(kwargs.get("add_generation_prompt")), "assistant_masks": mask}
+
+
+def test_every_form_of_a_row_supervises_the_answer_and_its_end() -> None:
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    expected = Example([2, 97, 98, EOS, 2, 99, 100, EOS], [0, 0, 0, 0, 0, 1, 1, 1])
+    assert encode({"messages": chat}, SpelledTokenizer()) == expected
+    assert encode({"prompt": "ab", "completion": "cd"}, SpelledTokenizer(marks=False)) == expected
+    assert encode({"prompt_ids": [2, 97, 98, EOS, 2], "response_ids": [99, 100, EOS]}, None) == expected
+
+
+def test_rows_that_cannot_be_trained_on_are_refused_with_the_remedy() -> None:
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    with pytest.raises(ValueError, match=r"\{% generation %\}"):
+        encode({"messages": chat}, SpelledTokenizer(marks=False))
+    with pytest.raises(ValueError, match=r"\['text'\].*prompt and completion"):
+        encode({"text": "ab"}, SpelledTokenizer())
+
+
+def test_an_epoch_holds_every_example_once_and_repeats_by_its_seed() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randrange(5, 60) for _ in range(300)]
+    batches = batch_indices(lengths, 128, random.Random(1), pool=64)
+    assert sorted(index for batch in batches for index in batch) == list(range(300))
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 128 or len(batch) == 1 for batch in batches)
+
+    examples = [with_response([3] * 2, [5] * (length - 2)) for length in lengths]
+
+    def epoch(number: int) -> list[torch.Tensor]:
+        settings = {"num_anchors": 4, "batch_tokens": 256, "pad_token_id": 0, "seed": 0}
+        return [batch.anchors for batch in epoch_batches(examples, number, **settings)]
+
+    assert all(map(torch.equal, epoch(0), epoch(0)))
+    assert not all(map(torch.equal, epoch(0), epoch(1)))
+
+
+def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel
+) -> None:
+    examples = written_by(target, 4)
+    anchors = [[6, 9], [8, 9, 10], [7], []]
+    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), gamma=3.0, chunk_rows=5)
+
+    together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
+    together.backward()
+    gradient = drafter.fc.weight.grad.clone()
+
+    drafter.zero_grad()
+    parts = [loss_of(collate([e], [a], pad_token_id=0))[1] for e, a in zip(examples, anchors, strict=True)]
+    assert counts.blocks.item() == 6
+    torch.testing.assert_close(counts.loss_sum, sum(part.loss_sum for part in parts))
+    torch.testing.assert_close(counts.weight_sum, sum(part.weight_sum for part in parts))
+    for example, chosen in zip(examples, anchors, strict=True):
+        loss, part = loss_of(collate([example], [chosen], pad_token_id=0))
+        (loss * part.weight_sum / counts.weight_sum).backward()
+    torch.testing.assert_close(gradient, drafter.fc.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_loss_equals_the_loss_of_decoded_blocks(target: Qwen3ForCausalLM, drafter: DFlashDraftModel) -> None:
+    """The whole path against a double loop: features, anchor, labels, weights. A label off by one shows here."""
+    example = written_by(target, 1)[0]
+    first = len(example.prompt_ids)
+    anchors = [first, first + 1, len(example.input_ids) - 3]
+    loss, _ = DrafterLoss(drafter, TappedTarget(target, drafter), gamma=3.0, chunk_rows=64)(
+        collate([example], [anchors], pad_token_id=0)
+    )
+    input_ids = torch.tensor([example.input_ids])
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    total = weight_sum = 0.0
+    with torch.no_grad():
+        states = target(input_ids, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer + 1] for layer in drafter.config.target_layer_ids], dim=-1)
+        for anchor in anchors:
+            block_ids = torch.tensor([[example.input_ids[anchor]] + [MASK_ID] * 5])
+            hidden = drafter(noise_embeds=embed(block_ids), context_hidden_states=features[:, :anchor])
+            log_probs = head(hidden.last_hidden_state)[0].log_softmax(dim=-1)
+            for k in range(1, 6):
+                if anchor + k < len(example.input_ids):
+                    weight = 2.718281828459045 ** (-(k - 1) / 3.0)
+                    total -= weight * log_probs[k, example.input_ids[anchor + k]].item()
+                    weight_sum += weight
+    assert loss.item() == pytest.approx(total / weight_sum, rel=1e-5)
+
+
+def settings(**fields: object) -> TrainingSettings:
+    defaults = {
+        "num_anchors": 16,
+        "batch_tokens": 512,
+        "mixed_precision": "no",
+        "eval_every": 60,
+        "learning_rate": 5e-3,
+    }
+    return TrainingSettings(**({"steps": 60} | defaults | fields))
+
+
+def test_training_raises_true_acceptance_and_leaves_the_target_alone(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+) -> None:
+    examples = written_by(target, 4)
+    prompts = [example.prompt_ids for example in examples]
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    untrained = measure_acceptance(drafter, target, prompts, max_new_tokens=24)
+    record = train(
+        drafter, target, examples, prompts, settings(eval_new_tokens=24), tmp_path / "drafter", show_progress=False
+    )
+    assert untrained.tau < 1.3
+    assert record.best_tau > 2.5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+    saved = DFlashDraftModel.from_pretrained(tmp_path / "drafter", dtype=torch.float32).eval()
+    for prompt in prompts:
+        input_ids = torch.tensor([prompt])
+        blocks = generate_blocks(saved, target, input_ids, max_new_tokens=24, temperature=0.0)
+        plain = target.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=24, do_sample=False
+        )[0].tolist()
+        assert prompt + [token_id for block in blocks for token_id in block.token_ids] == plain
+    facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert facts["curve"][-1]["step"] == 60
+    assert str(tmp_path) not in json.dumps(facts)
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_the_same_seed_trains_the_same_drafter(target: Qwen3ForCausalLM, tmp_path: Path) -> None:
+    examples = written_by(target, 3)
+
+    def trained(name: str) -> DFlashDraftModel:
+        torch.manual_seed(5)
+        drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4)
+        train(drafter, target, examples, [], settings(steps=4), tmp_path / name, show_progress=False)
+        return drafter
+
+    first, second = trained("a").state_dict(), trained("b").state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+) -> None:
+    save_drafter(drafter, tmp_path / "drafter", {"mark": 1})
+    torch.nn.init.constant_(drafter.norm.weight, float("nan"))
+    with pytest.raises(FloatingPointError, match="loss of step 1 is nan"):
+        train(drafter, target, written_by(target, 2), [], settings(), tmp_path / "drafter", show_progress=False)
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text()) == {"mark": 1}
+
+
+def test_data_without_a_supervised_token_is_refused(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no supervised token"):
+        train(drafter, target, [with_response([3, 4], [])], [], settings(), tmp_path / "drafter")
+
+
+def test_rate_climbs_for_four_percent_and_falls_along_a_cosine() -> None:
+    factors = [rate_factor(step, 200, 0.04) for step in range(1, 201)]
+    assert factors[:8] == [pytest.approx(step / 8) for step in range(1, 9)]
+    assert factors[8] == 1.0
+    assert factors[8 + 96] == pytest.approx(0.5)
+    assert all(0 < later < earlier for earlier, later in pairwise(factors[8:]))
+    assert rate_factor(1, 10, 0.0) == 1.0
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
+def test_muon_trains_each_matrix_and_adamw_the_rest(drafter: DFlashDraftModel) -> None:
+    muon, adamw = build_optimizers(drafter, 1e-3, 0.0, muon_learning_rate=2e-3)
+    matrices, others = (optimizer.param_groups[0]["params"] for optimizer in (muon, adamw))
+    assert {parameter.ndim for parameter in matrices} == {2}
+    assert {parameter.ndim for parameter in others} == {1}
+    assert len(matrices) + len(others) == len(list(drafter.parameters()))
+    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (2e-3, 1e-3)
+    assert len(build_optimizers(drafter, 6e-4, 0.0, muon_learning_rate=None)) == 1

@@ -1,0 +1,180 @@
+"""The layout of all blocks of a batch: against double loops, and against decoding block by block with a cache."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash import DFlashConfig, DFlashDraftModel
+from dflash.cache_dflash import PreallocatedCache
+from dflash.training.masks import BlockLayout, lay_out_blocks
+
+
+MASK_ID = 49
+
+
+def drafter_config(**fields: Any) -> DFlashConfig:
+    return DFlashConfig(
+        **{
+            "vocab_size": 50,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "initializer_range": 0.3,
+            "block_size": 4,
+            "mask_token_id": MASK_ID,
+            "target_layer_ids": [1, 2],
+            "num_target_layers": 5,
+        }
+        | fields
+    )
+
+
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "use_sliding_window": True,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full causal": {"is_causal": True},
+    "sliding causal": SLIDING,
+    "sliding non-causal": SLIDING | {"is_causal": False},
+}
+
+
+# Row 0: prompt of 4, response of 8. Row 1: two documents (the second with a prompt of 2), then padding.
+INPUT_IDS = torch.tensor([[*range(1, 13)], [*range(21, 31), 0, 0]])
+LOSS_MASK = torch.tensor([[0] * 4 + [1] * 8, [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]]).bool()
+DOCUMENT_IDS = torch.tensor([[0] * 12, [0] * 5 + [1] * 5 + [-1] * 2])
+# Overlapping anchors in row 0; in row 1 an absent one at the end.
+ANCHORS = torch.tensor([[4, 5, 9], [2, 7, -1]])
+
+
+def lay_out(config: DFlashConfig) -> BlockLayout:
+    return lay_out_blocks(INPUT_IDS, LOSS_MASK, DOCUMENT_IDS, ANCHORS, config)
+
+
+def document_start(row: int, column: int) -> int:
+    return min(c for c in range(12) if DOCUMENT_IDS[row, c] == DOCUMENT_IDS[row, column])
+
+
+def test_rows_labels_and_positions_equal_a_double_loop() -> None:
+    """Labels stand at their row's own position: a shift by one trains the drafter to repeat the anchor."""
+    config = drafter_config()
+    layout = lay_out(config)
+    assert layout.position_ids[0, :12].tolist() == list(range(12))
+    assert layout.position_ids[1, :10].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    for row in range(2):
+        for block, anchor in enumerate(ANCHORS[row].tolist()):
+            is_response = anchor >= 0
+            for offset in range(4):
+                r = block * 4 + offset
+                column = anchor + offset
+                if anchor >= 0:
+                    is_response = (
+                        is_response
+                        and column < 12
+                        and bool(LOSS_MASK[row, column])
+                        and bool(DOCUMENT_IDS[row, column] == DOCUMENT_IDS[row, anchor])
+                    )
+                    expected_id = INPUT_IDS[row, anchor] if offset == 0 else MASK_ID
+                    assert layout.token_ids[row, r] == expected_id
+                    assert layout.position_ids[row, 12 + r] == column - document_start(row, anchor)
+                assert layout.is_learned[row, r] == (is_response and offset > 0)
+                if layout.is_learned[row, r]:
+                    assert layout.labels[row, r] == INPUT_IDS[row, column]
+
+
+def test_blocks_end_with_the_response() -> None:
+    learned = lay_out(drafter_config()).is_learned.view(2, 3, 4).sum(dim=2)
+    assert learned.tolist() == [[3, 3, 2], [2, 2, 0]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_visibility_equals_a_double_loop(shape: str) -> None:
+    """Overlapping blocks must not see each other, nor another document, nor padding, nor the anchor's own feature."""
+    config = drafter_config(**SHAPES[shape])
+    layout = lay_out(config)
+    for layer, layer_type in enumerate(config.layer_types):
+        mask = layout.attention_mask[layer_type]
+        assert mask.shape == (2, 1, 12, 24)
+        for row in range(2):
+            for r in range(12):
+                block, offset = divmod(r, 4)
+                anchor = int(ANCHORS[row, block])
+                if anchor < 0:
+                    assert not mask[row, 0, r, :12].any()
+                    continue
+                for key in range(24):
+                    if key < 12:
+                        sees = key < anchor and bool(DOCUMENT_IDS[row, key] == DOCUMENT_IDS[row, anchor])
+                        distance = anchor + offset - key
+                    else:
+                        other_block, other_offset = divmod(key - 12, 4)
+                        distance = offset - other_offset
+                        sees = other_block == block and not (config.is_layer_causal(layer) and distance < 0)
+                    if config.layer_window(layer) is not None:
+                        sees = sees and abs(distance) < 5
+                    assert mask[row, 0, r, key] == sees, (row, r, key)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_training_forward_equals_decoding_block_by_block(shape: str, attention: str) -> None:
+    torch.manual_seed(0)
+    config = drafter_config(**SHAPES[shape])
+    drafter = DFlashDraftModel(config).eval()
+    drafter.set_attn_implementation(attention)
+    embedding = torch.randn(50, 16)
+    features = torch.randn(2, 12, 32)
+    layout = lay_out(config)
+    with torch.no_grad():
+        trained = drafter(
+            noise_embeds=embedding[layout.token_ids],
+            context_hidden_states=features,
+            position_ids=layout.position_ids,
+            attention_mask=layout.attention_mask,
+        ).last_hidden_state
+        for row in range(2):
+            start, cache = None, None
+            for block, anchor in enumerate(ANCHORS[row].tolist()):
+                if anchor < 0:
+                    continue
+                if start != document_start(row, anchor):
+                    start = document_start(row, anchor)
+                    cache = PreallocatedCache(config.num_hidden_layers, 8)
+                known = start + cache.get_seq_length()
+                block_ids = torch.tensor([[INPUT_IDS[row, anchor], MASK_ID, MASK_ID, MASK_ID]])
+                decoded = drafter(
+                    noise_embeds=embedding[block_ids],
+                    context_hidden_states=features[row : row + 1, known:anchor],
+                    past_key_values=cache,
+                ).last_hidden_state
+                cache.rollback(4)
+                ours = trained[row, 4 * block : 4 * block + 4]
+                torch.testing.assert_close(ours, decoded[0], rtol=0, atol=1e-5)
+
+
+def test_another_blocks_tokens_change_nothing() -> None:
+    """Blocks at 4 and 5 overlap; what stands in the second must not reach the first."""
+    torch.manual_seed(0)
+    config = drafter_config()
+    drafter = DFlashDraftModel(config).eval()
+    layout = lay_out(config)
+    noise_embeds = torch.randn(2, 12, 16)
+    features = torch.randn(2, 12, 32)
+
+    def run(embeds: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return drafter(embeds, features, layout.position_ids, layout.attention_mask).last_hidden_state
+
+    changed = noise_embeds.clone()
+    changed[:, 4:8] += 1.0
+    before, after = run(noise_embeds), run(changed)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert torch.equal(before[:, 8:], after[:, 8:])
+    assert not torch.equal(before[:, 4:8], after[:, 4:8])

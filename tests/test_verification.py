@@ -1,0 +1,155 @@
+"""The accept rule, the target's choices and the noise, each against a loop that anyone can check."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash.verification_dflash import NOISE_CHUNK, PositionNoise, accept_prefix, choose_greedy, choose_sampled
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=5, max_size=5), min_size=1, max_size=4
+    )
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_accept_prefix_equals_a_naive_loop(rows: list[list[tuple[int, int]]]) -> None:
+    """Promise: the longest agreeing prefix, per row; matches behind a mismatch count for nothing."""
+    proposals = torch.tensor([[pair[0] for pair in row[:4]] for row in rows])
+    choices = torch.tensor([[pair[1] for pair in row] for row in rows])
+    expected = []
+    for row in rows:
+        count = 0
+        while count < 4 and row[count][0] == row[count][1]:
+            count += 1
+        expected.append(count)
+    assert accept_prefix(proposals, choices).tolist() == expected
+
+
+def test_accept_prefix_without_proposals_is_zero() -> None:
+    """Promise: the prefill is a step without proposals."""
+    assert accept_prefix(torch.empty(2, 0, dtype=torch.long), torch.tensor([[3], [4]])).tolist() == [0, 0]
+
+
+def test_choose_greedy_takes_the_first_of_equals() -> None:
+    """Promise: as `argmax` of plain decoding, ties included."""
+    assert choose_greedy(torch.tensor([[[1.0, 2.0, 2.0], [0.0, 0.0, -1.0]]])).tolist() == [[1, 0]]
+
+
+def test_choose_sampled_is_inverse_transform() -> None:
+    """Promise: the token whose interval of the cumulative distribution holds the uniform, lower edge included."""
+    logits = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()[None, None]
+    for uniform, token in [(0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.999, 2)]:
+        assert choose_sampled(logits, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [[token]]
+
+
+def test_choose_sampled_has_the_softmax_law() -> None:
+    """Promise: chi-square against softmax at a fixed seed, rows and batch drawn at once and independently."""
+    torch.manual_seed(0)
+    num_draws = 40000
+    logits = torch.randn(2, 1, 8) * 1.5
+    uniforms = torch.rand(2, num_draws, dtype=torch.float64)
+    picks = choose_sampled(logits.expand(2, num_draws, 8), uniforms)
+    for row in range(2):
+        counts = torch.bincount(picks[row], minlength=8).double()
+        expected = logits[row, 0].double().softmax(dim=-1) * num_draws
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        p_value = torch.special.gammaincc(torch.tensor(3.5, dtype=torch.float64), statistic / 2)
+        assert p_value > 1e-3
+        # The test of the test: another row's law fails it.
+        other = logits[1 - row, 0].double().softmax(dim=-1) * num_draws
+        wrong = ((counts - other) ** 2 / other).sum()
+        assert torch.special.gammaincc(torch.tensor(3.5, dtype=torch.float64), wrong / 2) < 1e-6
+
+
+@pytest.mark.parametrize("vocab_size", [5, 50000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_probability_zero_are_never_picked(vocab_size: int, dtype: torch.dtype) -> None:
+    """Known trap: at u = 0 the first token, at u -> 1 one past the last, is picked although top_p removed it.
+
+    Removed tokens lie at both ends and in the middle, and rounding of the sum over a large vocabulary must not reach them.
+    """
+    torch.manual_seed(0)
+    logits = torch.randn(vocab_size).to(dtype)
+    removed = torch.zeros(vocab_size, dtype=torch.bool)
+    removed[[0, vocab_size // 2, vocab_size - 1]] = True
+    logits[removed] = float("-inf")
+    last = 1.0 - 2.0**-53  # the largest double below 1
+    uniforms = torch.tensor([[0.0, 5e-324, 0.5, last]], dtype=torch.float64)
+    picks = choose_sampled(logits.expand(1, 4, -1), uniforms)[0]
+    assert ((picks >= 0) & (picks < vocab_size)).all()
+    assert not removed[picks].any()
+    assert picks[0] == 1
+    assert picks[3] == vocab_size - 2
+
+
+def test_one_possible_token_is_always_picked() -> None:
+    """Promise: top_k=1 is greedy at every uniform."""
+    logits = torch.full((1, 3, 6), float("-inf"))
+    logits[:, :, 4] = -3.0
+    uniforms = torch.tensor([[0.0, 0.5, 1.0 - 2.0**-53]], dtype=torch.float64)
+    assert choose_sampled(logits, uniforms).tolist() == [[4, 4, 4]]
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator at `seed`."""
+    return torch.Generator().manual_seed(seed)
+
+
+def test_noise_is_the_same_whatever_the_chunking() -> None:
+    """Promise: position t's number depends neither on how many are asked for at a time nor in what order."""
+    end = 2 * NOISE_CHUNK + 9
+    for row in range(2):
+        whole = PositionNoise(2, seeded(5))(row, 0, end)
+        for steps in ([1] * 12, [5, 16, 3], [NOISE_CHUNK, 1, NOISE_CHUNK, 2], [end]):
+            noise, start = PositionNoise(2, seeded(5)), 0
+            for step in steps:
+                assert torch.equal(noise(row, start, step), whole[start : start + step])
+                start += step
+        noise = PositionNoise(2, seeded(5))
+        assert torch.equal(noise(row, NOISE_CHUNK + 3, 2), whole[NOISE_CHUNK + 3 : NOISE_CHUNK + 5])
+        # Asked again, as for a position that was drafted, rejected and drafted anew.
+        assert torch.equal(noise(row, 2, 2), whole[2:4])
+
+
+def test_noise_of_a_row_does_not_depend_on_the_batch() -> None:
+    """Promise: row r's stream depends on the seed and on r alone, so a text is the same in any batch."""
+    wide = PositionNoise(40, seeded(6))
+    rows = [wide(row, 0, 20) for row in reversed(range(40))][::-1]
+    for batch_size in (1, 2, 4, 17):
+        noise = PositionNoise(batch_size, seeded(6))
+        for row in range(batch_size):
+            assert torch.equal(noise(row, 0, 20), rows[row])
+    assert len({tuple(row.tolist()) for row in rows}) == 40
+
+
+def test_noise_is_uniform_in_double_precision() -> None:
+    """Promise: numbers in [0, 1), with more bits than a float has, so that a large vocabulary's tail can be drawn."""
+    drawn = PositionNoise(1, seeded(7))(0, 0, 20000)
+    assert drawn.dtype == torch.float64
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    assert not torch.equal(drawn, drawn.float().double())
+    counts = torch.histc(drawn.float(), bins=10, min=0, max=1).double()
+    statistic = ((counts - 2000) ** 2 / 2000).sum()
+    assert torch.special.gammaincc(torch.tensor(4.5, dtype=torch.float64), statistic / 2) > 1e-3
+
+
+def test_noise_from_the_global_seed() -> None:
+    """Promise: without a generator, torch's global seed rules."""
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(PositionNoise(1)(0, 0, 4))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_noise_does_not_disturb_the_global_stream_as_it_is_read() -> None:
+    """Promise: after the seed is drawn, reading noise leaves torch's global generator alone."""
+    noise = PositionNoise(1)
+    state = torch.get_rng_state()
+    noise(0, 0, 3 * NOISE_CHUNK)
+    assert torch.equal(torch.get_rng_state(), state)

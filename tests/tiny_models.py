@@ -1,0 +1,251 @@
+"""Tiny random targets and drafters, and a drafter whose acceptance lengths are written in advance.
+
+A random drafter is never right, so a test of losslessness that uses one never exercises acceptance. `ScriptedDrafter` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dflash import DFlashConfig, DFlashDraftModel
+
+
+VOCAB_SIZE = 96
+HIDDEN_SIZE = 32
+NUM_TARGET_LAYERS = 4
+BLOCK_SIZE = 6
+MASK_TOKEN_ID = VOCAB_SIZE - 1
+PAD_TOKEN_ID = 0
+WRONG_OFFSET = 5  # a wrong proposal is the right one plus this
+
+DIMENSIONS = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+# Qwen3's defaults name ids far outside a tiny vocabulary; a test that wants one sets it.
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# Kind of target, and a seed whose text is varied: one that repeats a token would hide a wrong rollback.
+TARGET_SEEDS = {"qwen3": 4, "qwen3_tied": 2, "qwen3_sliding": 4, "llama": 22, "llama_tied": 22}
+TARGET_KINDS = tuple(TARGET_SEEDS)
+
+
+def make_target(kind: str = "qwen3", seed: int | None = None, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 target of one of `TARGET_KINDS`, in eval mode; its layers are large enough for varied text."""
+    fields = {**DIMENSIONS, **NO_SPECIAL_TOKENS, "num_hidden_layers": NUM_TARGET_LAYERS}
+    fields["tie_word_embeddings"] = kind.endswith("_tied")
+    if kind == "qwen3_sliding":
+        kinds = ["sliding_attention", "full_attention"]
+        fields.update(
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=0,
+            layer_types=kinds * (NUM_TARGET_LAYERS // 2),
+        )
+    if kind.startswith("llama"):
+        fields.update(rope_theta=500000.0, rope_scaling=dict(LLAMA3_ROPE))
+    fields.update(overrides)
+    torch.manual_seed(TARGET_SEEDS[kind] if seed is None else seed)
+    config_class, model_class = (
+        (LlamaConfig, LlamaForCausalLM) if kind.startswith("llama") else (Qwen3Config, Qwen3ForCausalLM)
+    )
+    return model_class(config_class(**fields)).float().eval()
+
+
+def drafter_config(**overrides: Any) -> DFlashConfig:
+    """The configuration of a two-layer drafter for `make_target()`."""
+    fields = {
+        **DIMENSIONS,
+        "num_hidden_layers": 2,
+        "block_size": BLOCK_SIZE,
+        "mask_token_id": MASK_TOKEN_ID,
+        "num_target_layers": NUM_TARGET_LAYERS,
+        "target_layer_ids": [0, 2],
+        **overrides,
+    }
+    return DFlashConfig(**fields)
+
+
+def make_drafter(seed: int = 1, **overrides: Any) -> DFlashDraftModel:
+    """A random fp32 drafter for `make_target()`, in eval mode."""
+    torch.manual_seed(seed)
+    return DFlashDraftModel(drafter_config(**overrides)).float().eval()
+
+
+def make_prompt(length: int = 9, seed: int = 2, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    """Random ids [1, length] without pad and mask id.
+
+    A pad id inside a prompt makes `generate` infer an attention mask, and a correct loop then looks wrong.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(PAD_TOKEN_ID + 1, vocab_size - 1, (1, length), generator=generator)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% if enable_thinking is defined and not enable_thinking %}"
+    "[] {% endif %}{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, `VOCAB_SIZE` in all, with a chat template that knows `enable_thinking`."""
+    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    characters = [chr(code) for code in range(32, 32 + VOCAB_SIZE - len(specials) - 1)]
+    vocabulary = {token: index for index, token in enumerate([*specials, *characters, "<mask>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        extra_special_tokens={"start": "<|im_start|>", "mask": "<mask>"},
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def greedy(target: PreTrainedModel, prompt_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Plain greedy decoding by transformers: the oracle."""
+    kwargs.setdefault("max_new_tokens", 30)
+    return target.generate(prompt_ids, do_sample=False, **kwargs)
+
+
+class ScriptedDrafter(DFlashDraftModel):
+    """A drafter that proposes `truth` and goes wrong after `script[i]` tokens of block i (the script repeats).
+
+    The real forward runs and fills the cache; then the rows it returns are replaced by ones that the target's head maps
+    to the wanted token. Behind the wrong token the proposals are right again, so that a loop that counts
+    matches instead of the matching prefix fails.
+
+    Args:
+        target: The target, whose head must be able to say every wanted token (asserted).
+        truth: The text that the target will write, prompt included and padding left out: [S], [1, S], or a list of such.
+        script: Numbers of right proposals per block; row r of a batch starts at its r-th entry.
+        overrides: Fields of the configuration.
+    """
+
+    def __init__(self, target: PreTrainedModel, truth: Any, script: list[int], **overrides: Any) -> None:
+        config = target.config
+        shape = {name: getattr(config, name) for name in ("vocab_size", "hidden_size")}
+        torch.manual_seed(3)
+        super().__init__(drafter_config(**{**shape, "num_target_layers": config.num_hidden_layers, **overrides}))
+        self.eval()
+        rows = truth if isinstance(truth, list) else [truth]
+        self.truths = [torch.as_tensor(row).flatten().tolist() for row in rows]
+        self.live = list(range(len(rows)))
+        self.script = list(script)
+        self.num_blocks = 0
+        weight = target.get_output_embeddings().weight.detach().float()
+        self.embeddings = target.get_input_embeddings().weight.detach().clone()
+        weight = weight * (4.0 / weight.norm(dim=1, keepdim=True))
+        self.sayings = weight  # row t is the hidden state that says token t
+        self.can_say = (weight @ target.get_output_embeddings().weight.detach().float().T).argmax(dim=1)
+
+    def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
+        """The real forward, with the scripted rows in place of its own."""
+        num_rows, width = noise_embeds.shape[:2]
+        cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        held = 0 if cache is None else int(cache.get_seq_length())
+        if position_ids is None:
+            anchors = [held + context_hidden_states.shape[1]] * num_rows
+        else:  # given for batches, and by native decoding, which counts padding in its cache
+            anchors = position_ids[:, -width].tolist()
+        output = super().forward(noise_embeds, context_hidden_states, **kwargs)
+        if held == 0:
+            self.live, self.num_blocks = list(range(len(self.truths))), 0
+        self._find_live(anchors, noise_embeds[:, 0])
+        states = output.last_hidden_state.clone()
+        for place, (row, anchor) in enumerate(zip(self.live, anchors, strict=True)):
+            num_right = self.script[(self.num_blocks + row) % len(self.script)]
+            for i in range(1, width):
+                token = self.truths[row][anchor + i] if anchor + i < len(self.truths[row]) else 1
+                if i == num_right + 1:
+                    token = (token + WRONG_OFFSET) % self.config.vocab_size
+                assert int(self.can_say[token]) == token, f"the head cannot say {token}: choose another seed"
+                states[place, i] = self.sayings[token].to(states.dtype)
+        self.num_blocks += 1
+        output.last_hidden_state = states
+        return output
+
+    def _find_live(self, anchors: list[int], embeds: torch.Tensor) -> None:
+        """Drops rows that are done: those whose text does not hold the anchor that comes next in their place."""
+        if len(anchors) == len(self.live):
+            return
+        left, self.live = self.live, []
+        for anchor, embed in zip(anchors, embeds, strict=True):
+            while True:
+                row = left.pop(0)
+                text = self.truths[row]
+                if anchor < len(text) and torch.equal(self.embeddings[text[anchor]].to(embed.dtype), embed):
+                    break
+            self.live.append(row)
+
+
+def expected_lengths(script: list[int], num_new_tokens: int, block_size: int = BLOCK_SIZE) -> list[int]:
+    """What a script gives: acceptance lengths per verify step until `num_new_tokens` are written, the prefill's first."""
+    lengths: list[int] = []
+    written = 1
+    while written < num_new_tokens:
+        width = min(block_size, num_new_tokens - written)
+        lengths.append(min(script[len(lengths) % len(script)], width - 1) + 1)
+        written += lengths[-1]
+    return lengths
+
+
+@contextmanager
+def counted_forwards(model: torch.nn.Module) -> Iterator[list[int]]:
+    """A list that grows by one entry per forward of `model` inside the `with`."""
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def num_hooks(model: torch.nn.Module) -> int:
+    """Forward hooks that stand on any module of `model`."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def plain_loop(
+    target: PreTrainedModel,
+    prompt_ids: torch.Tensor,
+    max_new_tokens: int,
+    pick: Callable[[torch.Tensor, torch.Tensor, int], int],
+) -> torch.Tensor:
+    """One token per full forward, no cache: `pick(scores [1, V], text [1, S], index)` chooses. The naive twin of the loop."""
+    text = prompt_ids
+    with torch.no_grad():
+        for index in range(max_new_tokens):
+            scores = target(text, use_cache=False).logits[:, -1].float()
+            text = torch.cat([text, text.new_tensor([[pick(scores, text, index)]])], dim=1)
+    return text
