@@ -78,12 +78,12 @@ def test_tokens_of_probability_zero_are_never_picked(vocab_size: int, dtype: tor
     removed[[0, vocab_size // 2, vocab_size - 1]] = True
     logits[removed] = float("-inf")
     last = 1.0 - 2.0**-53  # the largest double below 1
-    uniforms = torch.tensor([[0.0, 5e-324, 0.5, last]], dtype=torch.float64)
-    picks = choose_sampled(logits.expand(1, 4, -1), uniforms)[0]
+    uniforms = torch.tensor([[0.0, 5e-324, 0.5, last, 1.0]], dtype=torch.float64)  # 1.0: as a rounded uniform may be
+    picks = choose_sampled(logits.expand(1, 5, -1), uniforms)[0]
     assert ((picks >= 0) & (picks < vocab_size)).all()
     assert not removed[picks].any()
     assert picks[0] == 1
-    assert picks[3] == vocab_size - 2
+    assert picks[3] == picks[4] == vocab_size - 2
 
 
 def test_one_possible_token_is_always_picked() -> None:

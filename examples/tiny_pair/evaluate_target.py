@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="problems of each generated set")
     parser.add_argument("--gsm8k-count", type=int, default=300, help="problems of GSM8K test, 0 for none")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     sets = generated_sets(arguments.count)
