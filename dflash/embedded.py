@@ -82,7 +82,7 @@ def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     save_checkpoint(
         DFlashDraftModel.from_pretrained(source, dtype="auto"),
         drafter_path,
-        card=card.read_text(encoding="utf-8") if card.is_file() else None,
+        files={"README.md": card.read_text(encoding="utf-8")},
     )
     aside = target_path.with_name(f".{TARGET_NAME}.partial-{os.getpid()}")
     shutil.copytree(embedded_path(TARGET_NAME), aside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 
 def save_checkpoint(
-    model: PreTrainedModel, folder: str | os.PathLike[str], card: str | None = None, tokenizer: Any = None
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights.
 
@@ -20,22 +24,23 @@ def save_checkpoint(
     Args:
         model: A drafter or a target.
         folder: Where to; an older checkpoint there is replaced.
-        card: The text of README.md.
         tokenizer: Saved beside the model if given.
+        files: Texts by file name, such as the card in README.md.
 
     Raises:
         ValueError: if `folder` holds something that is not a checkpoint.
     """
     folder = Path(folder).expanduser().absolute()
     check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         model.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        if card is not None:
-            (aside / "README.md").write_text(card, encoding="utf-8")
+        for name, text in (files or {}).items():
+            (aside / name).write_text(text, encoding="utf-8")
         replace_folder(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

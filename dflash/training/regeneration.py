@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -61,7 +62,8 @@ def _respond(
         attention_mask[row, width - len(prompt) :] = 1
     config = target.config.get_text_config(decoder=True)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    sequences = target.generate(
+    generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
+    sequences = generate(
         input_ids.to(target.device),
         attention_mask=attention_mask.to(target.device),
         max_new_tokens=max_new_tokens,

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.cache_dflash import PreallocatedCache
+from dflash.hub import save_checkpoint
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 
@@ -261,17 +260,6 @@ def describe_run(
 def save_drafter(
     drafter: DFlashDraftModel, folder: Path, facts: dict[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Writes the checkpoint in `dtype`, and `facts` as `training.json`, aside; then renames it to `folder`.
-
-    A reader never meets half a checkpoint, and a full disk leaves the old one.
-    """
-    aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    replaced = folder.with_name(f"{folder.name}.replaced-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(drafter).to(dtype).save_pretrained(aside)
-    (aside / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if folder.exists():
-        folder.rename(replaced)
-    aside.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    """Writes the checkpoint in `dtype` with `facts` as `training.json`; a full disk or a kill leaves the older one."""
+    rounded: Any = copy.deepcopy(drafter)
+    save_checkpoint(rounded.to(dtype), folder, files={"training.json": json.dumps(facts, indent=2) + "\n"})

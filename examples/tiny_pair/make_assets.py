@@ -15,6 +15,8 @@ from typing import Any
 from evaluate_target import EVALUATION_SEED
 from problems import generate
 
+from dflash.hub import replace_folder
+
 
 TARGET_FILES = (
     "config.json",
@@ -125,13 +127,11 @@ def command_of(facts: dict[str, Any]) -> str:
 def install(source: Path, files: tuple[str, ...], card: str, folder: Path) -> None:
     """Replaces `folder` by the named files of `source` and a card, in one rename."""
     aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for name in files:
         shutil.copyfile(source / name, aside / name)
     (aside / "README.md").write_text(card)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    replace_folder(aside, folder)
 
 
 def main() -> None:

@@ -35,6 +35,8 @@ from transformers import (
 )
 from word_problem_data import Batch, Encoder, Mix, bucketed_batches, fingerprint, load_gsm8k, mixed_rows
 
+from dflash.hub import replace_folder
+
 
 ROPE_THETA = 10000.0
 WORKERS = 2
@@ -184,8 +186,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     (aside / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     # safetensors files come out readable by their owner alone.
     (aside / "model.safetensors").chmod(0o644)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    replace_folder(aside, folder)
 
 
 def parse_arguments() -> argparse.Namespace:
