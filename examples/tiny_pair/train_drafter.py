@@ -72,19 +72,19 @@ class Scale:
 
 
 FULL = Scale(
-    problems=9000,
-    sampled_problems=2000,
-    altered=7000,
-    sampled_questions=4000,
+    problems=4000,
+    sampled_problems=1000,
+    altered=1500,
+    sampled_questions=1500,
     questions=None,
     new_tokens=224,
     batch_size=256,
     layers=3,
-    steps=3000,
+    steps=1800,
     batch_tokens=2048,
     num_anchors=16,
-    eval_every=500,
-    choice_prompts=16,
+    eval_every=600,
+    choice_prompts=8,
     final_prompts=40,
 )
 SMOKE = Scale(
@@ -236,6 +236,8 @@ def main() -> None:
         num_hidden_layers=scale.layers,
         intermediate_size=arguments.intermediate,
     )
+    # Plain attention is the faster one here, as for the target.
+    drafter.set_attn_implementation("eager")
     choosing += [problem.question for problem in generate(scale.choice_prompts, CHOICE_SEED, "heldout")]
     record = train(
         drafter,
