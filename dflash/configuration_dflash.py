@@ -130,6 +130,8 @@ class DFlashConfig(Qwen3Config):
 
         `transformers` builds a default instance of every configuration class, so absence is the model's to refuse.
         """
+        if not isinstance(self.block_size, int):
+            raise ValueError(f"block_size={self.block_size!r} is not a whole number: write it without quotes.")
         if self.block_size < 2:
             raise ValueError(
                 f"block_size={self.block_size}: a block is the anchor and at least one drafted token; use 2 or more."

@@ -173,10 +173,10 @@ def spec_generate(
         ValueError: for anything that cannot be run exactly, before any compute.
     """
     prompt_ids, attention_mask = read_prompt(input_ids, attention_mask)
+    blocks = generate_blocks(drafter, target, prompt_ids, attention_mask=attention_mask, **kwargs)
     num_rows = len(prompt_ids) * (_setting("num_return_sequences", target, kwargs) or 1)
     if streamer is not None and num_rows > 1:
         raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
-    blocks = generate_blocks(drafter, target, prompt_ids, attention_mask=attention_mask, **kwargs)
     if streamer is not None:
         streamer.put(prompt_ids.cpu())
     new_ids: list[list[int]] = [[] for _ in range(num_rows)]
