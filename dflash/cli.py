@@ -291,7 +291,9 @@ def _show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_to
     console.print()
     console.print(comparison_table(rows))
     device = pair.target.device
-    place = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    place = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    if device.type == "cuda":
+        place = torch.cuda.get_device_name(device)
     block_size = pair.drafter.config.block_size
     console.print(Text(f"{_dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 
+# Engines read these at the top level or in `dflash_config`.
+DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+
 # Fields that change what a drafter computes and that this class does not compute: running without them would be
 # silently wrong, so each is refused by name. The value beside a field is the one that means "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -101,8 +104,7 @@ class DFlashConfig(Qwen3Config):
         if target_layer_ids is None and num_target_layers is not None:
             target_layer_ids = default_target_layer_ids(num_target_layers)
 
-        # Qwen3 derives `layer_types` from `max_window_layers` (28), which leaves a shallow drafter all full; engines
-        # want the list spelled out.
+        # Without `layer_types` all layers are full, as Qwen3's default of 28 `max_window_layers` makes a shallow drafter's.
         kwargs.setdefault("max_window_layers", kwargs.get("num_hidden_layers", 32))
         kwargs.setdefault("tie_word_embeddings", False)
         theta, scaling = _rope_fields(rope_theta, rope_scaling, rope_parameters)
@@ -116,13 +118,7 @@ class DFlashConfig(Qwen3Config):
         self.num_target_layers = num_target_layers
         if is_causal is not None:  # absent means the published rule, and some engines read a null as false
             self.is_causal = is_causal
-        self.dflash_config = {
-            **nested,
-            "block_size": self.block_size,
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": self.target_layer_ids,
-            "num_target_layers": self.num_target_layers,
-        }
+        self.dflash_config = nested | self._doubled()
         self.check()
 
     def check(self) -> None:
@@ -130,8 +126,10 @@ class DFlashConfig(Qwen3Config):
 
         `transformers` builds a default instance of every configuration class, so absence is the model's to refuse.
         """
-        if not isinstance(self.block_size, int):
-            raise ValueError(f"block_size={self.block_size!r} is not a whole number: write it without quotes.")
+        for name in ("block_size", "mask_token_id", "num_target_layers"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ValueError(f"{name}={value!r} is not a whole number: write it without quotes.")
         if self.block_size < 2:
             raise ValueError(
                 f"block_size={self.block_size}: a block is the anchor and at least one drafted token; use 2 or more."
@@ -162,6 +160,10 @@ class DFlashConfig(Qwen3Config):
                 "use_sliding_window=True."
             )
 
+    def _doubled(self) -> dict[str, Any]:
+        """The fields that are written in both places, as they are now."""
+        return {name: getattr(self, name) for name in DOUBLED_FIELDS}
+
     def is_layer_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` is causal inside the block: `is_causal` if given, else sliding layers are."""
         declared = getattr(self, "is_causal", None)
@@ -174,6 +176,7 @@ class DFlashConfig(Qwen3Config):
     def to_dict(self) -> dict[str, Any]:
         """All fields, with rope in both spellings: transformers 4 silently takes theta 10000 from the newer one alone."""
         fields = super().to_dict()
+        fields["dflash_config"] = self.dflash_config | self._doubled()
         theta, scaling = _rope_fields(
             fields.get("rope_theta"), fields.get("rope_scaling"), fields.get("rope_parameters")
         )
@@ -193,6 +196,7 @@ class DFlashConfig(Qwen3Config):
 def _agreed(name: str, top_level: Any, nested: dict[str, Any]) -> Any:
     """The value of a field that is written at the top level and in `dflash_config`; the two must be equal."""
     inner = nested.get(name)
+    top_level, inner = (list(value) if isinstance(value, tuple) else value for value in (top_level, inner))
     if top_level is not None and inner is not None and top_level != inner:
         raise ValueError(
             f"{name} is {top_level} at the top level and {inner} in dflash_config: engines read one or the other, so "

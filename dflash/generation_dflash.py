@@ -259,16 +259,22 @@ def generate_blocks(
     if stop_token_ids is not None:
         kwargs["eos_token_id"] = stop_token_ids
     criteria = StoppingCriteriaList(stopping_criteria or ())
-    if stop_strings is not None:
+    if stop_strings is not None:  # made here: `generate` hands no tokenizer on where a callable decodes
         if tokenizer is None:
             raise ValueError(
                 f"stop_strings={stop_strings!r} needs the target's tokenizer: pass tokenizer=… beside it."
             )
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    elif _setting("stop_strings", target, kwargs) is not None:
+        raise ValueError(
+            "A generation config holds stop_strings: pass them as stop_strings=… with tokenizer=… instead."
+        )
+    # Ids of a target whose embedding is offloaded ("meta" between calls) stay where they are.
+    device = prompt_ids.device if target.device.type == "meta" else target.device
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     return generate(
-        prompt_ids.to(target.device),
-        attention_mask=None if attention_mask is None else attention_mask.to(target.device),
+        prompt_ids.to(device),
+        attention_mask=None if attention_mask is None else attention_mask.to(device),
         stopping_criteria=criteria,
         custom_generate=_decode,
         drafter=drafter,
@@ -290,15 +296,18 @@ def _decode(
     **model_kwargs: Any,
 ) -> Iterator[Block]:
     """What `target.generate` calls, with everything prepared but our own three arguments: checks, then the loop."""
-    check_prepared(generation_config)
+    attention_mask = model_kwargs.get("attention_mask")
+    check_prepared(generation_config, attention_mask)
     check_batch(target, drafter, len(input_ids))
     noise = PositionNoise(len(input_ids), noise_generator) if generation_config.do_sample else None
-    max_new_tokens = generation_config.max_length - input_ids.shape[1]
+    # A caller's own length criterion stands in place of the config's, as in `generate`.
+    longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
+    max_new_tokens = longest - input_ids.shape[1]
     return _blocks(
         TappedTarget(target, drafter),
         drafter,
         input_ids,
-        model_kwargs.get("attention_mask"),
+        attention_mask,
         _chooser(logits_processor, noise, len(input_ids)),
         _cutter(stopping_criteria, max_new_tokens),
         max_new_tokens,
@@ -359,7 +368,9 @@ def _blocks(
             _warn_inactive(drafter, tapped.target)
 
         width = min(block_size, max_new_tokens - min(len(row.new_ids) for row in rows))  # no more than is still wanted
-        proposals = _draft(drafter, tapped, draft_cache, anchors, context, block_size)[:, : width - 1]
+        proposals = proposals[live, :0]
+        if width > 1:
+            proposals = _draft(drafter, tapped, draft_cache, anchors, context, block_size)[:, : width - 1]
         logits, features = tapped.forward(torch.cat([anchors, proposals], dim=1), target_cache, num_logits=width)
         num_steps += 1
 
@@ -414,7 +425,7 @@ def _chooser(processors: Any, noise: PositionNoise | None, batch_size: int) -> C
     Column i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the
     prefix get all columns in one call. Without `noise` the choice is greedy.
     """
-    is_prefix_free = all(isinstance(processor, PREFIX_FREE_PROCESSORS) for processor in processors)
+    is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
 
     def process(scores: torch.Tensor, rows: list[_Row], proposals: torch.Tensor) -> torch.Tensor:
         if is_prefix_free:

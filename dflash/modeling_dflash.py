@@ -180,6 +180,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
+        config.check()  # fields may have been set after the config was made
         for name in ("mask_token_id", "target_layer_ids"):
             if getattr(config, name) is None:
                 raise ValueError(
@@ -232,9 +233,10 @@ class DFlashDraftModel(PreTrainedModel):
                 "DFlashDraftModel.forward needs noise_embeds (the block) and context_hidden_states (the target's tapped "
                 "states). To write text, call spec_generate."
             )
-        # The target may run in another dtype than the drafter.
-        hidden_states = noise_embeds.to(self.fc.weight.dtype)
-        context = self.hidden_norm(self.fc(context_hidden_states.to(self.fc.weight.dtype)))  # [B, C, D]
+        # The target may run in another dtype; norms keep the drafter's own, also when its matrices are quantised.
+        dtype = self.hidden_norm.weight.dtype
+        hidden_states = noise_embeds.to(dtype)
+        context = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))  # [B, C, D]
 
         if position_ids is None:
             start = 0 if past_key_values is None else int(past_key_values.get_seq_length())
@@ -291,12 +293,16 @@ class DFlashDraftModel(PreTrainedModel):
             OSError: for a folder that holds no checkpoint.
         """
         name = str(pretrained_model_name_or_path)
-        if os.path.isdir(name) and not os.path.isfile(os.path.join(name, kwargs.get("subfolder", ""), "config.json")):
+        if os.path.isdir(name) and not os.path.isfile(
+            os.path.join(name, kwargs.get("subfolder") or "", "config.json")
+        ):
             raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
         try:
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
         except Exception as error:
             if type(error).__name__ != "SafetensorError":
                 raise

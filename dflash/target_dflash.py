@@ -46,10 +46,13 @@ class TappedTarget:
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
         head = self.target.get_output_embeddings()
-        weight = next(head.parameters())
-        # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
-        device = hidden_states.device if weight.device.type == "meta" else weight.device
-        return head(hidden_states.to(device, self.target.dtype))
+        weight = next(head.parameters(), None)
+        device, dtype = hidden_states.device, self.target.dtype
+        if weight is not None:  # a quantised head may show none, or one that is not floating point
+            dtype = weight.dtype if weight.is_floating_point() else dtype
+            # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
+            device = device if weight.device.type == "meta" else weight.device
+        return head(hidden_states.to(device, dtype))
 
     def forward(
         self,

@@ -18,6 +18,13 @@ from transformers.modeling_utils import PreTrainedModel
 RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
 
 
+# Rotary embeddings that change with the length of the text.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
+
+# What a tokenizer may return beside the ids and their mask, if it says nothing (all zero).
+IGNORABLE_INPUTS = {"token_type_ids"}
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, in order."""
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
@@ -52,6 +59,19 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} keeps a recurrent state ({', '.join(sorted(recurrent)) or 'stateful'}) that cannot be rolled back "
             "behind rejected tokens: DFlash would not be lossless on it. Use target.generate."
+        )
+
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"{name} has rope_type={kind!r}, whose rotation depends on the longest position of a forward: a block and "
+                "single tokens would be rotated differently and the text could differ. Use target.generate."
+            )
+    if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{name} has a prompt-learning adapter, whose virtual tokens only its own generate adds: merge or unload it."
         )
 
     own = drafter.config
@@ -118,6 +138,9 @@ def read_prompt(
             raise ValueError(
                 f"The prompt holds {sorted(input_ids)} and no input_ids: pass what the tokenizer returns."
             )
+        for name in set(input_ids) - {"input_ids", "attention_mask"}:
+            if name not in IGNORABLE_INPUTS or bool(torch.as_tensor(input_ids[name]).any()):
+                raise ValueError(f"The prompt holds {name}, which this loop cannot feed to the target: leave it out.")
         attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
         input_ids = input_ids["input_ids"]
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
@@ -134,8 +157,7 @@ def read_prompt(
             raise ValueError(
                 f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}: they must be equal."
             )
-        if not attention_mask[:, -1].all():
-            raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
+        check_padding(attention_mask)
     return input_ids, attention_mask
 
 
@@ -176,17 +198,30 @@ def check_request(
         raise ValueError(f"top_p={top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
     if top_k is not None and top_k < 0:
         raise ValueError(f"top_k={top_k}: use the number of tokens to keep, or 0 to keep every token.")
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "past_key_values", "custom_generate", "inputs_embeds"):
+    if kwargs.get("streamer") is not None:
+        raise ValueError("generate_blocks yields the blocks themselves: pass the streamer to spec_generate.")
+    for name in (
+        "position_ids",
+        "assistant_model",
+        "prompt_lookup_num_tokens",
+        "past_key_values",
+        "custom_generate",
+        "inputs_embeds",
+    ):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
 
 
-def check_prepared(generation_config: Any) -> None:
+def check_prepared(generation_config: Any, attention_mask: torch.Tensor | None) -> None:
     """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
     for name, plain in (
         ("num_beams", 1),
         ("penalty_alpha", None),
-        ("guidance_scale", None),
+        ("dola_layers", None),
+        ("force_words_ids", None),
+        ("constraints", None),
+        ("token_healing", False),
+        ("guidance_scale", 1),
         ("watermarking_config", None),
         ("output_scores", False),
         ("output_logits", False),
@@ -196,4 +231,14 @@ def check_prepared(generation_config: Any) -> None:
     ):
         value = getattr(generation_config, name, None)
         if value is not None and value != plain:
-            raise ValueError(f"{name}={value!r} is not supported by spec_generate: use target.generate for it.")
+            raise ValueError(
+                f"{name}={value!r} is not supported by spec_generate: leave it out (or set {name}={plain} if the target's "
+                "generation config holds it), or use target.generate."
+            )
+    check_padding(attention_mask)
+
+
+def check_padding(attention_mask: torch.Tensor | None) -> None:
+    """Raises ValueError if a prompt ends in padding: its last column could not choose a token."""
+    if attention_mask is not None and not attention_mask[:, -1].all():
+        raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")

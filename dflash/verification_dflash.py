@@ -29,7 +29,7 @@ class PositionNoise:
     """One uniform number per row and position of the new text, the same for the same seed however text is drafted.
 
     Every row has its own stream on the CPU, seeded from `generator` (or torch's global one): row r's noise depends on
-    the seed and on r alone, on every device, in any batch.
+    the generator's state and on r alone, wherever the models run and in any batch.
     """
 
     def __init__(self, batch_size: int, generator: torch.Generator | None = None) -> None:
@@ -57,6 +57,8 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     Picks the token whose interval of the cumulative distribution holds the row's uniform. In float64, so that neither
     a large vocabulary's tail nor the last token's edge is lost; a token of probability zero is never picked.
     """
+    if logits.device.type == "mps":  # which has no float64
+        return choose_sampled(logits.cpu(), uniforms.cpu()).to(logits.device)
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # [B, N, V]
     # Scaled by the sum as it was computed, and kept below it, so that rounding cannot push a pick past the last token.
     total = cumulative[..., -1:]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash.configuration_dflash import DFlashConfig
-from dflash.modeling_dflash import block_visibility
+from dflash.masks_dflash import block_visibility
 
 
 # The document of an absent anchor: no token's, and not that of padding.

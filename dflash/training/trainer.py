@@ -156,6 +156,9 @@ def train(
     target.requires_grad_(False).eval()
     # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
     drafter.to(accelerator.device)
+    if not hasattr(target, "hf_device_map"):
+        movable: Any = target
+        movable.to(accelerator.device)
     optimizers = [
         accelerator.prepare(optimizer)
         for optimizer in build_optimizers(

@@ -219,7 +219,8 @@ def main() -> None:
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     questions = [row.question for row in gsm8k][: scale.questions]
     training, choosing = questions[: -scale.choice_prompts], questions[-scale.choice_prompts :]
-    if arguments.responses and arguments.responses.exists():
+    are_given = arguments.responses is not None and arguments.responses.exists()
+    if are_given:
         examples = read_examples(arguments.responses)
     else:
         examples = write_responses(target, tokenizer, training, scale, arguments.seed)
