@@ -220,7 +220,6 @@ def check_prepared(generation_config: Any, attention_mask: torch.Tensor | None) 
         ("dola_layers", None),
         ("force_words_ids", None),
         ("constraints", None),
-        ("token_healing", False),
         ("guidance_scale", 1),
         ("watermarking_config", None),
         ("output_scores", False),
