@@ -73,8 +73,9 @@ loads with `AutoModel.from_pretrained(folder, trust_remote_code=True)`.
 {scores}
 
 Data: what the target answers to GSM8K train (MIT) and to problems of `examples/tiny_pair/problems.py` (trained templates
-alone), {examples} answers. Trained with the paper's recipe: random anchors, position-weighted cross entropy, AdamW, cosine;
-settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16, Apache-2.0.
+alone), {examples} answers. Trained with the paper's recipe (random anchors, position-weighted cross entropy, cosine) but for
+the optimiser: Muon for the matrices, AdamW for the norms. Settings, versions and curve are in `training.json`. Command:
+`{command}`. Weights are bf16, Apache-2.0.
 """
 
 SET_NAMES = {
