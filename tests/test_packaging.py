@@ -103,4 +103,6 @@ def test_readme_snippet_runs_where_the_package_is_not_importable(tmp_path: Path)
         [sys.executable, "-c", hidden + snippet], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "assistant" in done.stdout
+    printed = re.findall(r"^# (.*)$", snippet, re.MULTILINE)
+    assert printed
+    assert done.stdout.strip().splitlines() == printed
