@@ -68,7 +68,6 @@ def test_readme_keeps_the_place_of_measured_numbers() -> None:
     assert README.index("<!-- table:begin -->") < README.index("<!-- table:end -->")
 
 
-@pytest.mark.skipif(not ASSETS.is_dir(), reason="the embedded pair is not here")
 def test_embedded_pair_is_small_and_holds_no_code() -> None:
     files = [path for path in ASSETS.rglob("*") if path.is_file()]
     assert (
@@ -90,7 +89,6 @@ def test_installation_holds_every_asset() -> None:
     assert {path for path in here if "__pycache__" not in path} <= listed
 
 
-@pytest.mark.skipif(not ASSETS.is_dir(), reason="the embedded pair is not here")
 def test_readme_snippet_runs_where_the_package_is_not_importable(tmp_path: Path) -> None:
     """The first block of the README, word for word, on the folders that `dflash export-demo demo` writes."""
     from dflash.embedded import export_embedded_pair
