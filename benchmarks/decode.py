@@ -109,7 +109,8 @@ def main() -> None:
 def write_result(
     args: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any, summary: list[Any], measurements: list[Any]
 ) -> None:
-    command = [Path(word).name if os.path.sep in word and os.path.exists(word) else word for word in sys.argv[1:]]
+    # Absolute paths are this machine's and say nothing to a reader; a Hub id keeps its slash.
+    command = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "schema_version": SCHEMA_VERSION,
