@@ -49,7 +49,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if (args.target is None) != (args.drafter is None):
+        parser.error("--target and --drafter go together: give both, or neither for the embedded pair.")
+    return args
 
 
 def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
