@@ -51,6 +51,21 @@ def test_chunked_loss_and_gradient_equal_the_naive_ones(chunk_rows: int) -> None
     ]
 
 
+@pytest.mark.parametrize(("chunk_rows", "num_calls"), [(4, 6), (10, 1)])
+def test_logits_are_computed_again_only_where_there_are_several_chunks(chunk_rows: int, num_calls: int) -> None:
+    calls: list[int] = []
+
+    def head(states: torch.Tensor) -> torch.Tensor:
+        calls.append(len(states))
+        return states @ torch.ones(6, 7)
+
+    hidden = torch.ones(10, 6, requires_grad=True)
+    labels = torch.zeros(10, dtype=torch.long)
+    chunked_cross_entropy(hidden, labels, torch.ones(10), head, chunk_rows).loss_sum.backward()
+    assert len(calls) == num_calls
+    assert max(calls) <= chunk_rows
+
+
 def test_logits_of_more_than_one_chunk_never_exist_at_once() -> None:
     """Neither in the forward pass nor saved for the backward pass."""
     rows: list[int] = []

@@ -1,6 +1,7 @@
 """Data, regeneration and the training loop on tiny random models."""
 
 import json
+import os
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from dflash import DFlashDraftModel, generate_blocks
 from dflash.target_dflash import TappedTarget
 from dflash.training import (
     Example,
+    TrainingRecord,
     TrainingSettings,
     measure_acceptance,
     new_drafter,
@@ -172,7 +174,7 @@ def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
     loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), gamma=3.0, chunk_rows=5)
 
     together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
-    together.backward()
+    (together / counts.weight_sum).backward()
     gradient = drafter.fc.weight.grad.clone()
 
     drafter.zero_grad()
@@ -181,8 +183,8 @@ def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
     torch.testing.assert_close(counts.loss_sum, sum(part.loss_sum for part in parts))
     torch.testing.assert_close(counts.weight_sum, sum(part.weight_sum for part in parts))
     for example, chosen in zip(examples, anchors, strict=True):
-        loss, part = loss_of(collate([example], [chosen], pad_token_id=0))
-        (loss * part.weight_sum / counts.weight_sum).backward()
+        loss, _ = loss_of(collate([example], [chosen], pad_token_id=0))
+        (loss / counts.weight_sum).backward()
     torch.testing.assert_close(gradient, drafter.fc.weight.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -191,7 +193,7 @@ def test_loss_equals_the_loss_of_decoded_blocks(target: Qwen3ForCausalLM, drafte
     example = written_by(target, 1)[0]
     first = len(example.prompt_ids)
     anchors = [first, first + 1, len(example.input_ids) - 3]
-    loss, _ = DrafterLoss(drafter, TappedTarget(target, drafter), gamma=3.0, chunk_rows=64)(
+    loss, counts = DrafterLoss(drafter, TappedTarget(target, drafter), gamma=3.0, chunk_rows=64)(
         collate([example], [anchors], pad_token_id=0)
     )
     input_ids = torch.tensor([example.input_ids])
@@ -209,7 +211,8 @@ def test_loss_equals_the_loss_of_decoded_blocks(target: Qwen3ForCausalLM, drafte
                     weight = 2.718281828459045 ** (-(k - 1) / 3.0)
                     total -= weight * log_probs[k, example.input_ids[anchor + k]].item()
                     weight_sum += weight
-    assert loss.item() == pytest.approx(total / weight_sum, rel=1e-5)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert counts.weight_sum.item() == pytest.approx(weight_sum)
 
 
 def settings(**fields: object) -> TrainingSettings:
@@ -263,6 +266,54 @@ def test_the_same_seed_trains_the_same_drafter(target: Qwen3ForCausalLM, tmp_pat
 
     first, second = trained("a").state_dict(), trained("b").state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def train_as_one_of_two(rank: int, folder: Path) -> None:
+    """A process of the test below: what the parent prepared, trained on its share."""
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2") | {"OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    meeting = f"file://{folder / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    drafter, target, examples = torch.load(folder / "pair.pt", weights_only=False)
+    record = train_on_shares(drafter, target, examples, folder / f"output-{rank}")
+    torch.save((record.curve, drafter.state_dict()), folder / f"trained-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def train_on_shares(
+    drafter: DFlashDraftModel, target: Qwen3ForCausalLM, examples: list[Example], output: Path
+) -> TrainingRecord:
+    prompts = [example.prompt_ids for example in examples[:3]]
+    chosen = settings(steps=5, batch_tokens=64, num_anchors=3, eval_every=1, eval_new_tokens=8)
+    return train(drafter, target, examples, prompts, chosen, output, show_progress=False)
+
+
+def test_two_processes_learn_what_one_learns(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+) -> None:
+    examples = written_by(target, 9)[:8]
+    sizes = [
+        len(batch.input_ids)
+        for batch in epoch_batches(examples, 0, num_anchors=3, batch_tokens=64, pad_token_id=0, seed=0)
+    ]
+    assert len(sizes) <= 5  # every batch is a step
+    assert 1 in sizes  # of which the second process has no row
+    torch.save((drafter, target, examples), tmp_path / "pair.pt")
+    torch.multiprocessing.spawn(train_as_one_of_two, args=(tmp_path,), nprocs=2)
+    alone = train_on_shares(drafter, target, examples, tmp_path / "alone")
+    (first, first_state), (second, second_state) = (
+        torch.load(tmp_path / f"trained-{rank}.pt", weights_only=False) for rank in range(2)
+    )
+    assert all(torch.equal(first_state[name], second_state[name]) for name in first_state)
+    for curve in (first, second):
+        assert [point["loss"] for point in curve] == pytest.approx([point["loss"] for point in alone.curve], rel=1e-4)
+        assert [point["accepted_per_block"] for point in curve] == pytest.approx(
+            [point["accepted_per_block"] for point in alone.curve]
+        )
+        assert [point["tau"] for point in curve] == [point["tau"] for point in alone.curve]
+    assert (tmp_path / "output-0" / "training.json").exists()
+    assert not (tmp_path / "output-1").exists()
 
 
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(

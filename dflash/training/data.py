@@ -20,6 +20,8 @@ from .anchors import NO_ANCHOR, sample_anchors
 
 
 PADDING_DOCUMENT = -1
+# Batches are a multiple of this wide: few shapes, for each of which kernels are chosen (and on a CPU compiled) anew.
+WIDTH_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def share(self, index: int, count: int) -> Batch:
+        """The rows of process `index` of `count`; one without any gets a row to compute on that has no anchor."""
+        if index < len(self.input_ids):
+            return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))
+        return Batch(
+            self.input_ids[:1], self.loss_mask[:1], self.document_ids[:1], torch.full_like(self.anchors[:1], NO_ANCHOR)
+        )
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Example:
@@ -130,8 +140,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
 
 
 def collate(examples: Sequence[Example], anchors: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
-    """Examples and their anchors as tensors, padded to the longest of each."""
-    size = len(examples), max(len(example.input_ids) for example in examples)
+    """Examples and their anchors as tensors, padded to the longest of each, the examples to a `WIDTH_STEP`."""
+    size = len(examples), max(_padded_length(example) for example in examples)
     batch = Batch(
         input_ids=torch.full(size, pad_token_id),
         loss_mask=torch.zeros(size, dtype=torch.bool),
@@ -145,6 +155,10 @@ def collate(examples: Sequence[Example], anchors: Sequence[Sequence[int]], pad_t
         batch.document_ids[i, :length] = 0
         batch.anchors[i, : len(chosen)] = torch.tensor(chosen, dtype=torch.long)
     return batch
+
+
+def _padded_length(example: Example) -> int:
+    return -(-len(example.input_ids) // WIDTH_STEP) * WIDTH_STEP
 
 
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = 2048) -> list[list[int]]:
@@ -177,7 +191,7 @@ def epoch_batches(
 ) -> Iterator[Batch]:
     """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches."""
     rng = random.Random(f"batches-{seed}-{epoch}")
-    for indices in batch_indices([len(example.input_ids) for example in examples], batch_tokens, rng):
+    for indices in batch_indices([_padded_length(example) for example in examples], batch_tokens, rng):
         chosen = [examples[i] for i in indices]
         anchors = [
             sample_anchors(example.loss_mask, num_anchors, seed=seed, epoch=epoch, index=i)

@@ -53,13 +53,18 @@ def chunked_cross_entropy(
 ) -> RowLosses:
     """Weighted cross entropy of `head(hidden_states)`, of which at most `chunk_rows` rows of logits exist at a time.
 
-    The backward pass computes a chunk's logits again instead of keeping them.
+    The backward pass computes a chunk's logits again instead of keeping them, unless there is one chunk: its logits are
+    what the backward pass needs first, so forgetting them saves nothing.
     """
 
     def chunk(states: torch.Tensor, wanted: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(states)  # [chunk, V]
-        losses = functional.cross_entropy(logits.float(), wanted, reduction="none")
+        logits = head(states).float()  # [chunk, V]; fp32 before argmax too, which is slow in bf16
+        losses = functional.cross_entropy(logits, wanted, reduction="none")
         return (losses * weight).sum(), logits.detach().argmax(dim=-1) == wanted
+
+    if len(hidden_states) <= chunk_rows:
+        loss_sum, is_correct = chunk(hidden_states, labels, weights)
+        return RowLosses(loss_sum, weights.sum(), is_correct)
 
     loss_sum = hidden_states.new_zeros((), dtype=torch.float32)
     correct = [torch.zeros(0, dtype=torch.bool, device=labels.device)]

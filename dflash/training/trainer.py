@@ -1,7 +1,10 @@
-"""The training loop: the paper's recipe on one process, with the frozen target giving its features online.
+"""The training loop: the paper's recipe on one process or several, with the frozen target giving its features online.
 
 What is trained is the drafter alone; the target, its embedding and its head stay as they are. The loop keeps the drafter
 that decodes best on held-out prompts, and knows no text.
+
+Every process holds the whole drafter and takes its share of each batch. Losses, gradients and counts travel as sums, so
+that the batch, and not the number of processes, decides what is learned.
 """
 
 from __future__ import annotations
@@ -25,11 +28,15 @@ from dflash.hub import save_checkpoint
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 
-from .acceptance import measure_acceptance
+from .acceptance import Acceptance, measure_acceptance
 from .data import Batch, Example, epoch_batches, fingerprint
 from .losses import DraftCounts, chunked_cross_entropy, count_drafts, default_gamma, position_weights
 from .masks import lay_out_blocks
 from .optimizers import build_optimizers, rate_factor
+
+
+# Rows of the head come in multiples of this, for the same reason as the widths of batches do.
+ROW_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class TrainingSettings:
         max_grad_norm: Gradients are clipped to this norm.
         num_anchors: Blocks per sequence, drawn anew each epoch.
         gamma: Decay of the position weights; the paper's for the block size by default.
-        batch_tokens: Tokens of a batch, padding included.
+        batch_tokens: Tokens of a batch, padding included, over all processes.
         chunk_rows: Rows whose logits exist at a time.
         mixed_precision: "bf16" computes in bf16 over fp32 weights, "no" in fp32.
         eval_every: Steps between measurements on the held-out prompts, and after the last step.
@@ -89,7 +96,7 @@ class DrafterLoss:
         self.weights = position_weights(self.config.block_size, gamma)
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, DraftCounts]:
-        """Mean weighted cross entropy over the batch's blocks, and its counts."""
+        """Weighted cross entropy, summed over the batch's blocks, and its counts."""
         layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config)
         with torch.no_grad():
             length = batch.input_ids.shape[1]
@@ -103,18 +110,25 @@ class DrafterLoss:
             position_ids=layout.position_ids,
             attention_mask=layout.attention_mask,
         ).last_hidden_state  # [B, R, D]
-        learned = layout.is_learned
-        weights = self.weights.to(learned.device).repeat(batch.anchors.shape[1]).expand(learned.shape)[learned]
+        learned = layout.is_learned.flatten()  # [B * R]
+        weights = self.weights.to(learned.device).repeat(len(learned) // self.config.block_size) * learned
+        rows = learned.nonzero().flatten()  # [M]
+        # Filled up with a row that is not learned, an anchor: its weight is 0.
+        rows = torch.cat([rows, rows.new_zeros(-len(rows) % ROW_STEP)])
         losses = chunked_cross_entropy(
-            hidden_states[learned], layout.labels[learned], weights, self.tapped.head, self.chunk_rows
+            hidden_states.flatten(0, 1).index_select(0, rows),
+            layout.labels.flatten()[rows],
+            weights[rows],
+            self.tapped.head,
+            self.chunk_rows,
         )
         is_correct = torch.zeros_like(learned)
-        is_correct[learned] = losses.is_correct
+        is_correct[rows] = losses.is_correct
         block_shape = (-1, self.config.block_size)
         counts = count_drafts(
             is_correct.view(block_shape), learned.view(block_shape), losses.loss_sum, losses.weight_sum
         )
-        return losses.loss_sum / losses.weight_sum.clamp(min=1e-9), counts
+        return losses.loss_sum, counts
 
 
 def train(
@@ -130,6 +144,9 @@ def train(
 ) -> TrainingRecord:
     """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
 
+    Several processes (of `torchrun`, `accelerate launch`, or any that set the same environment) call it with the same
+    arguments, train the same drafter and return the same record; the first one alone writes, draws and calls `on_point`.
+
     Args:
         drafter: The drafter, with fp32 weights.
         target: Its target; frozen here.
@@ -142,17 +159,16 @@ def train(
         on_point: Called with each new point of the curve.
 
     Raises:
-        ValueError: if nothing in the data can be trained on, or the run has several processes.
+        ValueError: if nothing in the data can be trained on.
         FloatingPointError: if the loss is not a number; the checkpoint in `output` is the last good one.
     """
     examples = [example for example in examples if any(example.loss_mask)]
     if not examples:
         raise ValueError("The data holds no supervised token: give chats in which the assistant says something.")
-    accelerator = accelerate.Accelerator(mixed_precision=settings.mixed_precision)
-    if accelerator.num_processes > 1:
-        raise ValueError(
-            f"This loop runs in one process, not in {accelerator.num_processes}: start it without torchrun."
-        )
+    # Without `cpu`, accelerate takes several processes without a GPU for as many runs of one.
+    accelerator = accelerate.Accelerator(mixed_precision=settings.mixed_precision, cpu=not torch.cuda.is_available())
+    index, count = accelerator.process_index, accelerator.num_processes
+    is_first = accelerator.is_main_process
     target.requires_grad_(False).eval()
     # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
     drafter.to(accelerator.device)
@@ -172,17 +188,19 @@ def train(
     record = TrainingRecord()
     counts: DraftCounts | None = None
     batches = _endless_batches(examples, settings, target)
+    show_progress &= is_first
     bar = tqdm(range(1, settings.steps + 1), desc="drafter", disable=not show_progress, dynamic_ncols=True)
     for step in bar:
         drafter.train()
         with accelerator.autocast():
-            loss, new_counts = loss_of(next(batches).to(accelerator.device))
+            loss_sum, new_counts = loss_of(next(batches).share(index, count).to(accelerator.device))
+        accelerator.backward(loss_sum)
+        loss = join_gradients(accelerator, drafter, loss_sum, new_counts.weight_sum)
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"The loss of step {step} is {loss.item()}: lower learning_rate={settings.learning_rate}, or set "
                 "mixed_precision='no'."
             )
-        accelerator.backward(loss)
         accelerator.clip_grad_norm_(drafter.parameters(), settings.max_grad_norm)
         factor = rate_factor(step, settings.steps, settings.warmup_ratio)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
@@ -195,20 +213,52 @@ def train(
             counts += new_counts
         if step % settings.eval_every == 0 or step == settings.steps:
             drafter.eval()
-            point = {"step": step, **counts.summary()}
+            point = {"step": step, **join_counts(accelerator, counts).summary()}
             if held_out:
-                acceptance = measure_acceptance(drafter, target, held_out, settings.eval_new_tokens)
+                measured = measure_acceptance(drafter, target, held_out[index::count], settings.eval_new_tokens)
+                acceptance = join_acceptances(accelerator, measured)
                 point |= {"tau": acceptance.tau, "tokens_per_step": acceptance.tokens_per_step}
             record.curve.append(point)
-            if on_point is not None:
+            if on_point is not None and is_first:
                 on_point(point)
             counts = None
             bar.set_postfix({name: f"{value:.3f}" for name, value in point.items() if isinstance(value, float)})
             if not held_out or point["tau"] > record.best_tau:
                 record.best_step, record.best_tau = step, point.get("tau", float("nan"))
-                facts = describe_run(drafter, target, examples, settings, record) | (provenance or {})
-                save_drafter(drafter, output, facts)
+                if is_first:
+                    facts = describe_run(drafter, target, examples, settings, record, count) | (provenance or {})
+                    save_drafter(drafter, output, facts)
+    accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
     return record
+
+
+def join_gradients(
+    accelerator: accelerate.Accelerator, drafter: DFlashDraftModel, loss_sum: torch.Tensor, weight_sum: torch.Tensor
+) -> torch.Tensor:
+    """Turns the gradients of each process's `loss_sum` into those of the mean loss over all, which is returned.
+
+    They meet in one message: a sum of many small tensors would mostly wait.
+    """
+    gradients = {p: p.grad.flatten() for p in drafter.parameters() if p.grad is not None}
+    sums = torch.cat([*gradients.values(), loss_sum.detach()[None], weight_sum[None]])
+    total = accelerator.reduce(sums, reduction="sum")
+    means = total[:-1] / total[-1].clamp(min=1e-9)
+    parts = means[:-1].split([gradient.numel() for gradient in gradients.values()])
+    for parameter, part in zip(gradients, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return means[-1]
+
+
+def join_counts(accelerator: accelerate.Accelerator, counts: DraftCounts) -> DraftCounts:
+    """The counts of all processes."""
+    names = counts.__dataclass_fields__
+    return DraftCounts(**{name: accelerator.reduce(getattr(counts, name), reduction="sum") for name in names})
+
+
+def join_acceptances(accelerator: accelerate.Accelerator, acceptance: Acceptance) -> Acceptance:
+    """The acceptance over the prompts of all processes."""
+    sums = torch.tensor([acceptance.steps, acceptance.committed, acceptance.kept], device=accelerator.device)
+    return Acceptance(*accelerator.reduce(sums, reduction="sum").tolist())
 
 
 def _endless_batches(
@@ -234,10 +284,12 @@ def describe_run(
     examples: Sequence[Example],
     settings: TrainingSettings,
     record: TrainingRecord,
+    num_processes: int = 1,
 ) -> dict[str, Any]:
     """What a reader needs to repeat the run, without a path of the machine it ran on."""
     return {
         "settings": asdict(settings),
+        "processes": num_processes,
         "target": {
             "class": type(target).__name__,
             "parameters": sum(parameter.numel() for parameter in target.parameters()),

@@ -3,7 +3,8 @@
     python train_drafter.py --target tiny_pair/target --gsm8k openai/gsm8k --output tiny_pair/drafter
 
 Prompts are GSM8K train, the same questions with other numbers, and problems of `problems.py` (trained templates alone).
-It runs on two CPU cores and ends with the acceptance on prompts that nothing was trained or chosen on.
+It runs on two CPU cores, a one-threaded worker on each, and ends with the acceptance on prompts that nothing was trained
+or chosen on.
 """
 
 import argparse
@@ -24,9 +25,11 @@ from tiny_tokenizer import MASK
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from word_problem_data import fingerprint, load_gsm8k
+from workers import WORKERS, gather, spawn_workers
 
 from dflash import DFlashDraftModel, spec_generate
 from dflash.training import (
+    Acceptance,
     Example,
     TrainingSettings,
     encode_prompt,
@@ -80,10 +83,10 @@ FULL = Scale(
     new_tokens=224,
     batch_size=256,
     layers=3,
-    steps=1800,
+    steps=3600,
     batch_tokens=2048,
     num_anchors=16,
-    eval_every=600,
+    eval_every=720,
     choice_prompts=8,
     final_prompts=40,
 )
@@ -125,41 +128,49 @@ def prompt_sets(questions: Sequence[str], scale: Scale, seed: int) -> Iterator[t
 
 
 def write_responses(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], scale: Scale, seed: int
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: Sequence[str],
+    scale: Scale,
+    seed: int,
+    rank: int,
 ) -> list[Example]:
-    """What the target answers, greedily and sampled."""
+    """What the target answers, greedily and sampled; each worker writes its share, and each gets all."""
     examples: list[Example] = []
     for temperature, texts in prompt_sets(questions, scale, seed):
-        prompts = [encode_prompt(text, tokenizer) for text in texts]
+        prompts = [encode_prompt(text, tokenizer) for text in texts[rank::WORKERS]]
         answers = regenerate(
             target,
             prompts,
             max_new_tokens=scale.new_tokens,
             batch_size=scale.batch_size,
             temperature=temperature,
-            seed=seed,
+            seed=WORKERS * seed + rank,
         )
-        bar = tqdm(answers, f"answers at temperature {temperature}", len(prompts), disable=not sys.stderr.isatty())
+        is_shown = rank == 0 and sys.stderr.isatty()
+        bar = tqdm(answers, f"answers at temperature {temperature}", len(prompts), disable=not is_shown)
         examples += [answer.example for answer in bar]
-    return examples
+    return [example for share in gather(examples) for example in share]
 
 
 def measure(
-    drafter: DFlashDraftModel, target: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int
+    drafter: DFlashDraftModel, target: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int, rank: int
 ) -> dict[str, Any]:
     """Acceptance over `prompts`, and for how many of them the text equals that of `target.generate`."""
     identical = 0
-    for prompt in prompts:
+    share = prompts[rank::WORKERS]
+    for prompt in share:
         input_ids = torch.tensor([prompt])
         ours = spec_generate(drafter, target, input_ids, max_new_tokens=new_tokens, temperature=0.0)
         plain = target.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=new_tokens, do_sample=False
         )
         identical += torch.equal(ours, plain)
-    acceptance = measure_acceptance(drafter, target, prompts, new_tokens)
+    shares = gather((identical, measure_acceptance(drafter, target, share, new_tokens)))
+    acceptance = sum((measured for _, measured in shares), Acceptance(0, 0, 0))
     return {
         "prompts": len(prompts),
-        "identical": identical,
+        "identical": sum(count for count, _ in shares),
         "tau": round(acceptance.tau, 3),
         "tokens_per_step": round(acceptance.tokens_per_step, 3),
         "steps": acceptance.steps,
@@ -167,7 +178,7 @@ def measure(
 
 
 def final_figures(
-    output: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, gsm8k: str, scale: Scale
+    output: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, gsm8k: str, scale: Scale, rank: int
 ) -> dict[str, Any]:
     """Figures of the saved drafter in fp32, on held-out templates and, where `gsm8k` has it, on GSM8K test."""
     drafter = DFlashDraftModel.from_pretrained(output, dtype=torch.float32).eval()
@@ -176,7 +187,7 @@ def final_figures(
     if not gsm8k.endswith(".jsonl"):
         sets["gsm8k_test"] = [row.question for row in load_gsm8k(gsm8k, "test")[: scale.final_prompts]]
     return {
-        name: measure(drafter, target, [encode_prompt(text, tokenizer) for text in texts], scale.new_tokens + 32)
+        name: measure(drafter, target, [encode_prompt(text, tokenizer) for text in texts], scale.new_tokens + 32, rank)
         for name, texts in sets.items()
     }
 
@@ -198,17 +209,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW, for the norms")
     parser.add_argument("--muon-lr", type=float, default=5e-3, help="peak rate of Muon, for the matrices")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
+    """One worker; the first one also writes and prints."""
     scale = SMOKE if arguments.smoke else FULL
     given = {"steps": arguments.steps, "layers": arguments.layers, "num_anchors": arguments.anchors}
     scale = replace(scale, **{name: value for name, value in given.items() if value})
-    torch.set_num_threads(arguments.threads)
     began = time.monotonic()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
@@ -223,12 +232,13 @@ def main() -> None:
     if are_given:
         examples = read_examples(arguments.responses)
     else:
-        examples = write_responses(target, tokenizer, training, scale, arguments.seed)
-        if arguments.responses:
+        examples = write_responses(target, tokenizer, training, scale, arguments.seed, rank)
+        if arguments.responses and rank == 0:
             write_examples(arguments.responses, examples)
     answered = time.monotonic()
     tokens = sum(sum(example.loss_mask) for example in examples)
-    print(f"{len(examples)} answers of {tokens} tokens, {(answered - began) / 60:.1f} minutes", flush=True)
+    if rank == 0:
+        print(f"{len(examples)} answers of {tokens} tokens, {(answered - began) / 60:.1f} minutes", flush=True)
 
     torch.manual_seed(arguments.seed)
     drafter = new_drafter(
@@ -256,7 +266,7 @@ def main() -> None:
         ),
         arguments.output,
         provenance={
-            "command": [Path(sys.argv[0]).name, *(part for part in sys.argv[1:] if "/" not in part)],
+            "command": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv],
             "gsm8k_rows": len(gsm8k),
             "gsm8k_fingerprint": fingerprint(gsm8k),
             "scale": scale.__dict__,
@@ -266,18 +276,25 @@ def main() -> None:
     )
     trained = time.monotonic()
 
-    figures = final_figures(arguments.output, target.float(), tokenizer, arguments.gsm8k, scale)
+    figures = final_figures(arguments.output, target.float(), tokenizer, arguments.gsm8k, scale, rank)
+    if rank > 0:
+        return
     record_file = arguments.output / "training.json"
     facts = json.loads(record_file.read_text()) | {
         "curve": record.curve,
         "minutes": {
             "regeneration": round((answered - began) / 60, 1),
             "training": round((trained - answered) / 60, 1),
+            "all": round((time.monotonic() - began) / 60, 1),
         },
         "figures": figures,
     }
     record_file.write_text(json.dumps(facts, indent=2) + "\n")
     print(json.dumps(figures, indent=2), flush=True)
+
+
+def main() -> None:
+    spawn_workers(train_drafter, parse_arguments())
 
 
 if __name__ == "__main__":
