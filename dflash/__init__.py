@@ -11,14 +11,18 @@ from .distributions import import_name_clash
 
 if TYPE_CHECKING:
     from .configuration_dflash import DFlashConfig, default_target_layer_ids
-    from .generation_dflash import Block, DFlashOutput, generate_blocks, spec_generate
+    from .conversation_dflash import Conversation
+    from .decoding_dflash import Block
+    from .generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
     from .modeling_dflash import DFlashDraftModel
 
 __all__ = [
     "Block",
+    "Conversation",
     "DFlashConfig",
     "DFlashDraftModel",
     "DFlashOutput",
+    "custom_generate",
     "default_target_layer_ids",
     "generate_blocks",
     "spec_generate",
@@ -27,7 +31,9 @@ __all__ = [
 _MODULE_OF = {
     "DFlashConfig": "configuration_dflash",
     "default_target_layer_ids": "configuration_dflash",
-    "Block": "generation_dflash",
+    "Block": "decoding_dflash",
+    "Conversation": "conversation_dflash",
+    "custom_generate": "generation_dflash",
     "DFlashOutput": "generation_dflash",
     "generate_blocks": "generation_dflash",
     "spec_generate": "generation_dflash",

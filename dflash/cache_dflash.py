@@ -12,7 +12,7 @@ after them, where the next forward overwrites it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -120,6 +120,9 @@ class PreallocatedCache(Cache):
         super().__init__(layers=[PreallocatedLayer(capacity) for _ in range(num_layers)])
         self._row_lengths = [0] * batch_size
 
+    def _storage(self) -> list[PreallocatedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+
     @property
     def is_ragged(self) -> bool:
         """Whether rows have lengths of their own, so that every forward needs a plan, positions and a mask."""
@@ -139,7 +142,7 @@ class PreallocatedCache(Cache):
         places = torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
         slots = places + torch.tensor(self._row_lengths, device=is_real.device)[:, None]
         longest = max(self._row_lengths)
-        for layer in cast(list[PreallocatedLayer], self.layers):
+        for layer in self._storage():
             layer.slots, layer.length = slots, longest
         self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
         return slots
@@ -158,13 +161,23 @@ class PreallocatedCache(Cache):
             )
         self._row_lengths = [held - n for held, n in zip(lengths, counts, strict=True)]
         if not self.is_ragged:
-            for layer in cast(list[PreallocatedLayer], self.layers):
+            for layer in self._storage():
                 layer.length -= counts[0]
+
+    def reusable(self, length: int) -> int:
+        """How many of a single row's first `length` positions the cache can go back to with `truncate`: all of them."""
+        return length
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` positions of a single row, whatever a forward that failed half-way left behind them."""
+        self._row_lengths = [length]
+        for layer in self._storage():
+            layer.length = length
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`; a single one goes on without plan or mask."""
         self._row_lengths = [self._row_lengths[row] for row in rows]
-        for layer in cast(list[PreallocatedLayer], self.layers):
+        for layer in self._storage():
             layer.keep_rows(rows)
             if not self.is_ragged:
                 layer.slots, layer.length = None, self._row_lengths[0]

@@ -7,30 +7,44 @@ about tensors.
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .dialects_dflash import portable_fields, tensor_names
+
 
 # Engines read these at the top level or in `dflash_config`.
 DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
 
+# Doubled too, but only where they say something: the value beside a field is the one that means "absent".
+OPTIONAL_FIELDS: dict[str, Any] = {
+    "sample_from_anchor": False,
+    "draft_vocab_size": None,
+    "input_embedding_scale": None,
+    "output_multiplier": None,
+    "final_logit_softcapping": None,
+    "conv_kernel_size": None,
+    "conv_group_size": None,
+    "selector_rank": None,
+    "selector_top_k": None,
+}
+
 # Fields that change what a drafter computes and that this class does not compute: running without them would be
-# silently wrong, so each is refused by name. The value beside a field is the one that means "absent".
+# silently wrong, so each is refused by name. The values beside a field are those that mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "sample_from_anchor": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1, 1.0),
-    "use_swa": (None, False),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-    "input_embedding_scale": (None, 1, 1.0),
-    "output_multiplier": (None, 1, 1.0),
-    "final_logit_softcapping": (None,),
-    "transformer_layer_config": (None,),
+    "markov_rank": (None, 0),
+    "enable_confidence_head": (None, False),
+    "shift_label": (None, False),
 }
+
+# Fields of other dialects, which `from_pretrained` turns into this one's and which have no meaning here.
+DIALECT_FIELDS = ("use_swa", "swa_window_size", "transformer_layer_config", "aux_hidden_state_layer_ids")
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
@@ -56,7 +70,7 @@ class DFlashConfig(Qwen3Config):
     """Configuration of a [`DFlashDraftModel`]: a Qwen3 decoder's dimensions plus the block and the taps.
 
     Args:
-        block_size: Tokens in a block, anchor included (N): the drafter proposes `block_size - 1` tokens a step.
+        block_size: Rows of a block, anchor included (N).
         mask_token_id: Id of the target's vocabulary that fills the block behind the anchor; it never occurs in text.
         target_layer_ids: 0-based decoder layers of the target whose outputs are the context features, strictly
             ascending; id i is `hidden_states[i + 1]` of transformers. Default: the paper's spread over
@@ -68,7 +82,18 @@ class DFlashConfig(Qwen3Config):
         rope_theta: Base of the rotary embedding, the spelling of transformers 4.
         rope_scaling: Scaling of the rotary embedding, the spelling of transformers 4.
         rope_parameters: Both of them in the spelling of transformers 5, which wins where both are given.
-        kwargs: Fields of `Qwen3Config`.
+        kwargs: Fields of `Qwen3Config`, and those of `OPTIONAL_FIELDS`:
+
+            - `sample_from_anchor`: The anchor's row proposes a token too, the one behind it, so that every row proposes
+              the next token; else a row proposes the token at its own place and the anchor's row proposes none.
+            - `draft_vocab_size`: Tokens that the drafter's own head can say, if it has one.
+            - `input_embedding_scale`: The drafter reads raw rows of the target's embedding, times this. `None`: it
+              reads what the embedding's forward gives.
+            - `output_multiplier`, `final_logit_softcapping`: What is done to the head's logits, in this order.
+            - `conv_kernel_size`, `conv_group_size`: DFlash2's convolutions inside the block.
+            - `selector_rank`, `selector_top_k`: DFlash2's choice among the most probable tokens.
+
+    `vocab_size` is the target's; 0 where a checkpoint does not say it.
 
     Raises:
         ValueError: for a value that no drafter can run with, with the value and the remedy.
@@ -80,6 +105,15 @@ class DFlashConfig(Qwen3Config):
         layer_types: list[str]
         num_key_value_heads: int
         head_dim: int
+        sample_from_anchor: bool
+        draft_vocab_size: int | None
+        input_embedding_scale: float | None
+        output_multiplier: float | None
+        final_logit_softcapping: float | None
+        conv_kernel_size: int | None
+        conv_group_size: int | None
+        selector_rank: int | None
+        selector_top_k: int | None
 
     def __init__(
         self,
@@ -96,11 +130,16 @@ class DFlashConfig(Qwen3Config):
     ) -> None:
         nested = dict(dflash_config or {})
         _refuse_unsupported({**kwargs, **nested, **(rope_scaling or {}), **(rope_parameters or {})})
+        for name in UNSUPPORTED_FIELDS:  # absent, as is now known
+            kwargs.pop(name, None)
+            nested.pop(name, None)
         block_size = _agreed("block_size", block_size, nested)
         mask_token_id = _agreed("mask_token_id", mask_token_id, nested)
         target_layer_ids = _agreed("target_layer_ids", target_layer_ids, nested)
         num_target_layers = _agreed("num_target_layers", num_target_layers, nested)
-        is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.get("causal")})
+        is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.pop("causal", None)})
+        optional = {name: _agreed(name, kwargs.pop(name, None), nested) for name in OPTIONAL_FIELDS}
+        dialect = kwargs.pop("dialect", None)
         if target_layer_ids is None and num_target_layers is not None:
             target_layer_ids = default_target_layer_ids(num_target_layers)
 
@@ -118,8 +157,29 @@ class DFlashConfig(Qwen3Config):
         self.num_target_layers = num_target_layers
         if is_causal is not None:  # absent means the published rule, and some engines read a null as false
             self.is_causal = is_causal
-        self.dflash_config = nested | self._doubled()
+        for name, absent in OPTIONAL_FIELDS.items():
+            setattr(self, name, absent if optional[name] is None else optional[name])
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None
+        if self.draft_vocab_size is not None:
+            self.tie_word_embeddings = False  # its head is its own, and it has no embedding to tie it to
+        if self.conv_kernel_size is not None and self.input_embedding_scale is None:
+            self.input_embedding_scale = 1.0  # DFlash2 reads raw rows
+        self.dialect = dialect
+        self.dflash_config = {**nested, **self._doubled()}
         self.check()
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        """The fields of a checkpoint of any published dialect, as this class takes them, and the unused keywords."""
+        name = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
+        fields, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return portable_fields(fields, tensor_names(name)), unused
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens that one draft forward proposes: one per row, but none for the anchor's unless it predicts too."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def check(self) -> None:
         """Raises ValueError for a field that no drafter can run with. Fields that are still `None` are not looked at.
@@ -130,11 +190,11 @@ class DFlashConfig(Qwen3Config):
             value = getattr(self, name)
             if value is not None and not isinstance(value, int):
                 raise ValueError(f"{name}={value!r} is not a whole number: write it without quotes.")
-        if self.block_size < 2:
+        if self.num_proposals < 1:
             raise ValueError(
                 f"block_size={self.block_size}: a block is the anchor and at least one drafted token; use 2 or more."
             )
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
             raise ValueError(
                 f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of "
                 "the target's embedding matrix that never occurs in text."
@@ -151,6 +211,7 @@ class DFlashConfig(Qwen3Config):
                     f"target_layer_ids={ids} reaches the last of {self.num_target_layers} target layers: its output is "
                     f"normed in transformers and raw in engines. Use ids up to {self.num_target_layers - 2}."
                 )
+        self._check_variants()
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if unknown:
             raise ValueError(f"layer_types holds {sorted(unknown)}: only full_attention and sliding_attention exist.")
@@ -160,9 +221,42 @@ class DFlashConfig(Qwen3Config):
                 "use_sliding_window=True."
             )
 
+    def _check_variants(self) -> None:
+        """Raises ValueError for a convolution, a selector or a head that cannot be built."""
+        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            values = getattr(self, one), getattr(self, other)
+            if (values[0] is None) != (values[1] is None):
+                raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")
+        if self.conv_group_size is not None and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}: take both from the "
+                "drafter's training run."
+            )
+        if self.selector_top_k is not None and not 1 <= self.selector_top_k <= self.vocab_size:
+            raise ValueError(
+                f"selector_top_k={self.selector_top_k} with vocab_size={self.vocab_size}: the selector chooses among 1 to "
+                "vocab_size tokens, of which it knows each one."
+            )
+        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
+            raise ValueError(
+                f"final_logit_softcapping={self.final_logit_softcapping}: a cap is a number above 0; leave it out for none."
+            )
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} is more than the target's vocab_size={self.vocab_size}: a reduced "
+                "head says some of the target's tokens."
+            )
+        target_hidden_size = getattr(self, "target_hidden_size", None)
+        if target_hidden_size not in (None, self.hidden_size):
+            raise ValueError(
+                f"target_hidden_size={target_hidden_size} differs from hidden_size={self.hidden_size}: a drafter that reads "
+                "a target of another width is not supported. Serve this checkpoint with an engine that reads it."
+            )
+
     def _doubled(self) -> dict[str, Any]:
         """The fields that are written in both places, as they are now."""
-        return {name: getattr(self, name) for name in DOUBLED_FIELDS}
+        said = [name for name, absent in OPTIONAL_FIELDS.items() if getattr(self, name) != absent]
+        return {name: getattr(self, name) for name in (*DOUBLED_FIELDS, *said)}
 
     def is_layer_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` is causal inside the block: `is_causal` if given, else sliding layers are."""
@@ -176,7 +270,13 @@ class DFlashConfig(Qwen3Config):
     def to_dict(self) -> dict[str, Any]:
         """All fields, with rope in both spellings: transformers 4 silently takes theta 10000 from the newer one alone."""
         fields = super().to_dict()
-        fields["dflash_config"] = self.dflash_config | self._doubled()
+        doubled = self._doubled()
+        others = {name: value for name, value in self.dflash_config.items() if name not in OPTIONAL_FIELDS}
+        fields["dflash_config"] = {**others, **doubled}
+        for name in ({"dialect"} | set(OPTIONAL_FIELDS)) - set(doubled):
+            fields.pop(name, None)
+        if fields.get("architectures") and self.conv_kernel_size is not None:
+            fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build the convolutions
         theta, scaling = _rope_fields(
             fields.get("rope_theta"), fields.get("rope_scaling"), fields.get("rope_parameters")
         )
@@ -224,6 +324,12 @@ def _rope_fields(
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
+    for name in DIALECT_FIELDS:
+        if fields.get(name):
+            raise ValueError(
+                f"{name}={fields[name]!r} is how another tool writes a checkpoint: read its folder by from_pretrained, or "
+                "give layer_types, sliding_window and target_layer_ids."
+            )
     for name, absent in UNSUPPORTED_FIELDS.items():
         value = fields.get(name)
         if value not in absent:

@@ -1,89 +1,38 @@
-"""The loop: draft a block, verify it in one forward of the target, commit what the target itself would have written.
+"""How a request is put: what `spec_generate` and `generate_blocks` take, and what they return.
 
-Three altitudes: `generate_blocks` is a generator of committed blocks, `spec_generate` collects them into what
-`target.generate` returns, and text is made above this file. Everything around the loop (the generation config, logits
-processors, stopping criteria, masks of padded prompts) is prepared by the target's own `generate`, which runs the loop
-as its `custom_generate`. The loop takes the drafter as an argument and knows no clock, no text and no file.
+Everything around the loop (the generation config, logits processors, stopping criteria, expansion, special tokens) is
+prepared by the target's own `generate`, which runs the loop as its `custom_generate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
-from .cache_dflash import PreallocatedCache
-from .masks_dflash import decoding_visibility
+from .conversation_dflash import Conversation
+from .decoding_dflash import Block, decode_blocks
+from .drafting_dflash import Proposer
+from .judging_dflash import Judge
+from .lookup_dflash import PromptLookup
+from .rows_dflash import make_cutter, token_limit
 from .target_dflash import TappedTarget
-from .validation_dflash import check_batch, check_pair, check_prepared, check_request, read_prompt
-from .verification_dflash import PositionNoise, accept_prefix, choose_greedy, choose_sampled
-
-
-logger = logging.get_logger(__name__)
-
-# Room made at first for new text; storage doubles when a text outgrows it.
-INITIAL_NEW_TOKENS = 1024
-
-# Verify steps without a single accepted proposal after which the drafter is called inactive.
-INACTIVE_STEPS = 32
-
-# Processors that look at a row's scores alone, so that all rows of a block may share one call.
-PREFIX_FREE_PROCESSORS = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+from .validation_dflash import (
+    check_batch,
+    check_pair,
+    check_prepared,
+    check_processors,
+    check_request,
+    read_prompt,
+    read_prompt_inputs,
 )
-
-
-@dataclass(frozen=True)
-class Block:
-    """What one forward of the target committed to one row of the batch.
-
-    Attributes:
-        token_ids: The committed tokens, cut where the text stops.
-        num_proposals: Drafted tokens that were verified; 0 for the prefill's block.
-        num_accepted: How many of them stood, before the cut.
-        is_prefill: True for a row's first block, whose one token comes from the prompt's forward and not from a verify
-            step.
-        row: The row of the batch.
-    """
-
-    token_ids: list[int]
-    num_proposals: int
-    num_accepted: int
-    is_prefill: bool = False
-    row: int = 0
-
-    @property
-    def acceptance_length(self) -> int:
-        """Tokens that the verify step gave before the cut: the accepted proposals and one of the target's own."""
-        return self.num_accepted + 1
+from .verification_dflash import PositionNoise
 
 
 @dataclass
@@ -95,59 +44,24 @@ class DFlashOutput(ModelOutput):
         acceptance_lengths: For each row, per verify step: accepted proposals + 1, before stop and length cuts.
         tau: Their mean over all rows and steps, as the DFlash paper and the engines count it; NaN without a step.
         tokens_per_step: Tokens kept, without the prefill's, per row and verify step: what a speed-up rests on.
+        scores: With `output_scores=True`, the processed scores of each new position, [B, V] each; 0 behind a row's end.
+        logits: With `output_logits=True`, the target's logits of each new position, in the same form.
     """
 
     sequences: torch.Tensor | None = None
     acceptance_lengths: list[list[int]] | None = None
     tau: float | None = None
     tokens_per_step: float | None = None
-
-
-@dataclass
-class _Row:
-    """A prompt of the batch and what was written behind it."""
-
-    index: int
-    prompt_ids: torch.Tensor  # [S], with its padding
-    new_ids: list[int] = field(default_factory=list)
-    is_done: bool = False
-
-    def text(self, more_ids: torch.Tensor) -> torch.Tensor:
-        """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
-        return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor(self.new_ids), more_ids])[None]
-
-
-@dataclass(frozen=True)
-class _Context:
-    """What the target's last forward computed behind text that stands, and the drafter's cache does not hold yet."""
-
-    features: torch.Tensor  # [B, C, L * D]
-    is_real: torch.Tensor  # bool [B, C]: the other columns are padding, or were computed behind a rejected token
-    num_real: list[int]
-
-    @classmethod
-    def first_columns(cls, features: torch.Tensor, num_real: list[int]) -> _Context:
-        """The first `num_real` columns of each row."""
-        columns = torch.arange(max(num_real), device=features.device)
-        counts = torch.tensor(num_real, device=features.device)
-        return cls(features[:, : len(columns)], columns < counts[:, None], num_real)
-
-    def of_rows(self, rows: list[int]) -> _Context:
-        """Without the other rows of the batch; a single row's cache takes real columns alone."""
-        features, is_real = self.features[rows], self.is_real[rows]
-        if len(rows) == 1:
-            features, is_real = features[is_real][None], is_real[is_real][None]
-        return _Context(features, is_real, [self.num_real[row] for row in rows])
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
 
 
 def spec_generate(
     drafter: PreTrainedModel,
     target: PreTrainedModel,
-    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    input_ids: torch.Tensor | Mapping[str, torch.Tensor] | list[Any],
     *,
-    attention_mask: torch.Tensor | None = None,
     streamer: Any = None,
-    return_dict_in_generate: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | DFlashOutput:
     """The target's own continuation of a prompt, in fewer forwards of the target.
@@ -160,11 +74,11 @@ def spec_generate(
     Args:
         drafter: A `DFlashDraftModel` trained for `target`.
         target: Any decoder-only `AutoModelForCausalLM`.
-        input_ids: Token ids [B, S], or what a tokenizer returns, whose attention mask is then used.
-        attention_mask: 1 for real tokens, 0 for padding, [B, S].
-        streamer: A `transformers` streamer; it gets the prompt, then the tokens as blocks commit.
-        return_dict_in_generate: Return a [`DFlashOutput`] with acceptance statistics instead of the ids.
-        kwargs: Those of [`generate_blocks`], and through it those of `target.generate`.
+        input_ids: Token ids [B, S], what a tokenizer returns (its attention mask is then used), or a list of prompts of
+            any lengths.
+        streamer: A `transformers` streamer; it gets the prompt, then the tokens as blocks commit. One prompt only.
+        kwargs: Those of [`generate_blocks`], and through it those of `target.generate`. With
+            `return_dict_in_generate=True` a [`DFlashOutput`] comes back.
 
     Returns:
         Prompts and new tokens [B, S + new], or a [`DFlashOutput`] that holds them.
@@ -172,53 +86,13 @@ def spec_generate(
     Raises:
         ValueError: for anything that cannot be run exactly, before any compute.
     """
-    prompt_ids, attention_mask = read_prompt(input_ids, attention_mask)
-    blocks = generate_blocks(drafter, target, prompt_ids, attention_mask=attention_mask, **kwargs)
-    num_rows = len(prompt_ids) * (_setting("num_return_sequences", target, kwargs) or 1)
-    if streamer is not None and num_rows > 1:
-        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
-    if streamer is not None:
-        streamer.put(prompt_ids.cpu())
-    new_ids: list[list[int]] = [[] for _ in range(num_rows)]
-    lengths: list[list[int]] = [[] for _ in range(num_rows)]
-    for block in blocks:
-        new_ids[block.row] += block.token_ids
-        if not block.is_prefill:
-            lengths[block.row].append(block.acceptance_length)
-        if streamer is not None:
-            for token_id in block.token_ids:
-                streamer.put(torch.tensor([token_id]))
-    if streamer is not None:
-        streamer.end()
-    longest, pad_token_id = max(map(len, new_ids)), _pad_token_id(target, kwargs)
-    padded = [ids + [pad_token_id] * (longest - len(ids)) for ids in new_ids]
-    prompts = prompt_ids.repeat_interleave(num_rows // len(prompt_ids), dim=0)
-    sequences = torch.cat([prompts, prompt_ids.new_tensor(padded)], dim=1)
-    if not return_dict_in_generate:
-        return sequences
-    num_steps = sum(map(len, lengths))
-    return DFlashOutput(
-        sequences=sequences,
-        acceptance_lengths=lengths,
-        tau=sum(map(sum, lengths)) / num_steps if num_steps else float("nan"),
-        tokens_per_step=(sum(map(len, new_ids)) - num_rows) / num_steps if num_steps else float("nan"),
-    )
+    return _through_generate(custom_generate, drafter, target, input_ids, token_streamer=streamer, **kwargs)
 
 
 def generate_blocks(
     drafter: PreTrainedModel,
     target: PreTrainedModel,
-    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
-    *,
-    attention_mask: torch.Tensor | None = None,
-    temperature: float | None = None,
-    do_sample: bool | None = None,
-    stop_token_ids: int | list[int] | None = None,
-    stop_strings: str | list[str] | None = None,
-    tokenizer: Any = None,
-    stopping_criteria: Any = None,
-    generator: torch.Generator | None = None,
-    block_size: int | None = None,
+    input_ids: torch.Tensor | Mapping[str, torch.Tensor] | list[Any],
     **kwargs: Any,
 ) -> Iterator[Block]:
     """Yields the target's continuation block by block, each as soon as it is committed, one per row and step.
@@ -228,25 +102,53 @@ def generate_blocks(
     Args:
         drafter: A `DFlashDraftModel` trained for `target`.
         target: Any decoder-only `AutoModelForCausalLM`.
-        input_ids: Token ids [B, S], padded on the left, or what a tokenizer returns.
-        attention_mask: 1 for real tokens, 0 for padding, [B, S].
-        temperature: 0 decodes greedily; above 0 samples. Default: the target's generation config decides.
-        do_sample: As in `generate`. Default: whether `temperature` is above 0, else the target's generation config.
-        stop_token_ids: Ids that end the text. Default: `eos_token_id` of the target's generation config.
-        stop_strings: Strings that end the text; needs `tokenizer`.
-        tokenizer: The target's tokenizer, for `stop_strings`.
-        stopping_criteria: Further `StoppingCriteria`, asked about every prefix as plain `generate` asks them.
-        generator: Source of the sampling noise. The text depends on its seed alone, not on the block size.
-        block_size: Tokens in a block, anchor included, if fewer than the drafter was trained for.
-        kwargs: Any other keyword of `target.generate`: `max_new_tokens`, `top_p`, `top_k`, `repetition_penalty`, …
+        input_ids: Token ids [B, S], padded on the left, what a tokenizer returns, or a list of prompts of any lengths.
+        kwargs: Any keyword of `target.generate` (`max_new_tokens`, `top_p`, `repetition_penalty`, `stop_strings` with
+            `tokenizer`, `generation_config`, …); what cannot be exact is refused by name. And these:
+
+            - `attention_mask`: 1 for real tokens, 0 for padding, [B, S].
+            - `temperature`: 0 decodes greedily; above 0 samples. Default: the target's generation config decides.
+            - `do_sample`: as in `generate`. Default: whether `temperature` is above 0, else the target's config.
+            - `stop_token_ids`: ids that end the text. Default: `eos_token_id` of the target's generation config.
+            - `generator`: source of the sampling noise. With "match" the text depends on its seed alone, not on the
+              block size.
+            - `block_size`: tokens in a block, anchor included, if fewer than the drafter was trained for.
+            - `verification`: "match", "rejection" or "block" (see `verification_dflash`), or "auto": "match" for
+              drafters that propose one token per row, "block" for those that draw.
+            - `conversation`: a [`Conversation`] whose caches are used and kept; one prompt only.
+            - `prompt_lookup_num_tokens`: lets proposals of that length, found earlier in the text, compete with the
+              drafter's; `max_matching_ngram_size` (3) is how many tokens must have occurred.
 
     Raises:
         ValueError: for anything that cannot be run exactly, before any compute.
     """
+    for name in ("streamer", "return_dict_in_generate"):
+        if kwargs.get(name):
+            raise ValueError(f"generate_blocks yields the blocks themselves: pass {name} to spec_generate.")
+    return _through_generate(_start, drafter, target, input_ids, **kwargs)
+
+
+def _through_generate(
+    decode: Callable[..., Any],
+    drafter: PreTrainedModel,
+    target: PreTrainedModel,
+    input_ids: Any,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    temperature: float | None = None,
+    do_sample: bool | None = None,
+    stop_token_ids: int | list[int] | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
+    stopping_criteria: Any = None,
+    generator: torch.Generator | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Checks the request, says it in `generate`'s words, and lets `generate` prepare it for `decode`."""
     check_pair(target, drafter)
-    prompt_ids, attention_mask = read_prompt(input_ids, attention_mask)
-    block_size = drafter.config.block_size if block_size is None else block_size
-    check_request(target, drafter, prompt_ids, block_size, temperature, do_sample, kwargs)
+    prompt_ids, attention_mask = read_prompt(input_ids, attention_mask, target)
+    named = {"temperature": temperature, "do_sample": do_sample, "stop_token_ids": stop_token_ids}
+    check_request(target, drafter, prompt_ids, attention_mask, kwargs | named)
 
     if temperature is not None:
         do_sample = temperature > 0 if do_sample is None else do_sample
@@ -259,16 +161,17 @@ def generate_blocks(
     if stop_token_ids is not None:
         kwargs["eos_token_id"] = stop_token_ids
     criteria = StoppingCriteriaList(stopping_criteria or ())
-    if stop_strings is not None:  # made here: `generate` hands no tokenizer on where a callable decodes
-        if tokenizer is None:
-            raise ValueError(
-                f"stop_strings={stop_strings!r} needs the target's tokenizer: pass tokenizer=… beside it."
-            )
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    elif _setting("stop_strings", target, kwargs) is not None:
-        raise ValueError(
-            "A generation config holds stop_strings: pass them as stop_strings=… with tokenizer=… instead."
-        )
+    # Made here, because `generate` hands no tokenizer on where a callable decodes; one for each string, because one
+    # that can never match would hide behind the others.
+    for stop_string in [stop_strings] if isinstance(stop_strings, str) else stop_strings or ():
+        if tokenizer is None or not stop_string:
+            remedy = "give a string that is not empty" if tokenizer else "pass the target's tokenizer=… beside it"
+            raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: {remedy}.")
+        criteria.append(StopStringCriteria(tokenizer, stop_string))
+    # `generate` would take these for its own ways of decoding.
+    ours = {"num_looked_up": kwargs.pop("prompt_lookup_num_tokens", None)}
+    if ours["num_looked_up"] is not None:
+        ours["ngram_size"] = kwargs.pop("max_matching_ngram_size", None)
     # Ids of a target whose embedding is offloaded ("meta" between calls) stay where they are.
     device = prompt_ids.device if target.device.type == "meta" else target.device
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
@@ -276,236 +179,157 @@ def generate_blocks(
         prompt_ids.to(device),
         attention_mask=None if attention_mask is None else attention_mask.to(device),
         stopping_criteria=criteria,
-        custom_generate=_decode,
+        custom_generate=decode,
         drafter=drafter,
-        block_size=block_size,
         noise_generator=generator,
+        **{name: value for name, value in ours.items() if value is not None},
         **kwargs,
     )
 
 
-def _decode(
+def custom_generate(
     target: PreTrainedModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
     drafter: PreTrainedModel,
-    block_size: int,
+    block_size: int | None = None,
+    verification: str = "auto",
+    conversation: Conversation | None = None,
+    num_looked_up: int | None = None,
+    ngram_size: int = 3,
+    noise_generator: torch.Generator | None = None,
+    token_streamer: Any = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | DFlashOutput:
+    """The loop as the target's own `generate` runs it: `target.generate(ids, custom_generate=custom_generate, drafter=drafter)`.
+
+    `generate` prepares everything and calls this. It keeps `streamer`, `tokenizer` and with them `stop_strings` for
+    itself: pass a streamer as `token_streamer` (which gets the new tokens), and use [`spec_generate`] for stop strings.
+
+    Args:
+        target: Given by `generate`, as are the next four and `model_kwargs`.
+        input_ids: [B, S]
+        logits_processor: Made from the generation config.
+        stopping_criteria: Made from the generation config.
+        generation_config: Everything that was asked for.
+        drafter: A `DFlashDraftModel` trained for `target`.
+        block_size: As in [`generate_blocks`], like the next two.
+        verification: One of "auto", "match", "rejection", "block".
+        conversation: Caches to use and keep.
+        num_looked_up: `prompt_lookup_num_tokens` of [`generate_blocks`], a name that `generate` keeps for itself.
+        ngram_size: Its `max_matching_ngram_size`.
+        noise_generator: Its `generator`.
+        token_streamer: Gets the prompt and the tokens as blocks commit.
+        model_kwargs: Holds the attention mask.
+    """
+    blocks = _start(
+        target,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        drafter,
+        block_size,
+        verification,
+        conversation,
+        num_looked_up,
+        ngram_size,
+        noise_generator,
+        **model_kwargs,
+    )
+    if token_streamer is not None and len(input_ids) > 1:
+        raise ValueError(f"A streamer takes one prompt at a time, not {len(input_ids)}: read generate_blocks instead.")
+    return _collect(blocks, input_ids, generation_config, token_streamer)
+
+
+def _start(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    drafter: PreTrainedModel,
+    block_size: int | None = None,
+    verification: str = "auto",
+    conversation: Conversation | None = None,
+    num_looked_up: int | None = None,
+    ngram_size: int = 3,
     noise_generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> Iterator[Block]:
-    """What `target.generate` calls, with everything prepared but our own three arguments: checks, then the loop."""
+    """What `generate` calls with everything prepared but our own arguments: checks, then the loop."""
     attention_mask = model_kwargs.get("attention_mask")
-    check_prepared(generation_config, attention_mask)
+    check_prepared(generation_config, attention_mask, len(input_ids), conversation)
+    check_processors(logits_processor)
     check_batch(target, drafter, len(input_ids))
+    memory = Conversation() if conversation is None else conversation
+    memory.check(target, drafter)
     noise = PositionNoise(len(input_ids), noise_generator) if generation_config.do_sample else None
-    # A caller's own length criterion stands in place of the config's, as in `generate`.
-    longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
-    max_new_tokens = longest - input_ids.shape[1]
-    return _blocks(
-        TappedTarget(target, drafter),
+    max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
+    tapped = TappedTarget(target, drafter, read_prompt_inputs(target, model_kwargs, input_ids, conversation))
+    lookup = PromptLookup(num_looked_up, ngram_size) if num_looked_up is not None else None
+    judge = Judge(logits_processor, len(input_ids), noise, verification)
+    proposer = Proposer(
         drafter,
+        tapped,
+        memory,
+        block_size or drafter.config.block_size,
+        lookup,
+        noise if judge.takes_drawn_proposals else None,
+        generation_config.temperature or 1.0,
+    )
+    return decode_blocks(
+        tapped,
+        proposer,
+        judge,
+        make_cutter(stopping_criteria, max_new_tokens),
+        memory,
         input_ids,
         attention_mask,
-        _chooser(logits_processor, noise, len(input_ids)),
-        _cutter(stopping_criteria, max_new_tokens),
         max_new_tokens,
-        block_size,
+        frozenset(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}", False)),
     )
 
 
-@torch.no_grad()
-def _blocks(
-    tapped: TappedTarget,
-    drafter: PreTrainedModel,
-    input_ids: torch.Tensor,  # [B, S]
-    attention_mask: torch.Tensor | None,  # [B, S]
-    choose: Callable[..., torch.Tensor],
-    cut: Callable[..., list[int]],
-    max_new_tokens: int,
-    block_size: int,
-) -> Iterator[Block]:
-    """The loop: draft, verify, accept and commit a block for every row that is not done."""
-    rows = [_Row(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
-    capacity = input_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + block_size
-    target_cache = PreallocatedCache(tapped.num_layers, capacity, len(rows))
-    draft_cache = PreallocatedCache(drafter.config.num_hidden_layers, capacity, len(rows))
-    num_steps = num_accepted_in_all = 0
+def _collect(
+    blocks: Iterator[Block], input_ids: torch.Tensor, generation_config: Any, streamer: Any
+) -> torch.Tensor | DFlashOutput:
+    """The blocks as what `generate` returns, streamed on the way."""
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    of_rows: list[list[Block]] = [[] for _ in input_ids]
+    for block in blocks:
+        of_rows[block.row].append(block)
+        if streamer is not None:
+            for token_id in block.token_ids:
+                streamer.put(torch.tensor([token_id]))
+    if streamer is not None:
+        streamer.end()
 
-    # The prompts' forward is a step without proposals: its last column chooses the first token.
-    proposals = input_ids[:, :0]
-    token_ids, is_real = _visible(input_ids, attention_mask)
-    num_real = is_real.sum(dim=1).tolist()
-    logits, features = tapped.forward(token_ids, target_cache, 1, is_real, num_real)
-    context = _Context(features, is_real.to(features.device), num_real)
-    while True:
-        choices = choose(logits, rows, proposals)  # [B, width]
-        outcome = torch.cat([accept_prefix(proposals, choices)[:, None], choices], dim=1).tolist()
-        blocks = [
-            Block(cut(row, chosen[: num_accepted + 1]), proposals.shape[1], num_accepted, num_steps == 0, row.index)
-            for row, (num_accepted, *chosen) in zip(rows, outcome, strict=True)
-        ]
-
-        # Of the verified columns those stand that were computed behind kept text: the anchor and all kept tokens but
-        # the last, whose keys and values the next forward computes, with it as the anchor.
-        num_kept = [len(block.token_ids) for block in blocks]
-        target_cache.rollback([proposals.shape[1] + 1 - kept for kept in num_kept])
-        if num_steps:
-            context = _Context.first_columns(features, num_kept)
-        anchors = choices.gather(1, torch.tensor(num_kept, device=choices.device)[:, None] - 1)  # [B, 1]
-        yield from blocks
-
-        live = [place for place, row in enumerate(rows) if not row.is_done]
-        if not live:
-            return
-        if len(live) < len(rows):  # rows that are done cost nothing from here on
-            rows, anchors, context = [rows[place] for place in live], anchors[live], context.of_rows(live)
-            target_cache.keep_rows(live)
-            draft_cache.keep_rows(live)
-        num_accepted_in_all += sum(block.num_accepted for block in blocks)
-        if num_steps == INACTIVE_STEPS and not num_accepted_in_all:
-            _warn_inactive(drafter, tapped.target)
-
-        width = min(block_size, max_new_tokens - min(len(row.new_ids) for row in rows))  # no more than is still wanted
-        proposals = proposals[live, :0]
-        if width > 1:
-            proposals = _draft(drafter, tapped, draft_cache, anchors, context, block_size)[:, : width - 1]
-        logits, features = tapped.forward(torch.cat([anchors, proposals], dim=1), target_cache, num_logits=width)
-        num_steps += 1
-
-
-def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns to run, and which of them are tokens, both [B, S].
-
-    Masked tokens are seen by nobody and take up no position, so a single prompt without them is the same prompt.
-    """
-    if attention_mask is None:
-        return input_ids, torch.ones_like(input_ids, dtype=torch.bool)
-    is_real = attention_mask.bool()
-    return (input_ids, is_real) if len(input_ids) > 1 else (input_ids[is_real][None], is_real[is_real][None])
-
-
-def _draft(
-    drafter: PreTrainedModel,
-    tapped: TappedTarget,
-    draft_cache: PreallocatedCache,
-    anchors: torch.Tensor,  # [B, 1]
-    context: _Context,
-    block_size: int,
-) -> torch.Tensor:  # [B, block_size - 1]
-    """The drafter's argmax for every row behind the anchor: one forward, after which its cache holds context alone.
-
-    At a temperature too: proposing one token per position and letting the target sample accepts more than positions
-    that are sampled independently of each other, at the same law (see `verification_dflash`).
-    """
-    masks = anchors.new_full((len(anchors), block_size - 1), drafter.config.mask_token_id)
-    placed: dict[str, Any] = {}
-    if draft_cache.is_ragged:
-        is_block = context.is_real.new_ones(len(anchors), block_size)
-        slots = draft_cache.plan(
-            torch.cat([context.is_real, is_block], dim=1), [count + block_size for count in context.num_real]
-        )
-        num_keys = draft_cache.get_seq_length() + slots.shape[1]
-        visible = decoding_visibility(drafter.config, slots[:, -block_size:], num_keys)
-        placed = {"position_ids": slots, "attention_mask": visible}
-    hidden_states = drafter(
-        noise_embeds=tapped.embed(torch.cat([anchors, masks], dim=1)),
-        context_hidden_states=context.features,
-        past_key_values=draft_cache,
-        **placed,
-    ).last_hidden_state
-    draft_cache.rollback(block_size)
-    return choose_greedy(tapped.head(hidden_states[:, 1:])).to(anchors.device)
-
-
-def _chooser(processors: Any, noise: PositionNoise | None, batch_size: int) -> Callable[..., torch.Tensor]:
-    """`choose(logits, rows, proposals)`: the target's choice for every column, [B, N] of logits [B, N, V].
-
-    Column i is processed behind the prefix it stands for, [text, proposals 1..i]; processors that never look at the
-    prefix get all columns in one call. Without `noise` the choice is greedy.
-    """
-    is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
-
-    def process(scores: torch.Tensor, rows: list[_Row], proposals: torch.Tensor) -> torch.Tensor:
-        if is_prefix_free:
-            return processors(proposals, scores.flatten(0, 1)).view_as(scores)
-        processed = [
-            processed_alone(row, row.text(proposed[:column]), scores[place, column])
-            for place, (row, proposed) in enumerate(zip(rows, proposals, strict=True))
-            for column in range(scores.shape[1])
-        ]
-        return torch.stack(processed).view_as(scores)
-
-    def processed_alone(row: _Row, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        # A processor may hold something for each row of the batch (the repetition penalty does: its padding), and rows
-        # have prefixes of different lengths. So each asks as all rows of the batch, and takes the answer in its place.
-        return processors(text_ids.expand(batch_size, -1), scores.repeat(batch_size, 1))[row.index]
-
-    def choose(logits: torch.Tensor, rows: list[_Row], proposals: torch.Tensor) -> torch.Tensor:
-        logits = logits.to(proposals.device)
-        if processors:
-            logits = process(logits.float(), rows, proposals)
-        if noise is None:
-            return choose_greedy(logits)
-        uniforms = [noise(row.index, len(row.new_ids), logits.shape[1]) for row in rows]
-        return choose_sampled(logits, torch.stack(uniforms).to(logits.device))
-
-    return choose
-
-
-def _cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[_Row, list[int]], list[int]]:
-    """`cut(row, token_ids)`: the new tokens up to where the text stops. They are written into the row.
-
-    A stop can lie anywhere inside a block, so every prefix is asked about, as plain `generate` does.
-    """
-    stop_ids: set[int] = set()
-    for criterion in criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            stop_ids.update(criterion.eos_token_id.tolist())
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria)))
-
-    def cut(row: _Row, token_ids: list[int]) -> list[int]:
-        for count, token_id in enumerate(token_ids, start=1):
-            row.new_ids.append(token_id)
-            row.is_done = token_id in stop_ids or len(row.new_ids) == max_new_tokens
-            if others:
-                row.is_done |= bool(others(row.text(row.prompt_ids[:0]), None).all())
-            if row.is_done:
-                return token_ids[:count]
-        return token_ids
-
-    return cut
-
-
-def _setting(name: str, target: PreTrainedModel, kwargs: Mapping[str, Any]) -> Any:
-    """A generation setting as `generate` finds it: a keyword, else the given generation config, else the target's."""
-    for source in (
-        kwargs,
-        vars(kwargs.get("generation_config") or target.generation_config),
-        vars(target.generation_config),
-    ):
-        if source.get(name) is not None:
-            return source[name]
-    return None
-
-
-def _pad_token_id(target: PreTrainedModel, kwargs: Mapping[str, Any]) -> int:
-    """What stands behind a row that stopped before the longest one: as in `generate`, the pad id, or the first stop id."""
-    found = _setting("pad_token_id", target, kwargs)
-    if found is None:
-        found = kwargs.get("stop_token_ids")
-    if found is None:
-        found = _setting("eos_token_id", target, kwargs)
-    if found is None:
-        return 0  # without a stop id no row stops before another
-    return found if isinstance(found, int) else found[0]
-
-
-def _warn_inactive(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
-    logger.warning(
-        f"{INACTIVE_STEPS} blocks were verified and not one drafted token was accepted: the text is right, but nothing is "
-        f"gained. Likely causes: {drafter.config._name_or_path or 'the drafter'} was trained for another target than "
-        f"{target.config._name_or_path or type(target).__name__}, the prompt does not use the chat template it was trained with "
-        "(thinking on or off), or its target_layer_ids or mask_token_id are wrong."
+    new_ids = [[token_id for block in row for token_id in block.token_ids] for row in of_rows]
+    longest, pad_token = max(map(len, new_ids)), getattr(generation_config, "_pad_token_tensor", None)
+    pad_token_id = 0 if pad_token is None else int(pad_token)  # without one no row stops before another
+    padded = [ids + [pad_token_id] * (longest - len(ids)) for ids in new_ids]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(padded)], dim=1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    lengths = [[block.acceptance_length for block in row if not block.is_prefill] for row in of_rows]
+    num_steps = sum(map(len, lengths))
+    return DFlashOutput(
+        sequences=sequences,
+        acceptance_lengths=lengths,
+        tau=sum(map(sum, lengths)) / num_steps if num_steps else float("nan"),
+        tokens_per_step=(sum(map(len, new_ids)) - len(new_ids)) / num_steps if num_steps else float("nan"),
+        scores=_by_position(of_rows, "scores", longest),
+        logits=_by_position(of_rows, "logits", longest),
     )
+
+
+def _by_position(of_rows: list[list[Block]], name: str, longest: int) -> tuple[torch.Tensor, ...] | None:
+    """A field of all rows' blocks as `generate` gives it: for each new position [B, V]."""
+    if getattr(of_rows[0][0], name) is None:
+        return None
+    rows = [torch.cat([getattr(block, name) for block in row]) for row in of_rows]  # [new, V] each
+    return torch.nn.utils.rnn.pad_sequence(rows).unbind(dim=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def save_checkpoint(
     tokenizer: Any = None,
     files: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights.
+    """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights, `custom_generate` included.
 
     Everything is written aside and then renamed, so that neither a reader nor an interruption meets half a checkpoint.
 
@@ -39,6 +40,9 @@ def save_checkpoint(
         model.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        if hasattr(model, "spec_generate"):
+            door = str(resources.files("dflash") / "custom_generate")
+            shutil.copytree(door, aside / "custom_generate", ignore=shutil.ignore_patterns("__pycache__"))
         for name, text in (files or {}).items():
             (aside / name).write_text(text, encoding="utf-8")
         replace_folder(aside, folder)

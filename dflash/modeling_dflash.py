@@ -1,8 +1,9 @@
 """The DFlash drafter: a few Qwen3 layers whose keys and values also hold the target's own hidden states.
 
 Dimensions used in the comments: B batch, C new context positions, N block rows (anchor included), K keys seen,
-L tapped layers, D hidden size, H/G heads and key/value heads, E head size, W window. For training, N counts the rows
-of all blocks of a sequence and `attention_mask` says who sees whom; there is no other difference.
+L tapped layers, D hidden size, H/G heads and key/value heads, E head size, W window, V vocabulary, R rows that propose.
+For training, N counts the rows of all blocks of a sequence and `attention_mask` says who sees whom; there is no other
+difference.
 
 This file is the network and nothing else: it does not draft, verify, sample or load a target.
 """
@@ -10,10 +11,12 @@ This file is the network and nothing else: it does not draft, verify, sample or 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -27,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dflash import DFlashConfig
+from .dialects_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES
 from .masks_dflash import additive_mask, block_visibility
 
 
@@ -126,11 +130,44 @@ class DFlashAttn(nn.Module):
         return additive_mask(visible[:, None], query.dtype)
 
 
+class GroupedDynamicCausalConv(nn.Module):
+    """DFlash2: mixes each row of a block with the rows just before it, once before a sublayer and once behind it.
+
+    Row i becomes the sum over taps t of (base[t] + delta[i, t]) * row i - t, channel by channel; nothing stands before
+    a block's first row. The deltas of both sides are projected from the sublayer's input and shared by the channels of
+    a group.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.block_size = config.block_size
+        self.kernel_size, self.group_size = int(config.conv_kernel_size or 1), int(config.conv_group_size or 1)
+        num_deltas = 2 * self.kernel_size * (config.hidden_size // self.group_size)
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, num_deltas, bias=False)
+
+    def forward(self, rows: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`sublayer` of the mixed rows [B, N, D], mixed again."""
+        deltas = self.kernel_projection(rows).unflatten(-1, (2, self.kernel_size, -1))
+        before, behind = (self.base_kernel + deltas.repeat_interleave(self.group_size, dim=-1)).unbind(dim=2)
+        return self._mixed(sublayer(self._mixed(rows, before)), behind)
+
+    def _mixed(self, rows: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        """The sum over taps of rows [B, N, D] times kernel [B, N, taps, D], block by block."""
+        blocks = rows.unflatten(1, (-1, min(rows.shape[1], self.block_size)))  # [B, blocks, N, D]
+        width = blocks.shape[2]
+        taps = [F.pad(blocks, (0, 0, tap, 0))[:, :, :width].flatten(1, 2) for tap in range(self.kernel_size)]
+        return (torch.stack(taps, dim=2) * kernel).sum(dim=2)
+
+
 class DFlashDecoderLayer(GradientCheckpointingLayer):
     """A Qwen3 layer over the block. The context skips `input_layernorm`: `hidden_norm` has already normed it."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
+        has_conv = config.conv_kernel_size is not None
+        self.attention_conv = GroupedDynamicCausalConv(config) if has_conv else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if has_conv else None
         self.self_attn = DFlashAttn(config, layer_idx)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -146,22 +183,62 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
         """The block's rows after attention and MLP, each with its residual."""
-        hidden_states = hidden_states + self.self_attn(
-            self.input_layernorm(hidden_states),
-            context,
-            position_embeddings,
-            attention_mask,
-            past_key_values,
-            **kwargs,
+
+        def attend(rows: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(rows, context, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+        rows = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + (
+            attend(rows) if self.attention_conv is None else self.attention_conv(rows, attend)
         )
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        rows = self.post_attention_layernorm(hidden_states)
+        return hidden_states + (self.mlp(rows) if self.mlp_conv is None else self.mlp_conv(rows, self.mlp))
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2: walks from the anchor through the most probable tokens of each row, so that they agree with each other.
+
+    A candidate's score is its logit plus how well it follows the token before it, given the row's hidden state:
+    <predecessor[previous] * projected(hidden), successor[candidate]>.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        rank = int(config.selector_rank or 0)
+        self.top_k = int(config.selector_top_k or 0)
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, R, D]
+        logits: torch.Tensor,  # [B, R, V]
+        anchors: torch.Tensor,  # [B, 1]
+        choose: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The path's tokens [B, R], and each row's candidates and their scores [B, R, K] behind the path.
+
+        `choose(scores [B, K], row)` says which candidate comes next, [B].
+        """
+        logits, candidate_ids = (part.to(hidden_states.device) for part in logits.topk(self.top_k, dim=-1))
+        projected = self.hidden_projection(hidden_states)  # [B, R, rank]
+        previous, path, scores = anchors[:, 0].to(hidden_states.device), [], []
+        for row, candidates in enumerate(candidate_ids.unbind(dim=1)):  # [B, K]
+            state = self.predecessor_codebook[previous] * projected[:, row]
+            edges = (self.successor_codebook[candidates] * state[:, None]).sum(dim=-1)
+            scores.append(logits[:, row] + edges)
+            previous = candidates.gather(1, choose(scores[-1], row)[:, None])[:, 0]
+            path.append(previous)
+        return torch.stack(path, dim=1), candidate_ids, torch.stack(scores, dim=1)
 
 
 class DFlashDraftModel(PreTrainedModel):
     """The drafter of DFlash (arXiv 2602.06036): one forward turns an anchor and masks into a block of proposals.
 
-    It owns no embedding and no head: `noise_embeds` are rows of the target's embedding, and the target's head reads
-    `last_hidden_state`. Tensor names and shapes are those of the published `z-lab/*-DFlash` checkpoints.
+    It owns no embedding and, but for checkpoints with a reduced vocabulary, no head: `noise_embeds` are rows of the
+    target's embedding, and the target's head reads `last_hidden_state`. Tensor names and shapes are those of the
+    published `z-lab/*-DFlash` checkpoints; `from_pretrained` reads the other dialects too (`dialects_dflash`).
 
     Example:
         >>> draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
@@ -192,8 +269,28 @@ class DFlashDraftModel(PreTrainedModel):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
+        self.lm_head: nn.Linear | None = None
+        self.d2t: torch.Tensor | None
+        self.register_buffer("d2t", None)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # The i-th token that the own head says is token i + d2t[i] of the target.
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.gradient_checkpointing = False
+        self._keys_to_ignore_on_load_unexpected = COPIES_OF_THE_TARGET.get(config.dialect)
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As transformers does it; convolutions begin as the identity, which makes DFlash2 begin as DFlash."""
+        super()._init_weights(module)
+        if isinstance(module, GroupedDynamicCausalConv):
+            module.base_kernel.zero_()[:, 0] = 1.0
+            module.kernel_projection.weight.zero_()
+        if isinstance(module, CandidateSelector):
+            for codebook in (module.predecessor_codebook, module.successor_codebook):
+                codebook.normal_(std=self.config.initializer_range)
 
     def forward(
         self,
@@ -272,11 +369,93 @@ class DFlashDraftModel(PreTrainedModel):
             for name, mask in masks.items()
         }
 
+    def get_input_embeddings(self) -> Any:
+        """`None`: the embedding is the target's. Quantisers ask, in order to leave it out."""
+        return None
+
+    def embed(self, token_ids: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
+        """The block's rows [B, N, D] of token_ids [B, N], out of the target's embedding as this drafter reads it."""
+        scale = self.config.input_embedding_scale
+        if scale is None:
+            return embedding(token_ids)
+        return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+
+    def compute_logits(
+        self,
+        hidden_states: torch.Tensor,  # [B, R, D]
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:  # [B, R, V]
+        """The drafter's logits over the target's vocabulary, of rows of `last_hidden_state`.
+
+        Args:
+            hidden_states: The rows.
+            head: The target's head, from [B, R, D] to [B, R, V]. A checkpoint with a head of its own uses that one;
+                tokens that it cannot say have -inf.
+        """
+        logits = head(hidden_states) if self.lm_head is None else self.lm_head(hidden_states)
+        if self.config.output_multiplier is not None:
+            logits = logits * self.config.output_multiplier
+        if self.config.final_logit_softcapping is not None:
+            cap = self.config.final_logit_softcapping
+            logits = cap * torch.tanh(logits / cap)
+        if self.d2t is None:
+            return logits
+        token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everywhere.index_copy(-1, token_ids, logits)
+
+    @torch.no_grad()
+    def propose(
+        self,
+        hidden_states: torch.Tensor,  # [B, R, D]
+        anchors: torch.Tensor,  # [B, 1]
+        head: Callable[[torch.Tensor], torch.Tensor],
+        temperature: float = 0.0,
+        uniforms: torch.Tensor | None = None,  # [B, R]
+    ) -> Any:
+        """The tokens that rows of `last_hidden_state` propose behind their anchor: `verification_dflash.Proposals`.
+
+        A drafter without a selector proposes each row's argmax, at a temperature too. One with a selector walks from
+        the anchor: greedily, or drawing each token by its uniform where there are `uniforms`; the law that it drew
+        from, softmax(scores / temperature) of the row's candidates, then comes back with the tokens.
+
+        Args:
+            hidden_states: The rows that propose, in order: all of a block, without the anchor's unless
+                `config.sample_from_anchor`.
+            anchors: The tokens before the first proposal.
+            head: As in `compute_logits`.
+            temperature: Of the draws, above 0 if there are uniforms.
+            uniforms: A number in [0, 1) for each row, float64; `None` draws nothing.
+        """
+        from .verification_dflash import Proposals, pick
+
+        logits = self.compute_logits(hidden_states, head)
+        if self.candidate_selector is None:
+            return Proposals(logits.argmax(dim=-1).to(anchors.device))
+
+        def choose(scores: torch.Tensor, row: int) -> torch.Tensor:
+            return scores.argmax(dim=-1) if uniforms is None else pick(law(scores), uniforms[:, row].to(scores.device))
+
+        def law(scores: torch.Tensor) -> torch.Tensor:
+            return (scores.double() / temperature).softmax(dim=-1)
+
+        path, candidate_ids, scores = self.candidate_selector(hidden_states, logits, anchors, choose)
+        if uniforms is None:
+            return Proposals(path.to(anchors.device))
+        return Proposals(path.to(anchors.device), candidate_ids.to(anchors.device), law(scores).to(anchors.device))
+
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
         # From a local folder, transformers 4.57 copies only the files that this one names; the loop needs them all.
         from .cache_dflash import PreallocatedCache  # noqa: F401
+        from .conversation_dflash import Conversation  # noqa: F401
+        from .decoding_dflash import Block  # noqa: F401
+        from .drafting_dflash import Proposer  # noqa: F401
         from .generation_dflash import spec_generate
+        from .judging_dflash import Judge  # noqa: F401
+        from .lookup_dflash import PromptLookup  # noqa: F401
+        from .recurrent_dflash import is_supported  # noqa: F401
+        from .rows_dflash import Row  # noqa: F401
         from .target_dflash import TappedTarget  # noqa: F401
         from .validation_dflash import check_pair  # noqa: F401
         from .verification_dflash import accept_prefix  # noqa: F401
@@ -285,7 +464,9 @@ class DFlashDraftModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`, but a checkpoint that does not fill the network exactly is refused.
+        """As `PreTrainedModel.from_pretrained`, of any published dialect; what does not fill the network exactly is refused.
+
+        Weights are read from safetensors; from a pickle only with `weights_only=True`.
 
         Raises:
             ValueError: for missing, unexpected or misshapen tensors (a drafter with random tensors would run and
@@ -293,12 +474,12 @@ class DFlashDraftModel(PreTrainedModel):
             OSError: for a folder that holds no checkpoint.
         """
         name = str(pretrained_model_name_or_path)
-        if os.path.isdir(name) and not os.path.isfile(
-            os.path.join(name, kwargs.get("subfolder") or "", "config.json")
-        ):
-            raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
+        _check_folder(name, os.path.join(name, kwargs.get("subfolder") or ""), kwargs.get("weights_only"))
+        if not kwargs.get("weights_only"):
+            kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
+        kwargs.setdefault("key_mapping", dict(TENSOR_NAMES))
         try:
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -310,6 +491,9 @@ class DFlashDraftModel(PreTrainedModel):
                 f"The weights of {name} cannot be read ({error}): the file is truncated or not safetensors; fetch it again."
             ) from error
         model, info = loaded
+        if getattr(model, "_weight_conversions", None):  # transformers 5 would save under the names that it read
+            kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
+            model._weight_conversions = kept
         faults = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         if any(faults.values()):
             listed = "; ".join(
@@ -320,6 +504,26 @@ class DFlashDraftModel(PreTrainedModel):
                 "config.json does not belong to its weights."
             )
         return (model, info) if wants_info else model
+
+
+def _check_folder(name: str, folder: str, weights_only: bool | None) -> None:
+    """Refuses a local folder that is no checkpoint, or whose files this class does not read."""
+    if not os.path.isdir(name):
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
+    files = sorted(os.listdir(folder))
+    if "mask_embedding.pt" in files:
+        raise ValueError(
+            f"{name} holds mask_embedding.pt, a mask row of its own that DFlashDraftModel does not read: serve this "
+            "checkpoint with an engine that does."
+        )
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth")) and file != "training_args.bin"]
+    if pickles and not weights_only and not any(file.endswith(".safetensors") for file in files):
+        raise ValueError(
+            f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
+            "weights_only=True to read its tensors alone."
+        )
 
 
 # Both lines run in remote code too, so that a model loaded from a checkpoint ships its code again when saved.

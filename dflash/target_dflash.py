@@ -1,14 +1,14 @@
 """The target as the loop sees it: embedding rows, a forward that also gives the tapped layers' states, and the head.
 
-Works on any decoder-only `AutoModelForCausalLM` of transformers 4.57 and 5.x whose attention is softmax over cached
-keys, whole or spread over devices.
+Works on decoder-only `AutoModelForCausalLM`s of transformers 4.57 and 5.x whose attention is softmax over cached keys,
+on 5.x also on those that mix it with linear layers, whole or spread over devices.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .cache_dflash import PreallocatedCache
 from .masks_dflash import additive_mask, causal_visibility
+from .recurrent_dflash import LINEAR_TYPES, HybridCache, linear_mixers
 from .validation_dflash import check_pair, decoder_layers
 
 
@@ -26,22 +27,41 @@ class TappedTarget:
     Args:
         target: The model whose text is wanted.
         drafter: A `DFlashDraftModel` trained for it.
+        prompt_inputs: What the forward of a single prompt gets beside its ids: images.
 
     Raises:
         ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+    def __init__(
+        self, target: PreTrainedModel, drafter: PreTrainedModel, prompt_inputs: Mapping[str, Any] | None = None
+    ) -> None:
         check_pair(target, drafter)
         self.target = target
+        self.drafter = drafter
         self.num_layers = len(decoder_layers(target))
         self._taps = [decoder_layers(target)[i] for i in drafter.config.target_layer_ids]
+        self._mixers = linear_mixers(decoder_layers(target), self._layer_types())
+        self._prompt_inputs = dict(prompt_inputs or {})
+        # Where a model of images keeps how far the positions behind them lag behind the number of tokens.
+        self._rope: Any = next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
+        self._lag = 0
         self._drafter_device = drafter.device
         self._drafter_dtype = drafter.dtype
 
+    def _layer_types(self) -> list[str]:
+        return list(getattr(self.target.config.get_text_config(decoder=True), "layer_types", None) or ())
+
+    def new_cache(self, capacity: int, num_rows: int = 1) -> PreallocatedCache:
+        """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
+        if self._mixers:
+            return HybridCache(self._mixers, self.num_layers, capacity, num_rows)
+        return PreallocatedCache(self.num_layers, capacity, num_rows)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
-        return self.target.get_input_embeddings()(token_ids).to(self._drafter_device)
+        embed: Any = self.drafter.embed  # a drafter may scale them
+        return embed(token_ids, self.target.get_input_embeddings()).to(self._drafter_device)
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
@@ -68,27 +88,59 @@ class TappedTarget:
         default: all.
 
         Returns the logits of the last `num_logits` columns [B, num_logits, V] and the context features of all
-        [B, S, L * D], on the drafter's device and in its dtype.
+        [B, S, L * D], on the drafter's device and in its dtype. If it asks for all logits, all columns can be rolled
+        back; else none, on a target with linear layers.
         """
+        width, start = token_ids.shape[1], cache.get_seq_length()
         placed: dict[str, Any] = {}
-        if cache.is_ragged:
-            is_real = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
-            slots = cache.plan(is_real, [token_ids.shape[1]] * len(token_ids) if num_real is None else num_real)
-            placed = {"position_ids": slots, "attention_mask": self._masks(slots, cache.get_seq_length())}
-        with _tapped(self._taps) as states:
+        if start == 0 and self._prompt_inputs:
+            placed = self._prompt_inputs
+        elif cache.is_ragged:
+            columns = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
+            slots = cache.plan(columns, [token_ids.shape[1]] * len(token_ids) if num_real is None else num_real)
+            placed = {"position_ids": slots, "attention_mask": self._masks(slots, cache.get_seq_length(), is_real)}
+        elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
+            places = torch.arange(start, start + width, device=token_ids.device)[None]
+            placed = {"position_ids": places + self._lag}
+        recording: Any = nullcontext()
+        if isinstance(cache, HybridCache):
+            recording = cache.recording(width if num_logits == width else 0)
+        with recording, _tapped(self._taps) as states:
             output = self.target(
                 input_ids=token_ids,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=num_logits,
+                logits_to_keep=self._logits_to_keep(num_logits, width),
                 return_dict=True,
                 **placed,
             )
+        if placed is self._prompt_inputs and self._rope is not None:
+            self._lag = self._find_lag(width)
         features = torch.cat([state.to(self._drafter_device, self._drafter_dtype) for state in states], dim=-1)
         return output.logits[:, -num_logits:], features
 
-    def _masks(self, slots: torch.Tensor, num_used: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What rows at `slots` [B, S] see of a ragged cache: an additive mask [B, 1, S, keys], by layer type where they differ."""
+    def _find_lag(self, width: int) -> int:
+        # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
+        position_ids = self._prompt_inputs.get("position_ids")  # [3, 1, S], or [4, 1, S] with the text's own first
+        if position_ids is None:
+            return int(self._rope.rope_deltas)
+        return int(position_ids[-3:].max()) + 1 - width
+
+    def _logits_to_keep(self, num_logits: int, width: int) -> int | torch.Tensor:
+        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones,
+        # and the drafter reads all columns of every tapped layer.
+        if getattr(self.target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            return torch.arange(width - num_logits, width)
+        return num_logits
+
+    def _masks(
+        self, slots: torch.Tensor, num_used: int, is_real: torch.Tensor | None
+    ) -> torch.Tensor | dict[str, torch.Tensor | None]:
+        """What rows at `slots` [B, S] see of a ragged cache: an additive mask [B, 1, S, keys], by layer type where they differ.
+
+        Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
+        of zeros leaves their state as it is.
+        """
         config = self.target.config.get_text_config(decoder=True)
         keys = torch.arange(num_used + slots.shape[1], device=slots.device)[None]  # [1, K]
 
@@ -96,9 +148,11 @@ class TappedTarget:
             return additive_mask(causal_visibility(slots, keys, window)[:, None], self.target.dtype)
 
         window = getattr(config, "sliding_window", None)
-        types = set(getattr(config, "layer_types", None) or ())
-        if types == {"full_attention", "sliding_attention"}:
-            return {"full_attention": mask(None), "sliding_attention": mask(window)}
+        types = set(self._layer_types())
+        if len(types) > 1:
+            masks: dict[str, torch.Tensor | None] = dict.fromkeys(types & set(LINEAR_TYPES), is_real)
+            attention = types - set(LINEAR_TYPES)
+            return masks | {name: mask(window if name == "sliding_attention" else None) for name in attention}
         return mask(None if types == {"full_attention"} else window)
 
 

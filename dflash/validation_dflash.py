@@ -5,21 +5,88 @@ Pairs of models, prompts and requests that the loop cannot run exactly. It runs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import __version__
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from .recurrent_dflash import LINEAR_TYPES, is_supported
+from .verification_dflash import VERIFICATIONS
 
 
-# Layer types of transformers that keep a running state instead of keys and values: it cannot be rolled back by a
-# length.
-RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
+logger = logging.get_logger(__name__)
 
+# Layer types of transformers whose keys and values can be rolled back by a length.
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# Targets that mix them with linear layers, and whose linear layers are known to replay exactly (`recurrent_dflash`).
+HYBRID_FAMILIES = {
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+
+# Multimodal targets whose text behind an image is known to be exact, by the model_type of their config.
+IMAGE_FAMILIES = {
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+}
+
+# What `generate` prepares for the forward of any model.
+PREPARED_INPUTS = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
 
 # Rotary embeddings that change with the length of the text.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
+
+# Logits processors of transformers that remember what they were shown.
+STATEFUL_PROCESSORS = {
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+}
+
+# Arguments of `generate` that belong to other ways of decoding, or to a forward that is not ours to shape.
+NO_MEANING_HERE = (
+    "assistant_early_exit",
+    "assistant_model",
+    "assistant_tokenizer",
+    "cache_implementation",
+    "cache_position",
+    "custom_generate",
+    "inputs_embeds",
+    "logits_to_keep",
+    "negative_prompt_attention_mask",
+    "negative_prompt_ids",
+    "past_key_values",
+    "position_ids",
+    "speculation_type",
+    "synced_gpus",
+    "use_mtp",
+)
+
+# Settings that `generate` would act upon itself if it found them in a config.
+KEYWORD_ONLY = ("prompt_lookup_num_tokens", "stop_strings")
 
 # What a tokenizer may return beside the ids and their mask, if it says nothing (all zero).
 IGNORABLE_INPUTS = {"token_type_ids"}
@@ -33,7 +100,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         if isinstance(layers, nn.ModuleList):
             return layers
     raise ValueError(
-        f"{type(target).__name__} shows no list of decoder layers, so its hidden states cannot be tapped."
+        f"{type(target).__name__} shows no list of decoder layers, so its hidden states cannot be tapped. Use target.generate."
     )
 
 
@@ -54,13 +121,7 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
             "AutoModelForCausalLM.from_pretrained."
         )
     config = target.config.get_text_config(decoder=True)
-    recurrent = RECURRENT_LAYER_TYPES & set(getattr(config, "layer_types", None) or ())
-    if recurrent or getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state ({', '.join(sorted(recurrent)) or 'stateful'}) that cannot be rolled back "
-            "behind rejected tokens: DFlash would not be lossless on it. Use target.generate."
-        )
-
+    _check_layers(target)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -80,7 +141,7 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
             f"The drafter's hidden_size is {own.hidden_size} and the target's is {config.hidden_size}: this drafter was "
             "trained for another target."
         )
-    if own.vocab_size != config.vocab_size:
+    if own.vocab_size and own.vocab_size != config.vocab_size:  # one dialect does not say it
         raise ValueError(
             f"The drafter's vocab_size is {own.vocab_size} and the target's is {config.vocab_size}: this drafter was "
             "trained for another target, or the target's embedding was resized."
@@ -98,6 +159,43 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         )
 
 
+def _check_layers(target: PreTrainedModel) -> None:
+    """Raises ValueError if what the target keeps of its text cannot be rolled back exactly."""
+    name = type(target).__name__
+    config = target.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or ())
+    others = types - ATTENTION_TYPES
+    if config.model_type in HYBRID_FAMILIES and others <= set(LINEAR_TYPES) and types & ATTENTION_TYPES:
+        if not is_supported():
+            raise ValueError(
+                f"{name} keeps a recurrent state ({', '.join(sorted(others))}) that transformers {__version__} cannot roll back "
+                "behind rejected tokens: install transformers 5, or use target.generate."
+            )
+        return
+    others |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
+    if others or getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a state of its text ({', '.join(sorted(others)) or 'stateful'}) that cannot be rolled back "
+            "exactly behind rejected tokens: DFlash would not be lossless on it. Use target.generate."
+        )
+    supports_caches = getattr(target, "_supports_default_dynamic_cache", None)
+    if supports_caches is not None and not supports_caches():
+        raise ValueError(
+            f"{name} keeps its text in a cache of its own, which cannot be rolled back behind rejected tokens. Use "
+            "target.generate."
+        )
+    if getattr(config, "altup_num_inputs", None) is not None:
+        raise ValueError(
+            f"{name} carries altup_num_inputs={config.altup_num_inputs} streams of hidden states from layer to layer, and a "
+            "drafter reads one. Use target.generate."
+        )
+    if getattr(config, "index_topk", None) is not None:
+        raise ValueError(
+            f"{name} attends to the index_topk={config.index_topk} keys that an indexer picks, and may pick others for a "
+            "block than for single tokens: DFlash would not be lossless on it. Use target.generate."
+        )
+
+
 def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int) -> None:
     """Raises ValueError unless both models take the masks that rows of different lengths need."""
     if num_rows == 1:
@@ -110,12 +208,58 @@ def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int
                 f"lengths need: load the {name} with attn_implementation='sdpa', or pass one prompt at a time."
             )
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
-    unknown = types - {"full_attention", "sliding_attention"}
+    unknown = types - {"full_attention", "sliding_attention", *LINEAR_TYPES}
     if unknown:
         raise ValueError(
             f"{type(target).__name__} has layers of type {', '.join(sorted(unknown))}, whose masks for {num_rows} rows of "
             "different lengths are not known here: pass one prompt at a time."
         )
+
+
+def read_prompt_inputs(
+    target: PreTrainedModel,
+    model_kwargs: Mapping[str, Any],
+    input_ids: torch.Tensor,
+    conversation: Any = None,
+) -> dict[str, Any]:
+    """What a request holds for the prompt's forward beside ids and mask: images, and nothing for a text.
+
+    Raises:
+        ValueError: if there is something, and the target is not known to be exact behind it, or the prompt is not a
+            single one without padding and without a conversation.
+    """
+    inputs = {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in PREPARED_INPUTS and not _says_nothing(name, value)
+    }
+    if not inputs:
+        return {}
+    named = ", ".join(sorted(inputs))
+    if target.config.model_type not in IMAGE_FAMILIES:
+        raise ValueError(
+            f"{type(target).__name__} was given more than token ids ({named}), and its text behind that is not known to be "
+            "exact here: leave it out, or use target.generate."
+        )
+    attention_mask = model_kwargs.get("attention_mask")
+    if len(input_ids) > 1 or (attention_mask is not None and not bool(attention_mask.all())):
+        raise ValueError(
+            f"{named} came with {len(input_ids)} rows or with padding: pass one prompt at a time, unpadded."
+        )
+    if conversation is not None:
+        raise ValueError(f"{named} came with a conversation, which knows token ids alone: leave the conversation out.")
+    if model_kwargs.get("position_ids") is not None:  # of three axes, where an image has them
+        inputs["position_ids"] = model_kwargs["position_ids"]
+    return inputs
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    # Types that are all zero mean text; where there is no image, transformers 5 passes an empty dict of encoded ones.
+    return (
+        value is None
+        or (name.endswith("token_type_ids") and not bool(value.any()))
+        or (isinstance(value, dict) and not value)
+    )
 
 
 def max_positions(target: PreTrainedModel) -> int | None:
@@ -130,29 +274,42 @@ def max_positions(target: PreTrainedModel) -> int | None:
 
 
 def read_prompt(
-    input_ids: Any, attention_mask: torch.Tensor | None = None
+    input_ids: Any, attention_mask: torch.Tensor | None = None, target: PreTrainedModel | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The prompt's ids [1, S] and its mask, out of a tensor or of what a tokenizer returns; ValueError if it is none."""
+    """Ids [B, S] and their mask, out of a tensor, of what a tokenizer returns, or of a list of prompts.
+
+    Raises:
+        ValueError: if it is none of these, is empty, or its mask does not fit.
+    """
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise ValueError(
                 f"The prompt holds {sorted(input_ids)} and no input_ids: pass what the tokenizer returns."
             )
         for name in set(input_ids) - {"input_ids", "attention_mask"}:
-            if name not in IGNORABLE_INPUTS or bool(torch.as_tensor(input_ids[name]).any()):
+            if name not in IGNORABLE_INPUTS or any_nonzero(input_ids[name]):
                 raise ValueError(f"The prompt holds {name}, which this loop cannot feed to the target: leave it out.")
-        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
+        # A list of prompts is padded here, where lengths tell what is padding.
+        if attention_mask is None and isinstance(input_ids["input_ids"], torch.Tensor):
+            attention_mask = input_ids.get("attention_mask")
         input_ids = input_ids["input_ids"]
+    if isinstance(input_ids, (list, tuple)) and len(input_ids) and not isinstance(input_ids[0], str):
+        if attention_mask is not None:
+            raise ValueError(
+                "A list of prompts needs no attention_mask: leave it out, or pass a padded tensor with it."
+            )
+        input_ids, attention_mask = pad_prompts(input_ids, target)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
         shown = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise ValueError(
-            f"input_ids is {shown}: pass a tensor of token ids [1, S], or what the tokenizer returns for 'pt'."
+            f"input_ids is {shown}: pass a tensor of token ids [B, S], what the tokenizer returns, or a list of prompts' ids."
         )
     if 0 in input_ids.shape:
         raise ValueError(
             f"The prompt is empty (input_ids is {list(input_ids.shape)}): give at least one token, for example bos_token_id."
         )
     if attention_mask is not None:
+        attention_mask = torch.as_tensor(attention_mask)
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}: they must be equal."
@@ -161,21 +318,54 @@ def read_prompt(
     return input_ids, attention_mask
 
 
+def any_nonzero(values: Any) -> bool:
+    """Whether a tokenizer's field, a tensor or lists of any depth, holds anything but zeros."""
+    if isinstance(values, (list, tuple)):
+        return any(map(any_nonzero, values))
+    return bool(torch.as_tensor(values).any())
+
+
+def pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of any lengths, each a list or tensor of ids, padded on the left: ids and mask, both [B, S]."""
+    try:
+        rows = [torch.as_tensor(prompt, dtype=torch.long).flatten() for prompt in prompts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The list of prompts holds something else than token ids ({error}): pass lists or tensors of ids."
+        ) from error
+    empty = [index for index, row in enumerate(rows) if not len(row)]
+    if empty:
+        raise ValueError(f"Prompt {empty[0]} of the list is empty: give at least one token, for example bos_token_id.")
+    config = None if target is None else target.generation_config
+    pad = getattr(config, "pad_token_id", None)
+    pad = getattr(config, "eos_token_id", None) if pad is None else pad
+    pad_token_id = (pad[0] if isinstance(pad, list) else pad) or 0  # masked: it only has to be some token
+    width = max(map(len, rows))
+    input_ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad_token_id) for row in rows])
+    lengths = torch.tensor([[len(row)] for row in rows])
+    return input_ids, (torch.arange(width) >= width - lengths).long()
+
+
 def check_request(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
     prompt_ids: torch.Tensor,
-    block_size: int,
-    temperature: float | None,
-    do_sample: bool | None,
+    attention_mask: torch.Tensor | None,
     kwargs: Mapping[str, Any],
 ) -> None:
     """Raises ValueError, with the value and the remedy, for a request that cannot be run exactly."""
-    if not 2 <= block_size <= drafter.config.block_size:
+    block_size, verification = kwargs.get("block_size"), kwargs.get("verification", "auto")
+    if block_size is not None and not 2 <= block_size <= drafter.config.block_size:
         raise ValueError(
             f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
         )
-    vocab_size, smallest, largest = drafter.config.vocab_size, int(prompt_ids.min()), int(prompt_ids.max())
+    if verification not in VERIFICATIONS:
+        raise ValueError(f"verification={verification!r}: use one of {', '.join(VERIFICATIONS)}.")
+    vocab_size, smallest, largest = (
+        target.config.get_text_config(decoder=True).vocab_size,
+        int(prompt_ids.min()),
+        int(prompt_ids.max()),
+    )
     if largest >= vocab_size or smallest < 0:
         raise ValueError(
             f"Token id {smallest if smallest < 0 else largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
@@ -189,6 +379,7 @@ def check_request(
         value = kwargs.get(name)
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value}: ask for at least one new token.")
+    temperature, do_sample = kwargs.get("temperature"), kwargs.get("do_sample")
     if temperature is not None and not temperature >= 0:
         raise ValueError(f"temperature={temperature}: use 0 for greedy decoding or a number above 0 to sample.")
     if temperature == 0 and do_sample:
@@ -198,22 +389,75 @@ def check_request(
         raise ValueError(f"top_p={top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
     if top_k is not None and top_k < 0:
         raise ValueError(f"top_k={top_k}: use the number of tokens to keep, or 0 to keep every token.")
-    if kwargs.get("streamer") is not None:
-        raise ValueError("generate_blocks yields the blocks themselves: pass the streamer to spec_generate.")
-    for name in (
-        "position_ids",
-        "assistant_model",
-        "prompt_lookup_num_tokens",
-        "past_key_values",
-        "custom_generate",
-        "inputs_embeds",
-    ):
+    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
+        value = kwargs.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: use at least 1, or leave it out.")
+    if kwargs.get("max_matching_ngram_size") is not None and kwargs.get("prompt_lookup_num_tokens") is None:
+        raise ValueError(
+            "max_matching_ngram_size belongs to a prompt lookup: pass prompt_lookup_num_tokens beside it."
+        )
+    check_special_tokens(target, prompt_ids, attention_mask, kwargs)
+    for name in NO_MEANING_HERE:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
+    for name in KEYWORD_ONLY:
+        if any(
+            getattr(c, name, None) is not None for c in (kwargs.get("generation_config"), target.generation_config)
+        ):
+            raise ValueError(
+                f"A generation config holds {name}, which speculation reads as a keyword alone: pass {name}=… to "
+                "spec_generate (with tokenizer=… for stop strings), or take it out of the config."
+            )
 
 
-def check_prepared(generation_config: Any, attention_mask: torch.Tensor | None) -> None:
+def check_special_tokens(
+    target: PreTrainedModel, prompt_ids: torch.Tensor, attention_mask: torch.Tensor | None, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses a pad id inside a prompt without a mask, which `generate` would hide; says when a prompt ends in a stop."""
+    config = kwargs.get("generation_config") or target.generation_config
+    stops = kwargs.get("eos_token_id") if kwargs.get("stop_token_ids") is None else kwargs["stop_token_ids"]
+    stops = getattr(config, "eos_token_id", None) if stops is None else stops
+    stop_ids = torch.as_tensor([] if stops is None else stops, dtype=torch.long).flatten()
+    pad = kwargs.get("pad_token_id")
+    pad = getattr(config, "pad_token_id", None) if pad is None else pad
+    prompt_ids = prompt_ids.cpu()
+    if attention_mask is None and pad is not None and pad not in stop_ids:
+        check_padding(prompt_ids != pad)
+        is_text = (prompt_ids != pad).long().cumsum(dim=1) > 0  # from the first token that is not padding on
+        inside = ((prompt_ids == pad) & is_text).nonzero()
+        if len(inside):
+            row, column = inside[0].tolist()
+            raise ValueError(
+                f"Row {row} of the prompt holds the pad id {pad} at column {column} and no attention_mask was given, so "
+                "generate would hide that token: pass attention_mask (all ones if it is a token like others)."
+            )
+    ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
+    if ended:
+        logger.warning(
+            f"Row {ended[0]} of the prompt already ends in the stop token {int(prompt_ids[ended[0], -1])}: the text goes on "
+            "behind it, as in generate. Did the tokenizer append it?"
+        )
+
+
+def check_processors(processors: Iterable[Any]) -> None:
+    """Refuses logits processors whose answer depends on more than `(input_ids, scores)`."""
+    for processor in processors:
+        if type(processor).__name__ in STATEFUL_PROCESSORS:
+            raise ValueError(
+                f"{type(processor).__name__} keeps a state from call to call, which asking it about drafted tokens would "
+                "spoil: leave it out, or use target.generate."
+            )
+
+
+def check_prepared(
+    generation_config: Any, attention_mask: torch.Tensor | None, num_rows: int, conversation: Any
+) -> None:
     """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
+    if conversation is not None and num_rows > 1:
+        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_rows}: give each its own.")
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache=False: speculation verifies behind cached keys and values; leave it out.")
     for name, plain in (
         ("num_beams", 1),
         ("penalty_alpha", None),
@@ -222,8 +466,6 @@ def check_prepared(generation_config: Any, attention_mask: torch.Tensor | None) 
         ("constraints", None),
         ("guidance_scale", 1),
         ("watermarking_config", None),
-        ("output_scores", False),
-        ("output_logits", False),
         ("output_attentions", False),
         ("output_hidden_states", False),
         ("cache_implementation", None),

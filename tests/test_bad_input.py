@@ -138,12 +138,6 @@ def test_drafter_without_mask_or_layers(name: str) -> None:
         DFlashDraftModel(DFlashConfig(**DIMENSIONS, num_hidden_layers=1, **fields))
 
 
-def test_drafter_whose_anchor_row_predicts() -> None:
-    """Known trap: such a checkpoint would run in this loop at zero acceptance."""
-    with pytest.raises(ValueError, match="sample_from_anchor=True"):
-        make_drafter(sample_from_anchor=True)
-
-
 # Prompts.
 
 
@@ -182,7 +176,7 @@ def test_positions_count_rope_scaling(length: int, is_refused: bool) -> None:
         (torch.ones(0, 5, dtype=torch.long), ["empty", "[0, 5]"]),
         (torch.ones(5, dtype=torch.long), ["(5,)", "token ids ["]),
         (torch.ones(1, 5), ["input_ids", "token ids"]),
-        ([[1, 2, 3]], ["list", "tensor"]),
+        ([["a", "prompt"]], ["list", "token ids"]),
         ("a prompt", ["str", "tensor"]),
         (torch.tensor([[1, 96]]), ["96", "vocabulary of 96", "tokenizer"]),
         (torch.tensor([[1, -3, 2]]), ["-3", "vocabulary of 96", "tokenizer"]),
@@ -238,9 +232,8 @@ def test_batch_encoding_without_ids(tiny_target: PreTrainedModel, tiny_drafter: 
         ({"block_size": 7}, ["block_size=7", "2 to 6"]),
         ({"stop_strings": "ab"}, ["stop_strings", "tokenizer"]),
         ({"num_beams": 4}, ["num_beams=4", "target.generate"]),
-        ({"output_scores": True}, ["output_scores=True", "target.generate"]),
         ({"output_hidden_states": True}, ["output_hidden_states=True", "target.generate"]),
-        ({"prompt_lookup_num_tokens": 3}, ["prompt_lookup_num_tokens"]),
+        ({"prompt_lookup_num_tokens": 0}, ["prompt_lookup_num_tokens=0"]),
         ({"past_key_values": object()}, ["past_key_values"]),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, ["inputs_embeds"]),
         ({"max_length": 9, "max_new_tokens": "absent"}, ["9"]),

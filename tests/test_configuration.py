@@ -456,15 +456,21 @@ def test_default_taps_are_always_valid(num_layers: int, num_taps: int) -> None:
         ),
         ({"layer_types": ["chunked_attention"] * 2}, ["chunked_attention", "sliding_attention"]),
         ({"target_layer_ids": None, "num_target_layers": 1}, ["num_target_layers=1", "at least 2"]),
-        ({"sample_from_anchor": True}, ["sample_from_anchor=True"]),
-        ({"dflash_config": {"sample_from_anchor": True}}, ["sample_from_anchor=True"]),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 1024}}, ["use_swa=True"]),
+        ({"sample_from_anchor": True, "block_size": 0}, ["block_size=0"]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 1024}}, ["use_swa=True", "from_pretrained"]),
         ({"dflash_config": {"attention_sink_bias": True}}, ["attention_sink_bias=True"]),
         ({"dflash_config": {"attention_value_scale": 0.612}}, ["attention_value_scale=0.612"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
-        ({"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size=2"]),
-        ({"dflash_config": {"selector_rank": 256}}, ["selector_rank=256"]),
-        ({"transformer_layer_config": {}}, ["transformer_layer_config"]),
+        ({"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size=2", "conv_group_size=None"]),
+        ({"conv_kernel_size": 2, "conv_group_size": 5}, ["conv_group_size=5", "hidden_size=32"]),
+        ({"dflash_config": {"selector_rank": 256}}, ["selector_rank=256", "selector_top_k=None"]),
+        ({"selector_rank": 4, "selector_top_k": 97}, ["selector_top_k=97", "96"]),
+        ({"draft_vocab_size": 97}, ["draft_vocab_size=97", "vocab_size=96"]),
+        ({"target_hidden_size": 64}, ["target_hidden_size=64", "hidden_size=32"]),
+        ({"output_multiplier": 2.0, "dflash_config": {"output_multiplier": 3.0}}, ["output_multiplier", "2.0", "3.0"]),
+        ({"final_logit_softcapping": 0.0}, ["final_logit_softcapping=0.0"]),
+        ({"markov_rank": 8}, ["markov_rank=8"]),
+        ({"transformer_layer_config": {"hidden_size": 32}}, ["transformer_layer_config", "from_pretrained"]),
     ],
     ids=lambda value: None if isinstance(value, list) else json.dumps(value),
 )
@@ -480,3 +486,38 @@ def test_bad_values_are_said(fields: dict[str, Any], phrases: list[str]) -> None
 def test_fields_that_are_switched_off_are_accepted(fields: dict[str, Any]) -> None:
     """Promise: a field that says "absent" refuses nothing."""
     assert drafter_config(**fields).block_size == BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sample_from_anchor", True),
+        ("draft_vocab_size", 7),
+        ("input_embedding_scale", 2.0),
+        ("output_multiplier", 0.5),
+        ("final_logit_softcapping", 30.0),
+    ],
+)
+def test_optional_fields_are_written_twice_where_they_say_something(tmp_path: Path, name: str, value: Any) -> None:
+    """Promise: engines look for them in either place; a drafter without them has neither, for some read a null as a value."""
+    drafter_config().save_pretrained(tmp_path / "plain")
+    plain = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert name not in plain
+    assert name not in plain["dflash_config"]
+    for fields in ({name: value}, {"dflash_config": {name: value}}):
+        drafter_config(**fields).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written[name] == written["dflash_config"][name] == value
+        assert getattr(DFlashConfig.from_pretrained(tmp_path), name) == value
+
+
+def test_number_of_proposals() -> None:
+    """Promise: every row proposes but the anchor's, unless it is declared to; then even a block of one row is a block."""
+    assert drafter_config().num_proposals == BLOCK_SIZE - 1
+    assert drafter_config(sample_from_anchor=True).num_proposals == BLOCK_SIZE
+    assert drafter_config(sample_from_anchor=True, block_size=1).num_proposals == 1
+
+
+def test_a_head_over_the_whole_vocabulary_is_no_reduced_head() -> None:
+    """Promise: `draft_vocab_size` equal to the target's says nothing, and nothing is made of it."""
+    assert drafter_config(draft_vocab_size=DIMENSIONS["vocab_size"]).draft_vocab_size is None

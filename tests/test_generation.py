@@ -39,7 +39,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dflash import DFlashOutput, generate_blocks, generation_dflash, spec_generate
+from dflash import (
+    DFlashOutput,
+    conversation_dflash,
+    drafting_dflash,
+    generate_blocks,
+    spec_generate,
+    verification_dflash,
+)
 from dflash.verification_dflash import PositionNoise, choose_sampled
 
 
@@ -128,7 +135,7 @@ def test_cache_grows_past_its_first_room(
     tiny_target: PreTrainedModel, prompt_ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise: the preallocated room is no limit on the text."""
-    monkeypatch.setattr(generation_dflash, "INITIAL_NEW_TOKENS", 3)
+    monkeypatch.setattr(conversation_dflash, "INITIAL_NEW_TOKENS", 3)
     expected = greedy(tiny_target, prompt_ids, max_new_tokens=50)
     output = run(ScriptedDrafter(tiny_target, expected, MIXED), tiny_target, prompt_ids, max_new_tokens=50)
     assert torch.equal(output.sequences, expected)
@@ -560,7 +567,7 @@ def test_inactive_drafter_is_reported_once(
         ([0], 20),
         ([N - 1], 50),
         ([1] + [0] * 60, 50),
-        ([0] * (generation_dflash.INACTIVE_STEPS - 1) + [1] + [0] * 60, 50),
+        ([0] * (drafting_dflash.INACTIVE_STEPS - 1) + [1] + [0] * 60, 50),
     ],
     ids=["too short to say", "active", "once at first", "once at the last step looked at"],
 )
@@ -919,7 +926,7 @@ def test_a_wrong_accept_rule_fails_the_law_test(
     law_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, wrong_rule: Any
 ) -> None:
     """The test of the test: a rule that keeps what the target did not choose is caught by the same chi-square."""
-    monkeypatch.setattr(generation_dflash, "accept_prefix", wrong_rule)
+    monkeypatch.setattr(verification_dflash, "accept_prefix", wrong_rule)
     options = LAW_OPTIONS[0]
     assert p_value(sample_cells(law_target, {"top_k": 0, **options}, 400), exact_law(law_target, options)) < 1e-6
 

@@ -16,21 +16,34 @@ SHIPPED = {name for name in FILES if name.endswith("_dflash")}
 
 # A shipped file may import these siblings and no others; (lazy) ones inside a function alone.
 ARROWS = {
-    "configuration_dflash": set(),
+    "configuration_dflash": {"dialects_dflash"},
     # Lazily the loop, and with it every file that the loop needs: transformers 4.57 ships only what this file names.
     "modeling_dflash": {
-        "configuration_dflash", "masks_dflash", "(generation_dflash)", "(cache_dflash)", "(target_dflash)",
-        "(validation_dflash)", "(verification_dflash)"
+        "configuration_dflash", "dialects_dflash", "masks_dflash", "(generation_dflash)", "(cache_dflash)",
+        "(conversation_dflash)", "(decoding_dflash)", "(drafting_dflash)", "(judging_dflash)", "(lookup_dflash)",
+        "(recurrent_dflash)", "(rows_dflash)", "(target_dflash)", "(validation_dflash)", "(verification_dflash)"
     },
     "masks_dflash": set(),
     "cache_dflash": set(),
+    "recurrent_dflash": {"cache_dflash"},
     "verification_dflash": set(),
-    "validation_dflash": set(),
-    "target_dflash": {"validation_dflash", "cache_dflash", "masks_dflash"},
-    "generation_dflash": {
-        "cache_dflash", "masks_dflash", "target_dflash", "validation_dflash", "verification_dflash", "dialects_dflash", "latency_dflash"
+    "rows_dflash": set(),
+    "validation_dflash": {"recurrent_dflash", "verification_dflash"},
+    "target_dflash": {"validation_dflash", "cache_dflash", "masks_dflash", "recurrent_dflash"},
+    "conversation_dflash": {"cache_dflash", "target_dflash"},
+    "lookup_dflash": {"rows_dflash"},
+    "drafting_dflash": {
+        "conversation_dflash", "lookup_dflash", "masks_dflash", "rows_dflash", "target_dflash", "verification_dflash"
     },
-    "dialects_dflash": {"configuration_dflash"},
+    "judging_dflash": {"rows_dflash", "verification_dflash"},
+    "decoding_dflash": {
+        "conversation_dflash", "drafting_dflash", "judging_dflash", "rows_dflash", "target_dflash", "verification_dflash"
+    },
+    "generation_dflash": {
+        "conversation_dflash", "decoding_dflash", "drafting_dflash", "judging_dflash", "lookup_dflash", "rows_dflash",
+        "target_dflash", "validation_dflash", "verification_dflash"
+    },
+    "dialects_dflash": set(),
     "latency_dflash": set(),
 }  # fmt: skip
 # Rooms above the shipped files: entered by their front door (`from dflash.evaluation import x`) alone. The last two are the top.
@@ -143,7 +156,7 @@ def test_planted_fault_is_found(name: str, source: str) -> None:
     ("name", "source"),
     [
         ("modeling_dflash", "def f():\n    from .generation_dflash import spec_generate"),
-        ("generation_dflash", "from .cache_dflash import PreallocatedCache"),
+        ("conversation_dflash", "from .cache_dflash import PreallocatedCache"),
         ("latency_dflash", "import time"),
         ("cli", "from .evaluation import timed_blocks"),
         ("evaluation/harness", "from .timing import timed_blocks\nfrom dflash.hub import save_checkpoint"),

@@ -45,23 +45,47 @@ def naive_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return weight * x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
 
 
-def naive_rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
+def naive_rope(x: torch.Tensor, position: int, frequencies: list[float], scaling: float) -> torch.Tensor:
     """One head's vector [E] turned by its position: pairs (i, i + E / 2)."""
     half = x.shape[-1] // 2
     turned = torch.empty_like(x)
     for i in range(half):
-        angle = position * theta ** (-2 * i / x.shape[-1])
-        cos, sin = math.cos(angle), math.sin(angle)
+        angle = position * frequencies[i]
+        cos, sin = scaling * math.cos(angle), scaling * math.sin(angle)
         turned[i] = x[i] * cos - x[i + half] * sin
         turned[i + half] = x[i + half] * cos + x[i] * sin
     return turned
 
 
+def naive_conv(rows: torch.Tensor, source: torch.Tensor, weights: dict[str, torch.Tensor], side: int) -> torch.Tensor:
+    """DFlash2's convolution of one block's rows [N, D], whose kernels come from `source` [N, D]; side 0 is the input's."""
+    base, projection = (
+        weights["base_kernel"],
+        weights["kernel_projection.weight"],
+    )  # [2, taps, D], [2 * taps * groups, D]
+    _, num_taps, width = base.shape
+    num_groups = len(projection) // (2 * num_taps)
+    mixed = torch.zeros_like(rows)
+    for i, tap, channel in itertools.product(range(len(rows)), range(num_taps), range(width)):
+        if i >= tap:
+            group = channel // (width // num_groups)
+            delta = projection[(side * num_taps + tap) * num_groups + group] @ source[i]
+            mixed[i, channel] += (base[side, tap, channel] + delta) * rows[i - tap, channel]
+    return mixed
+
+
 def naive_forward(
-    config: Any, weights: dict[str, torch.Tensor], block: torch.Tensor, features: torch.Tensor, theta: float = 10000.0
+    config: Any,
+    weights: dict[str, torch.Tensor],
+    block: torch.Tensor,
+    features: torch.Tensor,
+    theta: float = 10000.0,
+    frequencies: list[float] | None = None,
+    rope_scaling: float = 1.0,
 ) -> torch.Tensor:
     """DFlash's forward of one block [N, D] behind its context features [C, L * D], by the published rules."""
     eps, head_dim = config.rms_norm_eps, config.head_dim
+    frequencies = frequencies or [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
     context = naive_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     num_context, x = len(context), block
@@ -75,9 +99,16 @@ def naive_forward(
 
         def project(rows: torch.Tensor, kind: str, here: dict[str, torch.Tensor] = here) -> torch.Tensor:
             made = rows @ here[f"self_attn.{kind}_proj.weight"].T
-            return made + here.get(f"self_attn.{kind}_proj.bias", torch.zeros(made.shape[-1]))
+            return made + here.get(f"self_attn.{kind}_proj.bias", torch.zeros(made.shape[-1], dtype=made.dtype))
 
-        h = naive_norm(x, here["input_layernorm.weight"], eps)
+        def conv(rows: torch.Tensor, source: torch.Tensor, kind: str, side: int, here: Any = here) -> torch.Tensor:
+            own = {
+                name.removeprefix(f"{kind}_conv."): w for name, w in here.items() if name.startswith(f"{kind}_conv.")
+            }
+            return naive_conv(rows, source, own, side) if own else rows
+
+        normed = naive_norm(x, here["input_layernorm.weight"], eps)
+        h = conv(normed, normed, "attention", 0)
         states = torch.cat([context, h])  # the context skips input_layernorm
         query = naive_norm(project(h, "q").view(len(h), num_heads, head_dim), here["self_attn.q_norm.weight"], eps)
         key = naive_norm(project(states, "k").view(-1, num_groups, head_dim), here["self_attn.k_norm.weight"], eps)
@@ -87,14 +118,14 @@ def naive_forward(
         declared = getattr(config, "is_causal", None)
         causal = sliding if declared is None else declared
         turned_key = [
-            [naive_rope(key[position, group], position, theta) for group in range(num_groups)]
+            [naive_rope(key[position, group], position, frequencies, rope_scaling) for group in range(num_groups)]
             for position in positions
         ]
-        attended = torch.zeros(len(h), num_heads, head_dim)
+        attended = torch.zeros(len(h), num_heads, head_dim, dtype=h.dtype)
         for row, head in itertools.product(range(len(h)), range(num_heads)):
             group = head // (num_heads // num_groups)
             q_position = num_context + row
-            turned = naive_rope(query[row, head], q_position, theta)
+            turned = naive_rope(query[row, head], q_position, frequencies, rope_scaling)
             scores, seen = [], []
             for k_position in positions:
                 if sliding and not q_position - k_position < config.sliding_window:
@@ -106,10 +137,11 @@ def naive_forward(
                 scores.append(turned @ turned_key[k_position][group] / math.sqrt(head_dim))
                 seen.append(value[k_position, group])
             attended[row, head] = torch.stack(scores).softmax(dim=0) @ torch.stack(seen)
-        x = x + project(attended.reshape(len(h), -1), "o")
-        h = naive_norm(x, here["post_attention_layernorm.weight"], eps)
+        x = x + conv(project(attended.reshape(len(h), -1), "o"), normed, "attention", 1)
+        normed = naive_norm(x, here["post_attention_layernorm.weight"], eps)
+        h = conv(normed, normed, "mlp", 0)
         gate, up = h @ here["mlp.gate_proj.weight"].T, h @ here["mlp.up_proj.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ here["mlp.down_proj.weight"].T
+        x = x + conv((gate * torch.sigmoid(gate) * up) @ here["mlp.down_proj.weight"].T, normed, "mlp", 1)
     return naive_norm(x, weights["norm.weight"], eps)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_dialects import deepspec, speculators_reduced, zlab_dflash2
 from tiny_models import (
     BLOCK_SIZE,
     PAD_TOKEN_ID,
@@ -35,14 +36,23 @@ from transformers import (
 )
 
 import dflash
+from dflash.checkpoints import convert_checkpoint
 
 
 SHIPPED_CODE = {
     "cache_dflash.py",
     "configuration_dflash.py",
+    "conversation_dflash.py",
+    "decoding_dflash.py",
+    "dialects_dflash.py",
+    "drafting_dflash.py",
     "generation_dflash.py",
+    "judging_dflash.py",
+    "lookup_dflash.py",
     "masks_dflash.py",
     "modeling_dflash.py",
+    "recurrent_dflash.py",
+    "rows_dflash.py",
     "target_dflash.py",
     "validation_dflash.py",
     "verification_dflash.py",
@@ -240,6 +250,40 @@ def test_published_snippet_in_a_process_without_the_package(
     shutil.rmtree(tmp_path / "elsewhere")
     again = run_script(PRELUDE + SNIPPET + PROBE + REPORT, tmp_path / "third", DRAFTER=resaved, TARGET=target_folder)
     assert_as_expected(again, expected)
+
+
+CONVERTED = """
+from transformers import AutoModel
+reports = []
+for folder in FOLDERS:
+    draft = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype="auto").eval()
+    config = draft.config
+    generator = torch.Generator().manual_seed(3)
+    block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
+    features = torch.randn(1, 9, len(config.target_layer_ids) * config.hidden_size, generator=generator)
+    weight = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    with torch.no_grad():
+        rows = draft(block, features).last_hidden_state[:, -config.num_proposals:]
+    proposals = draft.propose(rows, torch.tensor([[3]]), lambda hidden: hidden @ weight.T)
+    reports.append({"rows": rows.flatten().tolist(), "ids": proposals.token_ids.tolist()})
+"""
+
+
+def test_converted_checkpoints_stand_alone(tmp_path: Path) -> None:
+    """Promise: what another tool wrote, once converted, is the same drafter where neither tool nor package is there."""
+    folders = []
+    for maker in (zlab_dflash2, speculators_reduced, deepspec):
+        source = maker().write(tmp_path / maker.__name__)
+        folders.append(str(convert_checkpoint(source, tmp_path / f"{maker.__name__}-DFlash")))
+    report = run_script(
+        PRELUDE + CONVERTED + "print(json.dumps({'reports': reports}))", tmp_path / "elsewhere", FOLDERS=folders
+    )
+    here = "class AutoModel:\n    from_pretrained = lambda folder, trust_remote_code, **k: DFlashDraftModel.from_pretrained(folder, **k)"
+    values: dict[str, Any] = {"FOLDERS": folders, "torch": torch, "DFlashDraftModel": dflash.DFlashDraftModel}
+    exec(CONVERTED.replace("from transformers import AutoModel", here), values)  # the very lines of the subprocess
+    for got, expected in zip(report["reports"], values["reports"], strict=True):
+        assert got["ids"] == expected["ids"]
+        assert got["rows"] == pytest.approx(expected["rows"], abs=1e-5)
 
 
 def test_package_class_loads_what_it_saved(

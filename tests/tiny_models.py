@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     LlamaConfig,
@@ -79,6 +81,441 @@ def make_target(kind: str = "qwen3", seed: int | None = None, **overrides: Any) 
     return model_class(config_class(**fields)).float().eval()
 
 
+@dataclass(frozen=True)
+class Family:
+    """How to build a tiny target of one family: names of its classes in transformers, and what its config needs.
+
+    Attributes:
+        model: The class of the model; a version of transformers without it does not have the family.
+        config: The class of its (text) config.
+        fields: What the config needs beyond `DIMENSIONS`; `None` leaves one of those out.
+        window: Positions that its narrowest layers see; `None`: all.
+        versions: Major versions of transformers on which it is served; on others it is refused by name.
+        attention: The implementation it has to be run with, if not sdpa.
+        seed: One whose text is varied on every version.
+        images: What the config of a multimodal wrapper needs around the text's.
+    """
+
+    model: str
+    config: str
+    fields: Any = field(default_factory=dict)
+    window: int | None = None
+    versions: tuple[int, ...] = (4, 5)
+    attention: str = "sdpa"
+    seed: int = 0
+    images: Any = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the installed transformers has it."""
+        return hasattr(transformers, self.model)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is to be served, and not refused, on the installed transformers."""
+        return int(transformers.__version__.split(".")[0]) in self.versions
+
+    def make(self, **overrides: Any) -> PreTrainedModel:
+        """A random fp32 target, in eval mode; its layers are large enough for varied text."""
+        fields = {**DIMENSIONS, **NO_SPECIAL_TOKENS, "num_hidden_layers": NUM_TARGET_LAYERS}
+        # A tied head of random weights likes to repeat the token that came in.
+        fields.update({"tie_word_embeddings": False, **self.fields, **overrides})
+        fields = {name: value for name, value in fields.items() if value is not ABSENT}
+        if self.images is not None:
+            fields = {"text_config": fields, "tie_word_embeddings": False, **self.images}
+        torch.manual_seed(self.seed)
+        target = getattr(transformers, self.model)(getattr(transformers, self.config)(**fields)).float().eval()
+        for name, parameter in target.named_parameters():
+            if "mm_input_projection" in name:  # Gemma 3 begins with zeros, and would see nothing
+                torch.nn.init.normal_(parameter, std=0.3)
+        target.generation_config.eos_token_id = None
+        target.set_attn_implementation(self.attention)
+        return target
+
+    def image_prompt(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Ids [1, 20] with an image of four tokens among them, and what goes with them."""
+        text, image = make_prompt(14, seed=3, vocab_size=IMAGE_TOKEN_ID - 2), [IMAGE_TOKEN_ID] * 4
+        image = torch.tensor([[IMAGE_TOKEN_ID - 2, *image, IMAGE_TOKEN_ID - 1]])
+        ids = torch.cat([text[:, :5], image, text[:, 5:]], dim=1)
+        is_image = (ids == IMAGE_TOKEN_ID).long()
+        noise = torch.Generator().manual_seed(1)
+        if self.images is GEMMA_IMAGES:
+            return ids, {"pixel_values": torch.randn(1, 3, 16, 16, generator=noise), "token_type_ids": is_image}
+        inputs = {
+            "pixel_values": torch.randn(16, 96, generator=noise),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": is_image,
+        }
+        if transformers.__version__.startswith("4"):
+            del inputs["mm_token_type_ids"]
+        return ids, inputs
+
+
+ABSENT = object()  # leaves a field of `DIMENSIONS` out
+ALTERNATING = ["sliding_attention", "full_attention"] * (NUM_TARGET_LAYERS // 2)
+LINEAR_THEN_FULL = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LATENT = {
+    "head_dim": ABSENT,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+DELTA_NET = {
+    "layer_types": LINEAR_THEN_FULL,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
+
+IMAGE_TOKEN_ID = 90
+VISION = {
+    "depth": 2,
+    "hidden_size": HIDDEN_SIZE,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+VISION_3 = {**VISION, "intermediate_size": 32, "out_hidden_size": HIDDEN_SIZE, "num_position_embeddings": 16}
+DEEPSTACK = {**VISION_3, "deepstack_visual_indexes": [0, 1]}
+QWEN_IMAGES = {
+    "image_token_id": IMAGE_TOKEN_ID,
+    "video_token_id": IMAGE_TOKEN_ID + 1,
+    "vision_start_token_id": IMAGE_TOKEN_ID - 2,
+    "vision_end_token_id": IMAGE_TOKEN_ID - 1,
+}
+GEMMA_IMAGES = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": IMAGE_TOKEN_ID,
+    "boi_token_index": IMAGE_TOKEN_ID - 2,
+    "eoi_token_index": IMAGE_TOKEN_ID - 1,
+}
+THREE_AXES = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}}
+INTERLEAVED = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
+
+# Every family that is proven, and how it is built.
+FAMILIES = {
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", seed=3),
+    "qwen3_windows": Family(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ALTERNATING},
+        window=8,
+        seed=2,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS, seed=4),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", "Qwen2MoeConfig", SHARED_EXPERT, seed=1),
+    "llama2": Family("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 4}, seed=1),
+    "llama3.1": Family(
+        "LlamaForCausalLM", "LlamaConfig", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}, seed=7
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+        window=8,
+        attention="eager",
+        seed=8,
+    ),
+    "gemma": Family("GemmaForCausalLM", "GemmaConfig", seed=1),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 4.0,
+        },
+        window=8,
+        attention="eager",
+        seed=8,
+    ),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {"sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ALTERNATING},
+        window=8,
+    ),
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "final_logit_softcapping": 4.0,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        window=8,
+        seed=4,
+    ),
+    "gemma4_shared_kv": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        window=8,
+        seed=9,
+    ),
+    "glm": Family("GlmForCausalLM", "GlmConfig"),
+    "glm4": Family("Glm4ForCausalLM", "Glm4Config"),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        seed=6,
+    ),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", LATENT, seed=5),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2Config",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+        seed=5,
+    ),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", LATENT, seed=5),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, seed=4),
+    "phi": Family("PhiForCausalLM", "PhiConfig", {"head_dim": ABSENT}, seed=2),
+    "phi3": Family("Phi3ForCausalLM", "Phi3Config", {"head_dim": ABSENT}, seed=4),
+    "phi3_window": Family(
+        "Phi3ForCausalLM", "Phi3Config", {"head_dim": ABSENT, "sliding_window": 8}, window=8, seed=3
+    ),
+    "phimoe": Family(
+        "PhimoeForCausalLM",
+        "PhimoeConfig",
+        {"head_dim": ABSENT, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        seed=8,
+    ),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": 8}, window=8, seed=5),
+    "ministral": Family(
+        "MinistralForCausalLM", "MinistralConfig", {"sliding_window": 8, "layer_types": ALTERNATING}, window=8, seed=7
+    ),
+    "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {"sliding_window": None}, seed=3),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        window=8,
+        seed=6,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {
+            "head_dim": ABSENT,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+        seed=7,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        "GraniteMoeConfig",
+        {"head_dim": ABSENT, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0},
+        seed=8,
+    ),
+    "cohere": Family("CohereForCausalLM", "CohereConfig", {"head_dim": ABSENT, "logit_scale": 0.25}, seed=5),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {"sliding_window": 8, "layer_types": ALTERNATING, "logit_scale": 0.25},
+        window=8,
+        seed=7,
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Config", {"no_rope_layers": [1, 0, 1, 0]}, seed=7),
+    "olmo": Family("OlmoForCausalLM", "OlmoConfig", {"head_dim": ABSENT}, seed=2),
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", {"head_dim": ABSENT}, seed=3),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {"head_dim": ABSENT, "sliding_window": 8, "layer_types": ALTERNATING},
+        window=8,
+        seed=8,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM", "OlmoeConfig", {"head_dim": ABSENT, "num_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "ernie4.5": Family("Ernie4_5ForCausalLM", "Ernie4_5Config", seed=3),
+    "ernie4.5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
+        seed=8,
+    ),
+    "seed_oss": Family("SeedOssForCausalLM", "SeedOssConfig"),
+    "exaone4": Family(
+        "Exaone4ForCausalLM", "Exaone4Config", {"sliding_window": 8, "layer_types": ALTERNATING}, window=8, seed=2
+    ),
+    "hunyuan": Family("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", seed=3),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM", "Starcoder2Config", {"head_dim": ABSENT, "sliding_window": 8}, window=8, seed=8
+    ),
+    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", {"head_dim": ABSENT}),
+    "nemotron": Family("NemotronForCausalLM", "NemotronConfig", seed=6),
+    "apertus": Family("ApertusForCausalLM", "ApertusConfig", {"head_dim": ABSENT}, seed=1),
+    "mimo_v2_flash": Family(
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        {
+            "sliding_window": 8,
+            "layer_types": ALTERNATING,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "v_head_dim": 8,
+        },
+        window=8,
+        attention="eager",
+        seed=4,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", "Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT}, versions=(5,), seed=3
+    ),
+    "qwen3.5": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA_NET, versions=(5,), seed=4),
+    "qwen3.5_moe": Family(
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**DELTA_NET, **SHARED_EXPERT}, versions=(5,), seed=1
+    ),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            **{
+                name: value
+                for name, value in LATENT.items()
+                if name not in ("n_routed_experts", "first_k_dense_replace")
+            },
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "layer_types": LINEAR_THEN_FULL,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+        versions=(5,),
+        seed=1,
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridForCausalLM", "OlmoHybridConfig", {**DELTA_NET, "head_dim": ABSENT}, versions=(5,), seed=1
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "head_dim": ABSENT},
+        versions=(5,),
+        seed=2,
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "head_dim": ABSENT,
+            "num_dense_layers": 1,
+        },
+        versions=(5,),
+        seed=9,
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        THREE_AXES,
+        images={**QWEN_IMAGES, "vision_config": {**VISION, "embed_dim": 32}},
+        seed=3,
+    ),
+    "qwen2.5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        THREE_AXES,
+        images={**QWEN_IMAGES, "vision_config": {**VISION_3, "window_size": 16, "fullatt_block_indexes": [1]}},
+        seed=3,
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        INTERLEAVED,
+        images={**QWEN_IMAGES, "vision_config": DEEPSTACK},
+        seed=3,
+    ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {**EXPERTS, **INTERLEAVED},
+        images={**QWEN_IMAGES, "vision_config": DEEPSTACK},
+        seed=3,
+    ),
+    "qwen3.5_images": Family(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        DELTA_NET,
+        images={**QWEN_IMAGES, "vision_config": VISION_3},
+        versions=(5,),
+        seed=3,
+    ),
+    "qwen3.5_moe_images": Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        {**DELTA_NET, **SHARED_EXPERT},
+        images={**QWEN_IMAGES, "vision_config": VISION_3},
+        versions=(5,),
+        seed=3,
+    ),
+    "gemma3_images": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ALTERNATING},
+        window=8,
+        images=GEMMA_IMAGES,
+        seed=3,
+    ),
+}
+
+
 def drafter_config(**overrides: Any) -> DFlashConfig:
     """The configuration of a two-layer drafter for `make_target()`."""
     fields = {
@@ -106,6 +543,17 @@ def make_prompt(length: int = 9, seed: int = 2, vocab_size: int = VOCAB_SIZE) ->
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(PAD_TOKEN_ID + 1, vocab_size - 1, (1, length), generator=generator)
+
+
+def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts [1, S] as one batch [B, longest] and its attention mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.full((len(prompts), longest), PAD_TOKEN_ID)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - prompt.shape[1] :] = prompt[0]
+        mask[row, longest - prompt.shape[1] :] = 1
+    return ids, mask
 
 
 CHAT_TEMPLATE = (
@@ -153,7 +601,7 @@ class ScriptedDrafter(DFlashDraftModel):
     """
 
     def __init__(self, target: PreTrainedModel, truth: Any, script: list[int], **overrides: Any) -> None:
-        config = target.config
+        config = target.config.get_text_config(decoder=True)
         shape = {name: getattr(config, name) for name in ("vocab_size", "hidden_size")}
         torch.manual_seed(3)
         super().__init__(drafter_config(**{**shape, "num_target_layers": config.num_hidden_layers, **overrides}))
@@ -185,9 +633,11 @@ class ScriptedDrafter(DFlashDraftModel):
         states = output.last_hidden_state.clone()
         for place, (row, anchor) in enumerate(zip(self.live, anchors, strict=True)):
             num_right = self.script[(self.num_blocks + row) % len(self.script)]
-            for i in range(1, width):
-                token = self.truths[row][anchor + i] if anchor + i < len(self.truths[row]) else 1
-                if i == num_right + 1:
+            first = 0 if self.config.sample_from_anchor else 1
+            for i in range(first, width):
+                offset = i + 1 - first
+                token = self.truths[row][anchor + offset] if anchor + offset < len(self.truths[row]) else 1
+                if offset == num_right + 1:
                     token = (token + WRONG_OFFSET) % self.config.vocab_size
                 assert int(self.can_say[token]) == token, f"the head cannot say {token}: choose another seed"
                 states[place, i] = self.sayings[token].to(states.dtype)

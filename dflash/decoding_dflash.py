@@ -1,0 +1,155 @@
+"""The loop: draft a block, verify it in one forward of the target, commit what the target itself would have written.
+
+It knows no clock, no text, no file, and nothing of how a request was put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .conversation_dflash import Context, Conversation
+from .drafting_dflash import Proposer
+from .judging_dflash import Judge
+from .rows_dflash import Row
+from .target_dflash import TappedTarget
+from .verification_dflash import Proposals, Verdict
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one forward of the target committed to one row of the batch.
+
+    Attributes:
+        token_ids: The committed tokens, cut where the text stops.
+        num_proposals: Proposed tokens that were verified; 0 for the prefill's block.
+        num_accepted: How many of them stood, before the cut.
+        is_prefill: True for a row's first block, whose one token comes from the prompt's forward and not from a verify
+            step.
+        row: The row of the batch.
+        is_lookup: Whether the proposals were found in the text (`prompt_lookup_num_tokens`) and not drafted.
+        scores: The processed scores that the tokens were chosen by, [tokens, V] (`output_scores`).
+        logits: The target's logits for them, unprocessed, [tokens, V] (`output_logits`).
+    """
+
+    token_ids: list[int]
+    num_proposals: int
+    num_accepted: int
+    is_prefill: bool = False
+    row: int = 0
+    is_lookup: bool = False
+    scores: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    @property
+    def acceptance_length(self) -> int:
+        """Tokens that the verify step gave before the cut: the accepted proposals and one of the target's own."""
+        return self.num_accepted + 1
+
+
+@torch.no_grad()
+def decode_blocks(
+    tapped: TappedTarget,
+    proposer: Proposer,
+    judge: Judge,
+    cut: Callable[[Row, list[int]], list[int]],
+    memory: Conversation,
+    input_ids: torch.Tensor,  # [B, S]
+    attention_mask: torch.Tensor | None,  # [B, S]
+    max_new_tokens: int,
+    keeping: frozenset[str] = frozenset(),  # of "scores" and "logits"
+) -> Iterator[Block]:
+    """Drafts, verifies, accepts and commits a block for every row that is not done, until none is left."""
+    rows = [Row(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
+    # The prompts' forward is a step without proposals: its last column chooses the first token.
+    proposals = Proposals(input_ids[:, :0])
+    logits = _prefill(tapped, memory, input_ids, attention_mask, max_new_tokens)
+    verdict = judge(logits, rows, proposals)
+    blocks = _write(rows, proposals, verdict, cut, logits, keeping)
+    yield from blocks
+    while True:
+        rows, anchors = _go_on(rows, blocks, verdict, memory)
+        if not rows:
+            return
+        num_wanted = max_new_tokens - min(len(row.new_ids) for row in rows) - 1  # behind the target's own token
+        proposals = proposer.propose(rows, anchors, num_wanted)
+        verified_ids = torch.cat([anchors, proposals.token_ids], dim=1)  # [B, 1 + n]
+        logits, features = tapped.forward(verified_ids, memory.target_cache, num_logits=verified_ids.shape[1])
+        verdict = judge(logits, rows, proposals)
+        blocks = _write(rows, proposals, verdict, cut, logits, keeping)
+        memory.commit(features, [len(block.token_ids) for block in blocks], verified_ids)
+        proposer.record(proposals, [block.num_accepted for block in blocks])
+        yield from blocks
+
+
+def _prefill(
+    tapped: TappedTarget,
+    memory: Conversation,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    max_new_tokens: int,
+) -> torch.Tensor:
+    """Runs the prompts, or what of them the memory does not hold: logits of their last column, [B, 1, V]."""
+    token_ids, is_real = _visible(input_ids, attention_mask)
+    num_held = memory.open(tapped, token_ids, max_new_tokens)
+    token_ids, is_real = token_ids[:, num_held:], is_real[:, num_held:]
+    num_real = is_real.sum(dim=1).tolist()
+    logits, features = tapped.forward(token_ids, memory.target_cache, 1, is_real, num_real)
+    memory.add(Context(features, is_real.to(features.device), num_real), token_ids)
+    return logits
+
+
+def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns to run, and which of them are tokens, both [B, S].
+
+    Masked tokens are seen by nobody and take up no position, so a single prompt without them is the same prompt.
+    """
+    if attention_mask is None:
+        return input_ids, torch.ones_like(input_ids, dtype=torch.bool)
+    is_real = attention_mask.bool()
+    return (input_ids, is_real) if len(input_ids) > 1 else (input_ids[is_real][None], is_real[is_real][None])
+
+
+def _write(
+    rows: list[Row],
+    proposals: Proposals,
+    verdict: Verdict,
+    cut: Callable[[Row, list[int]], list[int]],
+    logits: torch.Tensor,
+    keeping: frozenset[str],
+) -> list[Block]:
+    """Writes what the verdict gives each row, up to where its text stops."""
+    blocks = []
+    outcome = torch.cat([verdict.num_accepted[:, None], verdict.token_ids], dim=1).tolist()  # one synchronisation
+    for place, (row, (num_accepted, *token_ids)) in enumerate(zip(rows, outcome, strict=True)):
+        is_prefill = not row.new_ids
+        kept = cut(row, token_ids[: num_accepted + 1])
+        blocks.append(
+            Block(
+                token_ids=kept,
+                num_proposals=proposals.token_ids.shape[1],
+                num_accepted=num_accepted,
+                is_prefill=is_prefill,
+                row=row.index,
+                is_lookup=place in proposals.looked_up,
+                scores=verdict.scores[place, : len(kept)].float() if "scores" in keeping else None,
+                logits=logits[place, : len(kept)].float() if "logits" in keeping else None,
+            )
+        )
+    return blocks
+
+
+def _go_on(
+    rows: list[Row], blocks: list[Block], verdict: Verdict, memory: Conversation
+) -> tuple[list[Row], torch.Tensor]:
+    """The rows that are not done and their anchors [B, 1]; the others cost nothing from here on."""
+    last = torch.tensor([[len(block.token_ids) - 1] for block in blocks], device=verdict.token_ids.device)
+    anchors = verdict.token_ids.gather(1, last)
+    live = [place for place, row in enumerate(rows) if not row.is_done]
+    if len(live) == len(rows):
+        return rows, anchors
+    if live:
+        memory.keep_rows(live)
+    return [rows[place] for place in live], anchors[live]

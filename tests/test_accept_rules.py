@@ -1,0 +1,177 @@
+"""The accept rules, each on its own: whatever is proposed, what is written has exactly the target's law.
+
+Target and drafter are Markov chains over four words, so that every text's probability is known and a hundred thousand
+steps take a moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dflash import verification_dflash
+from dflash.verification_dflash import (
+    Proposals,
+    Verdict,
+    choose_sampled,
+    pick,
+    verify_block,
+    verify_match,
+    verify_rejection,
+)
+
+
+VOCAB, DEPTH, ROWS = 4, 3, 60_000
+FIRST = 0  # the anchor
+Rule = Callable[[Proposals, torch.Tensor, torch.Generator], Verdict]
+
+
+def chain(seed: int, sharpness: float) -> torch.Tensor:
+    """Probabilities of the next word behind each word, float64 [V, V]."""
+    noise = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (sharpness * noise).softmax(dim=-1)
+
+
+TARGET, DRAFTER = chain(1, 1.2), chain(2, 1.0)
+
+
+def uniforms(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(ROWS, count, generator=generator, dtype=torch.float64)
+
+
+def by_match(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+    return verify_match(proposals, scores, choose_sampled(scores, uniforms(scores.shape[1], generator)))
+
+
+def by_rejection(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+    return verify_rejection(proposals, scores, uniforms(scores.shape[1], generator))
+
+
+def by_block(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+    return verify_block(proposals, scores, uniforms(scores.shape[1], generator))
+
+
+RULES: dict[str, Rule] = {"match": by_match, "rejection": by_rejection, "block": by_block}
+
+
+def propose(is_drawn: bool, generator: torch.Generator) -> Proposals:
+    """Words drawn from the drafter's chain, with the law of each; or its likeliest words."""
+    token_ids = torch.full((ROWS, 1), FIRST)
+    laws = []
+    for _ in range(DEPTH):
+        laws.append(DRAFTER[token_ids[:, -1]])
+        drawn = pick(laws[-1], uniforms(1, generator).squeeze(1)) if is_drawn else laws[-1].argmax(dim=-1)
+        token_ids = torch.cat([token_ids, drawn[:, None]], dim=1)
+    if not is_drawn:
+        return Proposals(token_ids[:, 1:])
+    candidate_ids = torch.arange(VOCAB).expand(ROWS, DEPTH, VOCAB)
+    return Proposals(token_ids[:, 1:], candidate_ids, torch.stack(laws, dim=1))
+
+
+def write(rule: Rule, is_drawn: bool, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of all rows, continued from the target: texts [ROWS, DEPTH] and how many proposals stood [ROWS]."""
+    generator = torch.Generator().manual_seed(seed)
+    proposals = propose(is_drawn, generator)
+    behind = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
+    verdict = rule(proposals, TARGET[behind].log(), generator)
+    texts = verdict.token_ids[:, :DEPTH].clone()
+    for place in range(1, DEPTH):  # what the next steps would write
+        more = pick(TARGET[texts[:, place - 1]], uniforms(1, generator).squeeze(1))
+        texts[:, place] = torch.where(place > verdict.num_accepted, more, texts[:, place])
+    return texts, verdict.num_accepted
+
+
+def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
+    """Of the chi-square test that `counts` were drawn from `law`."""
+    expected = law * counts.sum()
+    assert expected.min() > 5
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(law) - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+def text_p_value(texts: torch.Tensor) -> float:
+    every_text = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH)))
+    behind = torch.cat([torch.full((len(every_text), 1), FIRST), every_text[:, :-1]], dim=1)
+    law = TARGET[behind, every_text].prod(dim=1)
+    cells = (texts * torch.tensor([VOCAB ** (DEPTH - 1 - i) for i in range(DEPTH)])).sum(dim=1)
+    return p_value(torch.bincount(cells, minlength=len(law)).double(), law)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["argmax", "drawn"])
+@pytest.mark.parametrize("rule", RULES)
+def test_text_has_the_targets_law(rule: str, is_drawn: bool) -> None:
+    """Promise: chi-square against the exact law of all 64 texts, for proposals of either kind."""
+    assert text_p_value(write(RULES[rule], is_drawn)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_all_rules_accept_one_token_proposals_alike(rule: str) -> None:
+    """Promise: where q is one token, proposal i stands with the probability that the target writes 1..i."""
+    likeliest, reach = FIRST, torch.ones(1, dtype=torch.float64)
+    for _ in range(DEPTH):
+        following = int(DRAFTER[likeliest].argmax())
+        reach = torch.cat([reach, reach[-1:] * TARGET[likeliest, following]])
+        likeliest = following
+    law = reach - torch.cat([reach[1:], torch.zeros(1, dtype=torch.float64)])
+    accepted = write(RULES[rule], is_drawn=False)[1]
+    assert p_value(torch.bincount(accepted, minlength=DEPTH + 1).double(), law) > 1e-3
+
+
+def test_block_verification_keeps_most_and_match_least_of_drawn_proposals() -> None:
+    """Promise (Sun et al. 2024): block verification accepts at least as many as rejection; both more than matching."""
+    means = {name: float(write(rule, is_drawn=True)[1].double().mean()) for name, rule in RULES.items()}
+    assert means["block"] > means["rejection"] + 0.01
+    assert means["rejection"] > means["match"] + 0.1
+
+
+def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: equal laws refuse nothing, and the token behind the last proposal is the target's."""
+    monkeypatch.setattr(f"{__name__}.DRAFTER", TARGET)
+    for rule in ("rejection", "block"):
+        texts, accepted = write(RULES[rule], is_drawn=True)
+        assert accepted.min() == DEPTH
+        assert text_p_value(texts) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_wrong_residual_fails_the_law_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the test: drawing from the target's own law behind a refusal is a bias, and is caught."""
+
+    def close(proposals: Proposals, accepted: torch.Tensor, p: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        place = accepted[:, None]
+        drawn = pick(p[torch.arange(len(p)), accepted], others[-1])
+        token_ids = torch.cat([proposals.token_ids, torch.zeros_like(place)], dim=1)
+        return token_ids.scatter(1, place, drawn[:, None])
+
+    monkeypatch.setattr(verification_dflash, "_close", close)
+    assert text_p_value(write(RULES[rule], is_drawn=True)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_wrong_q_fails_the_law_test(rule: str) -> None:
+    """The test of the test: judging by another law than the proposals were drawn from is caught."""
+
+    def judge(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+        assert proposals.probabilities is not None
+        claimed = proposals.probabilities.roll(1, dims=-1)
+        lying = Proposals(proposals.token_ids, proposals.candidate_ids, claimed)
+        return RULES[rule](lying, scores, generator)
+
+    assert text_p_value(write(judge, is_drawn=True)[0]) < 1e-6
+
+
+def test_rows_whose_proposals_were_looked_up_have_a_q_of_one_token() -> None:
+    """Promise: `with_lookups` leaves the other rows as they were drawn."""
+    drawn = Proposals(
+        torch.tensor([[1, 2], [0, 3]]), torch.arange(VOCAB).expand(2, 2, VOCAB), torch.full((2, 2, VOCAB), 0.25)
+    )
+    mixed = drawn.with_lookups({1: [3, 3, 3]})
+    assert mixed.token_ids.tolist() == [[1, 2], [3, 3]]
+    assert mixed.looked_up == (1,)
+    law = mixed.law(VOCAB)
+    assert law[0].tolist() == [[0.25] * 4, [0.25] * 4]
+    assert law[1].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert mixed.first(1).law(VOCAB).shape == (2, 1, VOCAB)

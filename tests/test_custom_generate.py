@@ -1,0 +1,58 @@
+"""The door of `target.generate(custom_generate=<folder>)`: the loop without an import of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import greedy, make_drafter, make_prompt
+from transformers import AutoModel, LogitsProcessorList, PreTrainedModel, TextStreamer
+
+from dflash.hub import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved drafter, its code and its `custom_generate` folder."""
+    return save_checkpoint(make_drafter(), tmp_path_factory.mktemp("door") / "tiny-DFlash")
+
+
+class _Collected(TextStreamer):
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.token_ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.token_ids.append(-1)
+
+
+def test_a_checkpoint_opens_the_targets_generate(checkpoint: Path, tiny_target: PreTrainedModel) -> None:
+    """Promise: text of plain `generate`, with the streamer, the mask and the processors that were given."""
+    drafter = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+    prompt = make_prompt()
+    doors: dict[str, Any] = {"custom_generate": str(checkpoint), "trust_remote_code": True, "drafter": drafter}
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.3}
+    truth = greedy(tiny_target, prompt, max_new_tokens=9, repetition_penalty=1.3)
+    streamer = _Collected()
+    text = tiny_target.generate(prompt, streamer=streamer, logits_processor=LogitsProcessorList(), **doors, **options)
+    assert torch.equal(text, truth)
+    assert streamer.token_ids == [*truth[0].tolist(), -1]
+    by_name = tiny_target.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **doors, **options)
+    assert torch.equal(by_name, truth)
+
+
+def test_without_a_drafter_it_says_what_to_pass(checkpoint: Path, tiny_target: PreTrainedModel) -> None:
+    """Promise: the remedy, not an attribute error."""
+    with pytest.raises(ValueError, match=r"drafter=None cannot draft: pass drafter=AutoModel\.from_pretrained"):
+        tiny_target.generate(
+            make_prompt(), custom_generate=str(checkpoint), trust_remote_code=True, max_new_tokens=2
+        )
+
+
+def test_targets_are_saved_without_it(tmp_path: Path, tiny_target: PreTrainedModel) -> None:
+    """Promise: the folder belongs to drafters."""
+    assert not (save_checkpoint(tiny_target, tmp_path / "target") / "custom_generate").exists()

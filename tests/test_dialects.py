@@ -1,0 +1,902 @@
+"""Checkpoints as other tools write them, made here by those tools' rules and not by our own writer.
+
+For each: nothing missing or unexpected, the forward and the logits of a plain restatement of that dialect, and the same
+drafter again after it was converted. Known bugs that these guard: taps off by one, windows that are dropped, an anchor
+row that is thrown away, a head over part of the vocabulary that is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_configuration import yarn_frequencies
+from test_modeling import naive_forward
+from tiny_models import greedy, make_drafter, make_prompt, make_target
+from transformers import TorchAoConfig
+from typer.testing import CliRunner
+
+from dflash import DFlashConfig, DFlashDraftModel
+from dflash.checkpoints import convert_checkpoint, export_checkpoint
+from dflash.cli import app
+from dflash.dialects_dflash import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
+
+
+D, VOCAB, B, CONTEXT = 16, 40, 5, 9
+HEADS, GROUPS, HEAD, INNER, LAYERS = 4, 2, 8, 24, 2
+TAPS = [0, 2]
+MASK = 39
+WINDOW = 4
+TARGET_LAYERS = 5
+
+DECODER: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": HEAD,
+    "hidden_act": "silu",
+    "hidden_size": D,
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 512,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": GROUPS,
+    "rms_norm_eps": 1e-5,
+    "use_cache": True,
+    "vocab_size": VOCAB,
+}
+FULL, SLIDING = ["full_attention"] * LAYERS, ["sliding_attention"] * LAYERS
+MIXED = ["sliding_attention", "full_attention"]
+
+
+@dataclass
+class Checkpoint:
+    """A dialect's files, and what they mean, said apart from any class of ours.
+
+    Attributes:
+        fields: config.json.
+        tensors: The weights under the dialect's own names.
+        meant: The same weights under z-lab's names.
+        layer_types: Of the drafter's layers; windows are `window` wide.
+        is_causal: `None`: sliding layers are causal inside the block, full ones are not.
+        first_row: The first row of the block that proposes: the anchor's is row 0.
+        head: Logits over the target's vocabulary, of a hidden state and of the target's head.
+        embeds: The block's rows, of the target's embedding matrix and what its module makes of it.
+    """
+
+    dialect: str
+    fields: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    meant: dict[str, torch.Tensor]
+    layer_types: list[str] = field(default_factory=lambda: list(FULL))
+    window: int = WINDOW
+    is_causal: bool | None = None
+    theta: float = 10000.0
+    frequencies: list[float] | None = None
+    rope_scaling: float = 1.0
+    first_row: int = 1
+    head: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda hidden, head: hidden @ head.T
+    embeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda raw, module: module
+    shape: dict[str, int] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """The folder, with one weights file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.fields))
+        save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def hidden(self, block: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The plain restatement's hidden states [N, D], in double precision."""
+        config = SimpleNamespace(
+            rms_norm_eps=1e-5,
+            head_dim=self.shape.get("head_dim", HEAD),
+            num_attention_heads=HEADS,
+            num_key_value_heads=GROUPS,
+            num_hidden_layers=LAYERS,
+            layer_types=self.layer_types,
+            sliding_window=self.window,
+            is_causal=self.is_causal,
+        )
+        weights = {name: tensor.double() for name, tensor in self.meant.items()}
+        return naive_forward(
+            config, weights, block.double(), features.double(), self.theta, self.frequencies, self.rope_scaling
+        )
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers of that shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def canonical(head_dim: int = HEAD, bias: bool = False) -> dict[str, torch.Tensor]:
+    """11 tensors per layer and 3, under z-lab's names; norms away from 1, where a forgotten one would not show."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, len(TAPS) * D),
+        "hidden_norm.weight": (D,),
+        "norm.weight": (D,),
+    }
+    for i in range(LAYERS):
+        own: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (D,),
+            "post_attention_layernorm.weight": (D,),
+            "self_attn.q_norm.weight": (head_dim,),
+            "self_attn.k_norm.weight": (head_dim,),
+            "mlp.gate_proj.weight": (INNER, D),
+            "mlp.up_proj.weight": (INNER, D),
+            "mlp.down_proj.weight": (D, INNER),
+        }
+        for kind, rows in (("q", HEADS * head_dim), ("k", GROUPS * head_dim), ("v", GROUPS * head_dim)):
+            own[f"self_attn.{kind}_proj.weight"] = (rows, D)
+            if bias:
+                own[f"self_attn.{kind}_proj.bias"] = (rows,)
+        own["self_attn.o_proj.weight"] = (D, HEADS * head_dim)
+        if bias:
+            own["self_attn.o_proj.bias"] = (D,)
+        shapes.update({f"layers.{i}.{name}": shape for name, shape in own.items()})
+    weights = {}
+    for place, (name, shape) in enumerate(sorted(shapes.items())):
+        weights[name] = 0.3 * noise(*shape, seed=100 * place) + (1.0 if "norm" in name else 0.0)
+    return weights
+
+
+def dflash2_tensors(rank: int = 6, group: int = 4, num_taps: int = 2) -> dict[str, torch.Tensor]:
+    """What DFlash2 adds."""
+    added = {
+        "candidate_selector.hidden_projection.weight": noise(rank, D, seed=1),
+        "candidate_selector.predecessor_codebook": noise(VOCAB, rank, seed=2),
+        "candidate_selector.successor_codebook": noise(VOCAB, rank, seed=3),
+    }
+    for i in range(LAYERS):
+        for kind in ("attention", "mlp"):
+            name = f"layers.{i}.{kind}_conv"
+            added[f"{name}.base_kernel"] = noise(2, num_taps, D, seed=10 * i + len(kind))
+            added[f"{name}.kernel_projection.weight"] = 0.3 * noise(2 * num_taps * D // group, D, seed=i + len(kind))
+    return added
+
+
+def zlab(**fields: Any) -> dict[str, Any]:
+    """z-lab's first form: block size and rope at the top, mask and taps nested."""
+    form = {
+        **DECODER,
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": B,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": TAPS},
+        "dtype": "float32",
+        "layer_types": FULL,
+        "max_window_layers": LAYERS,
+        "model_type": "qwen3",
+        "num_target_layers": TARGET_LAYERS,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    }
+    return {name: value for name, value in {**form, **fields}.items() if value is not ...}
+
+
+def softcapped(multiplier: float, cap: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A head whose logits are scaled, then squeezed into (-cap, cap)."""
+    return lambda hidden, head: cap * torch.tanh(multiplier * (hidden @ head.T) / cap)
+
+
+def zlab_v1() -> Checkpoint:
+    weights = canonical()
+    return Checkpoint(ZLAB, zlab(), weights, weights, theta=1e6)
+
+
+def zlab_mixed_windows() -> Checkpoint:
+    """Qwen3.6's: sliding layers causal in the block, the full one not, said by absence."""
+    weights = canonical()
+    fields = zlab(layer_types=MIXED, sliding_window=WINDOW, use_sliding_window=True)
+    return Checkpoint(ZLAB, fields, weights, weights, MIXED, theta=1e6)
+
+
+def zlab_gemma() -> Checkpoint:
+    """Gemma 4's: the head's logits are soft-capped; embeddings come scaled out of the target's module."""
+    weights = canonical()
+    nested = {"mask_token_id": MASK, "target_layer_ids": TAPS, "block_size": B, "final_logit_softcapping": 3.0}
+    fields = zlab(
+        block_size=..., dflash_config=nested, layer_types=MIXED, sliding_window=WINDOW, use_sliding_window=True
+    )
+    return Checkpoint(ZLAB, fields, weights, weights, MIXED, theta=1e6, head=softcapped(1.0, 3.0))
+
+
+def zlab_gpt_oss() -> Checkpoint:
+    """gpt-oss': biases, heads of 64, YaRN, another model_type, no layer_types and no depth."""
+    weights = canonical(head_dim=64, bias=True)
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    fields = zlab(
+        attention_bias=True, head_dim=64, model_type="gpt_oss", rope_theta=150000, rope_scaling=yarn, layer_types=...,
+        num_target_layers=..., auto_map=..., max_position_embeddings=131072, initial_context_length=4096,
+    )  # fmt: skip
+    frequencies, scaling = yarn_frequencies(150000.0, 64, 32.0, 4096)
+    return Checkpoint(
+        ZLAB, fields, weights, weights, frequencies=frequencies.tolist(), rope_scaling=scaling, shape={"head_dim": 64}
+    )
+
+
+def zlab_dflash2() -> Checkpoint:
+    """Own fields nested alone, rope_parameters alone, windows without causality, convolutions and a selector."""
+    weights = {**canonical(), **dflash2_tensors()}
+    nested = {
+        "block_size": B, "mask_token_id": MASK, "target_layer_ids": TAPS, "conv_group_size": 4, "conv_kernel_size": 2,
+        "selector_rank": 6, "selector_top_k": 4, "output_multiplier": 0.25, "final_logit_softcapping": 2.0,
+        "input_embedding_scale": 0.5,
+    }  # fmt: skip
+    fields = zlab(
+        architectures=["DFlash2DraftModel"], auto_map=..., block_size=..., rope_theta=..., rope_scaling=...,
+        dflash_config=nested, is_causal=False, layer_types=SLIDING, sliding_window=WINDOW, use_sliding_window=True,
+        rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+    )  # fmt: skip
+    return Checkpoint(
+        ZLAB, fields, weights, weights, SLIDING, is_causal=False, theta=1e6, head=softcapped(0.25, 2.0),
+        embeds=lambda raw, module: 0.5 * raw,
+    )  # fmt: skip
+
+
+def specforge() -> Checkpoint:
+    """SpecForge's export: z-lab's form with both spellings of rope, and fields of its own."""
+    weights = canonical()
+    nested = {"mask_token_id": MASK, "target_layer_ids": TAPS, "pure_draft_prefix_len": 0, "shift_label": False}
+    fields = zlab(
+        dflash_config=nested, layer_types=SLIDING, sliding_window=WINDOW, use_sliding_window=True,
+        rope_parameters={"rope_theta": 1000000, "rope_type": "default"}, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Checkpoint(ZLAB, fields, weights, weights, SLIDING, theta=1e6)
+
+
+def modelopt() -> Checkpoint:
+    """ModelOpt's export: all layers are called full, and two nested fields say that they slide and are not causal."""
+    weights = canonical()
+    nested = {
+        "mask_token_id": MASK, "target_layer_ids": TAPS, "use_swa": True, "swa_window_size": WINDOW, "causal": False
+    }  # fmt: skip
+    fields = zlab(dflash_config=nested, auto_map=..., tie_word_embeddings=False)
+    return Checkpoint(ZLAB, fields, weights, weights, SLIDING, is_causal=False, theta=1e6)
+
+
+def modelopt_causal() -> Checkpoint:
+    """ModelOpt's without windows: `causal` alone makes every layer causal in the block."""
+    weights = canonical()
+    nested = {"mask_token_id": MASK, "target_layer_ids": TAPS, "causal": True}
+    return Checkpoint(ZLAB, zlab(dflash_config=nested, auto_map=...), weights, weights, is_causal=True, theta=1e6)
+
+
+def speculators_config(layer: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The decoder one level down, taps counted from the embedding's output."""
+    form = {
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
+        "block_size": B,
+        "draft_vocab_size": VOCAB,
+        "dtype": "float32",
+        "has_no_defaults_at_init": False,
+        "mask_token_id": MASK,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "Qwen/Qwen3-8B"}},
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {
+            **DECODER,
+            "architectures": ["Qwen3ForCausalLM"],
+            "layer_types": FULL,
+            "max_window_layers": LAYERS,
+            "model_type": "qwen3",
+            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+            "sliding_window": None,
+            "use_sliding_window": False,
+            **layer,
+        },
+    }
+    return {**form, **fields}
+
+
+WINDOWED_LAYER = {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True}
+SAID = torch.tensor([1, 2, 5, 8, 13, 21, 34])  # ids of the target that a reduced head can say
+
+
+def speculators_reduced() -> Checkpoint:
+    """A head of its own over 7 tokens, with offsets into the target's vocabulary; frozen copies lie beside it."""
+    weights, head = canonical(), noise(len(SAID), D, seed=5)
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    known[SAID] = True
+    tensors = {
+        **weights,
+        "lm_head.weight": head,
+        "d2t": SAID - torch.arange(len(SAID)),
+        "t2d": known,
+        "embed_tokens.weight": noise(VOCAB, D, seed=6),
+        "verifier_norm.weight": torch.ones(D),
+        "verifier_lm_head.weight": head.clone(),
+    }
+
+    def say(hidden: torch.Tensor, target_head: torch.Tensor) -> torch.Tensor:
+        logits = torch.full((*hidden.shape[:-1], VOCAB), -torch.inf, dtype=hidden.dtype)
+        for place, token_id in enumerate(SAID.tolist()):
+            logits[..., token_id] = hidden @ head[place].to(hidden.dtype)
+        return logits
+
+    fields = speculators_config({**WINDOWED_LAYER, "tie_word_embeddings": True}, draft_vocab_size=len(SAID))
+    return Checkpoint(SPECULATORS, fields, tensors, weights, MIXED, theta=5e5, head=say)
+
+
+def speculators_full() -> Checkpoint:
+    """The whole vocabulary (its head is the target's), no causality anywhere, and an anchor that predicts."""
+    weights = canonical()
+    fields = speculators_config(WINDOWED_LAYER, sliding_window_non_causal=True, sample_from_anchor=True)
+    tensors = {**weights, "embed_tokens.weight": noise(VOCAB, D, seed=6), "lm_head.weight": noise(VOCAB, D, seed=7)}
+    return Checkpoint(
+        SPECULATORS, fields, tensors, weights, MIXED, is_causal=False, theta=5e5, first_row=0
+    )  # fmt: skip
+
+
+def speculators_dflash2() -> Checkpoint:
+    """DFlash2's fields flat at the top; a layer of another family, which leaves out what follows from the heads."""
+    weights = {**canonical(head_dim=D // HEADS), **dflash2_tensors()}
+    layer = {**WINDOWED_LAYER, "layer_types": SLIDING, "model_type": "llama"}
+    fields = speculators_config(
+        layer, speculators_model_type="dflash2", architectures=["DFlash2DraftModel"], sliding_window_non_causal=True,
+        conv_group_size=4, conv_kernel_size=2, selector_rank=6, selector_top_k=4,
+    )  # fmt: skip
+    del fields["transformer_layer_config"]["head_dim"]
+    return Checkpoint(
+        SPECULATORS, fields, weights, weights, SLIDING, is_causal=False, theta=5e5, shape={"head_dim": D // HEADS},
+        embeds=lambda raw, module: raw,
+    )  # fmt: skip
+
+
+def deepspec() -> Checkpoint:
+    """DeepSeek's: flat, frozen copies of embedding and head, and not a word about its anchor, which predicts."""
+    weights = canonical()
+    fields = zlab(
+        architectures=["Qwen3DSparkModel"], auto_map=..., dflash_config=..., mask_token_id=MASK, target_layer_ids=TAPS,
+        num_anchors=512, enable_confidence_head=False, markov_rank=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    tensors = {**weights, "embed_tokens.weight": noise(VOCAB, D, seed=6), "lm_head.weight": noise(VOCAB, D, seed=7)}
+    return Checkpoint(DEEPSPEC, fields, tensors, weights, theta=1e6, first_row=0)
+
+
+def assistant() -> Checkpoint:
+    """transformers' own layout: flat, no vocabulary, `encoder.` names, raw embedding rows, no causality."""
+    weights = canonical()
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    fields = zlab(
+        architectures=["MuseGlimmerAssistantModel"], auto_map=..., dflash_config=..., mask_token_id=MASK,
+        target_layer_ids=TAPS, model_type="muse_glimmer_assistant", vocab_size=..., num_target_layers=..., layer_types=SLIDING,
+        sliding_window=WINDOW, use_sliding_window=..., max_window_layers=..., rope_theta=..., rope_scaling=...,
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+    )  # fmt: skip
+    tensors = {renamed.get(name, name): tensor for name, tensor in weights.items()}
+    return Checkpoint(
+        ASSISTANT, fields, tensors, weights, SLIDING, is_causal=False, theta=5e5, embeds=lambda raw, module: raw
+    )  # fmt: skip
+
+
+DIALECTS: dict[str, Callable[[], Checkpoint]] = {
+    maker.__name__: maker
+    for maker in (
+        zlab_v1,
+        zlab_mixed_windows,
+        zlab_gemma,
+        zlab_gpt_oss,
+        zlab_dflash2,
+        specforge,
+        modelopt,
+        modelopt_causal,
+        speculators_reduced,
+        speculators_full,
+        speculators_dflash2,
+        deepspec,
+        assistant,
+    )
+}
+
+
+@pytest.fixture(params=DIALECTS)
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    """One of each."""
+    return DIALECTS[request.param]()
+
+
+def block_and_features() -> tuple[torch.Tensor, torch.Tensor]:
+    """A block [1, N, D] and context features [1, C, L * D]; the context is longer than the window."""
+    return noise(1, B, D, seed=21), noise(1, CONTEXT, len(TAPS) * D, seed=22)
+
+
+def hidden_states(drafter: DFlashDraftModel) -> torch.Tensor:
+    """Those of one forward, [1, N, D]."""
+    with torch.no_grad():
+        return drafter(*block_and_features()).last_hidden_state
+
+
+def target_head() -> torch.Tensor:
+    """The target's head matrix, [V, D]."""
+    return noise(VOCAB, D, seed=31)
+
+
+# Reading.
+
+
+def test_dialect_loads_and_computes_what_it_means(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Promise: every dialect fills the network exactly, and its forward is the plain restatement's, to 1e-5."""
+    folder = checkpoint.write(tmp_path / "drafter")
+    drafter, info = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert drafter.config.dialect == checkpoint.dialect
+    assert drafter.config.block_size == B
+    assert drafter.config.mask_token_id == MASK
+    assert drafter.config.target_layer_ids == TAPS
+    assert drafter.config.num_proposals == B - checkpoint.first_row
+    block, features = block_and_features()
+    expected = checkpoint.hidden(block[0], features[0])[None]
+    torch.testing.assert_close(hidden_states(drafter).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_logits_are_those_of_the_dialect(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Promise: multiplier, soft cap and a head over part of the vocabulary are applied; tokens it lacks are impossible."""
+    drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path / "drafter"), dtype=torch.float32)
+    states, head = hidden_states(drafter), target_head()
+    with torch.no_grad():
+        logits = drafter.compute_logits(states, lambda hidden: hidden @ head.T)
+    assert logits.shape == (1, B, VOCAB)
+    torch.testing.assert_close(logits.double(), checkpoint.head(states.double(), head.double()), rtol=0, atol=1e-5)
+    proposals = drafter.propose(states[:, checkpoint.first_row :], torch.tensor([[3]]), lambda hidden: hidden @ head.T)
+    assert proposals.candidate_ids is None
+    if drafter.candidate_selector is None:
+        assert torch.equal(proposals.token_ids, logits[:, checkpoint.first_row :].argmax(dim=-1))
+
+
+def test_block_rows_are_read_as_the_dialect_reads_them(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Promise: raw rows where the drafter was trained on raw rows, else what the target's module makes of them."""
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(token_ids) * 4.0
+
+    drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path / "drafter"), dtype=torch.float32)
+    embedding, token_ids = Scaled(VOCAB, D), torch.tensor([[3, MASK, MASK]])
+    raw = embedding.weight[token_ids]
+    assert torch.equal(drafter.embed(token_ids, embedding), checkpoint.embeds(raw, 4.0 * raw))
+
+
+def test_taps_of_every_dialect_are_the_same_layers() -> None:
+    """Known bug: off by one costs 0.1 to 0.3 tau and no error. The same drafter names the same layers in each."""
+    forms = [
+        zlab(),
+        zlab(dflash_config={"mask_token_id": MASK}, target_layer_ids=TAPS),
+        zlab(dflash_config={"mask_token_id": MASK}, eagle_aux_hidden_state_layer_ids=[i + 1 for i in TAPS]),
+        speculators_config({}),
+        deepspec().fields,
+        assistant().fields,
+    ]
+    for fields in forms:
+        assert DFlashConfig(**portable_fields(fields)).target_layer_ids == TAPS
+
+
+NO, YES = False, True
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows", "causal"),
+    [
+        (zlab(), [None, None], [NO, NO]),
+        (zlab(is_causal=True), [None, None], [YES, YES]),
+        (zlab(layer_types=MIXED, sliding_window=4, use_sliding_window=True), [4, None], [YES, NO]),
+        (zlab(layer_types=SLIDING, sliding_window=4, use_sliding_window=True), [4, 4], [YES, YES]),
+        (zlab(layer_types=SLIDING, sliding_window=4, use_sliding_window=True, is_causal=False), [4, 4], [NO, NO]),
+        (modelopt().fields, [4, 4], [NO, NO]),
+        (modelopt_causal().fields, [None, None], [YES, YES]),
+        # MiMo's: the flag alone, no layer types and nothing about causality.
+        (zlab(layer_types=..., dflash_config={**modelopt().fields["dflash_config"], "causal": None}), [4, 4], [NO, NO]),
+        # The flag beside layer types that slide already: they keep the legacy causality, and the flag's window wins.
+        (
+            zlab(layer_types=MIXED, sliding_window=9, use_sliding_window=True, dflash_config={**zlab()["dflash_config"], "use_swa": True, "swa_window_size": 4}),
+            [4, None],
+            [YES, NO],
+        ),
+        (zlab(sliding_window=6, dflash_config={**zlab()["dflash_config"], "use_swa": True, "causal": True}), [6, 6], [YES, YES]),
+        (speculators_config(WINDOWED_LAYER), [4, None], [YES, NO]),
+        (speculators_config(WINDOWED_LAYER, sliding_window_non_causal=True), [4, None], [NO, NO]),
+        (deepspec().fields, [None, None], [NO, NO]),
+        (assistant().fields, [4, 4], [NO, NO]),
+    ],
+)  # fmt: skip
+def test_windows_and_causality_of_every_dialect(
+    fields: dict[str, Any], windows: list[Any], causal: list[bool]
+) -> None:
+    """Promise: who sees whom is what the tool that trained the drafter meant, layer by layer."""
+    config = DFlashConfig(**portable_fields(fields))
+    assert [config.layer_window(i) for i in range(LAYERS)] == windows
+    assert [config.is_layer_causal(i) for i in range(LAYERS)] == causal
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "dialect"),
+    [
+        (zlab(), (), ZLAB),
+        (zlab(dflash_config={}), (), ZLAB),
+        (speculators_config({}), (), SPECULATORS),
+        (deepspec().fields, (), DEEPSPEC),
+        (deepspec().fields, ("fc.weight",), DEEPSPEC),
+        (assistant().fields, (), ASSISTANT),
+        (assistant().fields, ("encoder.fc.weight",), ASSISTANT),
+        # Tensors decide where the fields are alike.
+        ({**assistant().fields, "model_type": "qwen3"}, ("encoder.fc.weight",), ASSISTANT),
+        ({**deepspec().fields, "model_type": "odd_assistant"}, ("fc.weight",), DEEPSPEC),
+        (DECODER, (), ZLAB),
+    ],
+)
+def test_dialects_are_told_by_fields_and_tensors(fields: dict[str, Any], names: tuple[str, ...], dialect: str) -> None:
+    """Promise: never by the checkpoint's name."""
+    assert dialect_of(fields, names) == dialect
+
+
+def test_a_flat_drafter_may_say_that_its_anchor_does_not_predict(tmp_path: Path) -> None:
+    """Promise: what is declared wins over what the dialect implies."""
+    checkpoint = deepspec()
+    checkpoint.fields["sample_from_anchor"] = False
+    config = DFlashConfig.from_pretrained(checkpoint.write(tmp_path))
+    assert config.num_proposals == B - 1
+
+
+def test_sharded_and_half_precision_checkpoints(tmp_path: Path) -> None:
+    """Promise: shards and `dtype="auto"` work in a dialect as in our own form; rotary tables and offsets keep their dtype."""
+    checkpoint = speculators_reduced()
+    half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
+    checkpoint.fields["dtype"] = "bfloat16"
+    folder = checkpoint.write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    names = sorted(half)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in shards.items():
+        save_file({name: half[name] for name in held}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    drafter = DFlashDraftModel.from_pretrained(folder, dtype="auto")
+    assert drafter.dtype == torch.bfloat16
+    assert drafter.d2t.dtype == torch.long
+    assert drafter.rotary_emb.inv_freq.dtype == torch.float32
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, half[name])
+
+
+def test_quantised_drafter(tmp_path: Path) -> None:
+    """Promise: transformers' own quantisers work, and what they save is read again (known trap: torchao asks for an embedding).
+
+    Their packages are no dependency; torchao is the one tried, where it is installed.
+    """
+    folder = zlab_v1().write(tmp_path / "drafter")
+    plain = DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16)
+    assert plain.get_input_embeddings() is None
+    torchao = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    small = DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    assert type(small.layers[0].mlp.up_proj.weight) is not torch.nn.Parameter
+    expected, got = hidden_states(plain), hidden_states(small)
+    assert (got - expected).norm() < 0.05 * expected.norm()
+    small.save_pretrained(tmp_path / "small")
+    assert torch.equal(hidden_states(DFlashDraftModel.from_pretrained(tmp_path / "small")), got)
+
+
+def test_the_real_assistant_of_transformers(tmp_path: Path) -> None:
+    """Promise: transformers' own DFlash drafter, saved by its own class, is the same network here."""
+    muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    config = muse.MuseGlimmerAssistantConfig(
+        **{name: value for name, value in DECODER.items() if name not in ("vocab_size", "use_cache", "attention_bias")},
+        block_size=B, mask_token_id=MASK, target_layer_ids=TAPS, sliding_window=64, layer_types=SLIDING,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    theirs = muse.MuseGlimmerAssistantModel(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.3 * noise(*parameter.shape, seed=parameter.numel())
+    theirs.save_pretrained(tmp_path)
+    ours, info = DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert ours.config.dialect == ASSISTANT
+    block, features = block_and_features()
+    with torch.no_grad():
+        expected = theirs(noise_embeds=block, context_hidden_states=features).last_hidden_state
+    torch.testing.assert_close(hidden_states(ours), expected, rtol=0, atol=1e-5)
+
+
+# DFlash2.
+
+
+def naive_walk(
+    weights: dict[str, torch.Tensor],
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    anchor: int,
+    top_k: int,
+    uniforms: Any,
+) -> tuple[list[int], list[list[int]], list[list[float]]]:
+    """The selector's path behind an anchor, of hidden states [R, D] and logits [R, V], and each row's candidates and law."""
+    projection = weights["candidate_selector.hidden_projection.weight"].double()
+    before = weights["candidate_selector.predecessor_codebook"].double()
+    after = weights["candidate_selector.successor_codebook"].double()
+    path, candidates, laws = [], [], []
+    for row in range(len(hidden)):
+        ids = sorted(range(logits.shape[1]), key=lambda token: -float(logits[row, token]))[:top_k]
+        projected = projection @ hidden[row].double()
+        scores = [
+            float(logits[row, token]) + sum(float(a * h * b) for a, h, b in zip(before[anchor], projected, after[token], strict=True))
+            for token in ids
+        ]  # fmt: skip
+        law = torch.tensor(scores, dtype=torch.float64).div(0.7).softmax(dim=0).tolist()
+        place = scores.index(max(scores))
+        if uniforms is not None:
+            place = next(i for i in range(top_k) if sum(law[: i + 1]) > float(uniforms[row]))
+        anchor = ids[place]
+        path.append(anchor)
+        candidates.append(ids)
+        laws.append(law)
+    return path, candidates, laws
+
+
+@pytest.mark.parametrize("maker", [zlab_dflash2, speculators_dflash2])
+def test_selector_walks_as_written(maker: Callable[[], Checkpoint], tmp_path: Path) -> None:
+    """Promise: greedy and drawn paths, candidates and the law q are those of the formula, row by row of a batch."""
+    checkpoint = maker()
+    drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path), dtype=torch.float32)
+    states, head = noise(6, B - 1, D, seed=41), target_head()
+    anchors = torch.tensor([[0], [3], [7], [11], [30], [39]])
+    uniforms = torch.rand(6, B - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    logits = checkpoint.head(states, head)
+    greedy = drafter.propose(states, anchors, lambda hidden: hidden @ head.T)
+    drawn = drafter.propose(states, anchors, lambda hidden: hidden @ head.T, 0.7, uniforms)
+    assert greedy.probabilities is None
+    for place, anchor in enumerate(anchors[:, 0].tolist()):
+        path, _, _ = naive_walk(checkpoint.meant, states[place], logits[place], anchor, 4, None)
+        assert greedy.token_ids[place].tolist() == path
+        path, ids, laws = naive_walk(checkpoint.meant, states[place], logits[place], anchor, 4, uniforms[place])
+        assert drawn.token_ids[place].tolist() == path
+        assert drawn.candidate_ids[place].tolist() == ids
+        torch.testing.assert_close(drawn.probabilities[place].tolist(), laws, rtol=0, atol=1e-5)
+    assert not torch.equal(greedy.token_ids, logits.argmax(dim=-1))  # the selector changes something
+    assert not torch.equal(greedy.token_ids, drawn.token_ids)
+
+
+def test_convolutions_stay_inside_their_block() -> None:
+    """Promise: rows of two blocks in one forward (training) are two forwards of one block; a narrower block works too."""
+    drafter = make_drafter(conv_kernel_size=3, conv_group_size=4, selector_rank=2, selector_top_k=2)
+    conv, size = drafter.layers[0].mlp_conv, drafter.config.block_size
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter += noise(*parameter.shape)
+        rows = noise(2, 2 * size, 32)
+        together = conv(rows, torch.tanh)
+        for part in (slice(0, size), slice(size, None)):
+            torch.testing.assert_close(together[:, part], conv(rows[:, part], torch.tanh))
+        for width in (1, 2, size - 1):
+            torch.testing.assert_close(together[:, :width], conv(rows[:, :width], torch.tanh))
+
+
+def test_a_new_dflash2_drafter_begins_as_dflash() -> None:
+    """Promise: fresh convolutions change nothing, so training starts from the plain drafter."""
+    plain = make_drafter()
+    fresh = make_drafter(conv_kernel_size=2, conv_group_size=4, selector_rank=2, selector_top_k=2)
+    fresh.load_state_dict(plain.state_dict(), strict=False)
+    block, features = noise(1, 6, 32), noise(1, 7, 64)
+    with torch.no_grad():
+        states = [model(block, features).last_hidden_state for model in (plain, fresh)]
+    torch.testing.assert_close(states[0], states[1])
+
+
+# Writing.
+
+
+def test_converted_checkpoint_is_the_same_drafter(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Promise: read, written and read again: the same tensors under z-lab's names, the same fields, the same forward."""
+    folder = checkpoint.write(tmp_path / "theirs")
+    first = DFlashDraftModel.from_pretrained(folder, dtype="auto")
+    written = convert_checkpoint(folder, tmp_path / "ours")
+    assert written == tmp_path / "ours"
+    stored = load_file(written / "model.safetensors")
+    own = {"lm_head.weight", "d2t"} if checkpoint.fields.get("draft_vocab_size", VOCAB) < VOCAB else set()
+    assert set(stored) == set(checkpoint.meant) | own
+    for name, tensor in stored.items():
+        expected = checkpoint.tensors[name] if name in own else checkpoint.meant[name]
+        assert torch.equal(tensor, expected)
+        assert tensor.dtype == expected.dtype
+    again = DFlashDraftModel.from_pretrained(written, dtype="auto")
+    assert again.config.dialect == ZLAB
+    changing = ("_name_or_path", "architectures", "auto_map", "transformers_version", "dialect")
+    before, after = (
+        {name: value for name, value in model.config.to_dict().items() if name not in changing}
+        for model in (first, again)
+    )
+    assert after == before
+    assert torch.equal(hidden_states(again), hidden_states(first))
+    fields = json.loads((written / "config.json").read_text())
+    is_second = "candidate_selector.successor_codebook" in stored
+    assert fields["architectures"] == ["DFlash2DraftModel" if is_second else "DFlashDraftModel"]
+    assert fields["auto_map"]["AutoModel"] == "modeling_dflash.DFlashDraftModel"
+    assert fields["model_type"] == "qwen3"
+    for gone in (
+        "transformer_layer_config",
+        "aux_hidden_state_layer_ids",
+        "num_anchors",
+        "markov_rank",
+        "use_swa",
+        "dialect",
+    ):
+        assert gone not in fields
+        assert gone not in fields["dflash_config"]
+    assert (written / "modeling_dflash.py").is_file()
+    # Converting what is converted already changes nothing.
+    twice = convert_checkpoint(written, tmp_path / "twice")
+    assert json.loads((twice / "config.json").read_text()) == fields
+
+
+def test_resaving_a_model_of_another_dialect_writes_the_portable_names(tmp_path: Path) -> None:
+    """Known trap: transformers 5 saves a model under the names that it was read from, which no engine then finds."""
+    for name, checkpoint in (("assistant", assistant()), ("prefixed", zlab_v1())):
+        if name == "prefixed":
+            checkpoint.tensors = {f"model.{key}": tensor for key, tensor in checkpoint.tensors.items()}
+        drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path / name))
+        drafter.save_pretrained(tmp_path / f"{name}-again")
+        assert set(load_file(tmp_path / f"{name}-again" / "model.safetensors")) == set(checkpoint.meant)
+
+
+def write_target(folder: Path, **fields: Any) -> Path:
+    """A target's folder, of which the config is what is read."""
+    make_target(vocab_size=VOCAB, hidden_size=D, num_hidden_layers=TARGET_LAYERS, **fields).config.save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_the_target_fills_in_what_a_dialect_leaves_out(tmp_path: Path) -> None:
+    """Promise: depth and vocabulary come from the target's config, and a target that does not fit is refused."""
+    source, target = assistant().write(tmp_path / "theirs"), write_target(tmp_path / "target")
+    written = json.loads((convert_checkpoint(source, tmp_path / "ours", target) / "config.json").read_text())
+    assert written["num_target_layers"] == written["dflash_config"]["num_target_layers"] == TARGET_LAYERS
+    assert written["vocab_size"] == VOCAB
+    other = write_target(tmp_path / "other", intermediate_size=32)
+    (other / "config.json").write_text(
+        (other / "config.json").read_text().replace(f'"hidden_size": {D}', '"hidden_size": 64')
+    )
+    with pytest.raises(ValueError, match=r"hidden_size is 16 for the drafter and 64 .* another target"):
+        convert_checkpoint(source, tmp_path / "never", other)
+    assert not (tmp_path / "never").exists()
+
+
+def test_every_dialect_drafts_losslessly(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Promise: once its target has filled in what it leaves out, a drafter of any dialect runs, and the text is the target's."""
+    target = make_target(vocab_size=VOCAB, hidden_size=D, num_hidden_layers=TARGET_LAYERS)
+    target.config.save_pretrained(tmp_path / "target")
+    source = checkpoint.write(tmp_path / "theirs")
+    drafter = DFlashDraftModel.from_pretrained(convert_checkpoint(source, tmp_path / "ours", tmp_path / "target"))
+    prompt_ids = make_prompt(vocab_size=VOCAB)
+    text = drafter.spec_generate(prompt_ids, target=target, max_new_tokens=16, temperature=0.0)
+    assert torch.equal(text, greedy(target, prompt_ids, max_new_tokens=16))
+
+
+def test_commands_convert_and_export(tmp_path: Path) -> None:
+    """Promise: the commands print where they wrote, and refuse a source that is none."""
+    source, target = deepspec().write(tmp_path / "theirs"), write_target(tmp_path / "target")
+    runner = CliRunner()
+    done = runner.invoke(app, ["convert", str(source), str(tmp_path / "ours"), "--target", str(target)])
+    assert done.output.split("\n")[-2] == str(tmp_path / "ours")
+    assert DFlashConfig.from_pretrained(tmp_path / "ours").num_proposals == B
+    done = runner.invoke(app, ["export", str(tmp_path / "ours"), str(tmp_path / "x-DFlash"), "--target", str(target)])
+    assert "sample_from_anchor=True" in str(done.exception)
+    done = runner.invoke(app, ["convert", str(tmp_path), str(tmp_path / "never")])
+    assert "SOURCE" in str(done.exception)
+    assert not (tmp_path / "never").exists()
+
+
+def test_export_is_what_every_engine_reads(tmp_path: Path) -> None:
+    """Promise: a card and a name with DFlash in it, or a reason why some engine could not read the drafter."""
+    target = write_target(tmp_path / "target")
+    folder = export_checkpoint(zlab_v1().write(tmp_path / "theirs"), tmp_path / "tiny-DFlash", target)
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+    assert DFlashDraftModel.from_pretrained(folder).config.num_target_layers == TARGET_LAYERS
+    for name, checkpoint, said in (
+        ("other", zlab_v1(), r"'other' does not contain 'DFlash'.*rename"),
+        ("a-DFlash", deepspec(), r"sample_from_anchor=True.*dflash convert"),
+        ("b-DFlash", speculators_reduced(), r"draft_vocab_size=7.*dflash convert"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            export_checkpoint(checkpoint.write(tmp_path / f"{name}-source"), tmp_path / name, target)
+        assert not (tmp_path / name).exists()
+
+
+def test_an_interrupted_conversion_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: written aside and renamed: the old folder stands until the new one is complete, and nothing half done stays."""
+    source, folder = deepspec().write(tmp_path / "theirs"), tmp_path / "ours"
+    convert_checkpoint(source, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def stop(self: Any, aside: Any, **kwargs: Any) -> None:
+        Path(aside).mkdir()
+        (Path(aside) / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DFlashDraftModel, "save_pretrained", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        convert_checkpoint(source, tmp_path / "mine")
+
+
+# Bad input.
+
+
+def spoiled(change: Callable[[Checkpoint], Any], maker: Callable[[], Checkpoint] = zlab_v1) -> Checkpoint:
+    """A checkpoint with something wrong in it."""
+    checkpoint = maker()
+    change(checkpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        (spoiled(lambda c: c.fields["dflash_config"].update(attention_sink_bias=True)), "attention_sink_bias=True"),
+        (spoiled(lambda c: c.fields["dflash_config"].update(attention_value_scale=0.6)), "attention_value_scale=0.6"),
+        (spoiled(lambda c: c.fields.update(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
+        (spoiled(lambda c: c.fields.update(markov_rank=256), deepspec), "markov_rank=256"),
+        (spoiled(lambda c: c.fields["dflash_config"].update(shift_label=True), specforge), "shift_label=True"),
+        (spoiled(lambda c: c.tensors.update(sinks=torch.zeros(HEADS))), "unexpected keys: sinks"),
+        (spoiled(lambda c: c.tensors.update({"embed_tokens.weight": torch.zeros(VOCAB, D)})), "unexpected keys: embed_tokens"),
+        (spoiled(lambda c: c.fields.update(speculators_model_type="eagle3"), speculators_full), "'eagle3' is not a DFlash"),
+        (spoiled(lambda c: c.fields.update(target_hidden_size=64), speculators_full), "target_hidden_size=64"),
+        (spoiled(lambda c: c.fields.update(aux_hidden_state_layer_ids=[0, 2]), speculators_full), r"\[-1, 1\] must be 0-based"),
+        (spoiled(lambda c: c.tensors.pop("d2t"), speculators_reduced), "missing keys: d2t"),
+        (spoiled(lambda c: c.fields.update(draft_vocab_size=99), speculators_reduced), "draft_vocab_size=99 is more than"),
+        (spoiled(lambda c: c.fields["dflash_config"].pop("conv_group_size"), zlab_dflash2), "conv_group_size=None"),
+        (spoiled(lambda c: c.fields["dflash_config"].pop("selector_rank"), zlab_dflash2), "selector_rank=None"),
+        (spoiled(lambda c: c.fields["dflash_config"].update(conv_group_size=5), zlab_dflash2), "conv_group_size=5 does not divide"),
+        (spoiled(lambda c: c.fields.update(mask_token_id=None), speculators_full), "config holds no mask_token_id"),
+    ],
+    ids=lambda value: value[:28] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_computed_is_refused_by_name(checkpoint: Checkpoint, said: str, tmp_path: Path) -> None:
+    """Promise: never run wrong: the field or tensor is named."""
+    with pytest.raises(ValueError, match=said):
+        DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path))
+
+
+def test_pickles_are_read_only_when_asked_for(tmp_path: Path) -> None:
+    """Promise: a pickle can run code, so it is refused unless its tensors alone are asked for."""
+    checkpoint = zlab_v1()
+    folder = checkpoint.write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    torch.save(checkpoint.tensors, folder / "pytorch_model.bin")
+    for asked in ({}, {"weights_only": False}):
+        with pytest.raises(ValueError, match=r"pickle \(pytorch_model.bin\).*weights_only=True"):
+            DFlashDraftModel.from_pretrained(folder, **asked)
+    drafter = DFlashDraftModel.from_pretrained(folder, weights_only=True)
+    assert all(torch.equal(tensor, checkpoint.meant[name]) for name, tensor in drafter.state_dict().items())
+    # A pickle beside the safetensors is not looked at.
+    checkpoint.write(tmp_path / "both")
+    shutil.copy(folder / "pytorch_model.bin", tmp_path / "both")
+    assert DFlashDraftModel.from_pretrained(tmp_path / "both").config.block_size == B
+
+
+def test_a_mask_row_in_a_file_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Known trap: drafters with a separate mask embedding run with the target's row, and propose little."""
+    folder = zlab_v1().write(tmp_path)
+    torch.save({"embedding": torch.zeros(D)}, folder / "mask_embedding.pt")
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
+        DFlashDraftModel.from_pretrained(folder)
