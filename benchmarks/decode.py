@@ -9,10 +9,7 @@ measurement, the summary, the command and the environment; the README's table is
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 import datasets
 import torch
+from records import prompt_ids, save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,14 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel
 from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.evaluation.harness import (
-    SCHEMA_VERSION,
-    Prompt,
-    compare,
-    decoding_methods,
-    environment,
-    summarise,
-)
+from dflash.evaluation.harness import Prompt, compare, decoding_methods, summarise
 
 
 def arguments() -> argparse.Namespace:
@@ -81,12 +72,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     target, drafter, tokenizer = load_pair(args)
-    prompts = []
-    for task, question in questions(args):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, enable_thinking=False, tokenize=False
-        )
-        prompts.append(Prompt(task, tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]))
+    prompts = [Prompt(task, torch.tensor([prompt_ids(tokenizer, question)])) for task, question in questions(args)]
 
     methods = decoding_methods(target, drafter, args.max_new_tokens, args.methods)
     measurements = compare(methods, prompts, args.repeats, lambda todo: track(todo, description="decoding"))
@@ -106,35 +92,21 @@ def main() -> None:
         )
     Console().print(table)
     if args.output is not None:
-        write_result(args, target, drafter, tokenizer, summary, [asdict(m) for m in measurements])
-
-
-def write_result(
-    args: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any, summary: list[Any], measurements: list[Any]
-) -> None:
-    # Absolute paths are this machine's and say nothing to a reader; a Hub id keeps its slash.
-    command = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "command": " ".join(["benchmarks/decode.py", *command]),
-        "revision": revision.stdout.strip(),
-        "environment": environment(target, drafter),
-        "decoding": {
-            "temperature": 0.0,
-            "batch_size": 1,
-            "max_new_tokens": args.max_new_tokens,
-            "repeats": args.repeats,
-            "enable_thinking": False,
-            "chat_template": tokenizer.chat_template,
-        },
-        "summary": summary,
-        "measurements": measurements,
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    aside = args.output.with_suffix(".tmp")
-    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, args.output)
+        save(
+            args.output,
+            target,
+            drafter,
+            decoding={
+                "temperature": 0.0,
+                "batch_size": 1,
+                "max_new_tokens": args.max_new_tokens,
+                "repeats": args.repeats,
+                "enable_thinking": False,
+                "chat_template": tokenizer.chat_template,
+            },
+            summary=summary,
+            measurements=[asdict(measurement) for measurement in measurements],
+        )
 
 
 if __name__ == "__main__":

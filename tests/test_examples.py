@@ -1,0 +1,85 @@
+"""Every example runs with `--tiny` on the embedded pair, and says that its text is the target's own."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from dflash.embedded import heldout_problems, load_embedded_pair
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+HAS_NATIVE = hasattr(GenerationConfig(), "speculation_type")
+SHARED = "pair.py"  # no example itself
+
+# What an example must print beside the text.
+SAID = {
+    "batch.py": [r"2 answers, tau \d"],
+    "native_generate.py": ["custom_generate writes the same: True"]
+    + ["speculation_type='dflash' writes the same: True"] * HAS_NATIVE,
+    "pipeline.py": ["the same without the drafter: True"],
+    "quickstart.py": [r"tau \d\.\d\d", "the same as target.generate: True"],
+    "sampling.py": [r"the same in blocks of \d+: True"],
+    "streaming.py": [r"\[.+\]", r"[1-9]\d* steps behind the prompt"],
+    "text_iterator_streamer.py": [r"[1-9]\d* pieces"],
+}
+SAMPLES = {"sampling.py"}  # its text is no greedy one
+
+
+@pytest.fixture(scope="module")
+def answer() -> str:
+    """What plain `generate` writes to the first held-out question, as far as `--tiny` goes."""
+    target, _, tokenizer = load_embedded_pair()
+    messages = [{"role": "user", "content": heldout_problems()[0].question}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    sequences = target.generate(**inputs, max_new_tokens=16, do_sample=False)
+    return tokenizer.decode(sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    """Runs an example as its command does, in this process."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_example_runs(
+    name: str, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: the command in the docstring works as it stands, and what it prints is there."""
+    run(name, monkeypatch, "--tiny")
+    printed = capsys.readouterr().out
+    for said in SAID[name]:
+        assert re.search(said, printed), printed
+    if name not in SAMPLES:
+        assert answer in printed
+
+
+@pytest.mark.parametrize("name", [*SAID, SHARED])
+def test_example_is_short_and_says_how_it_is_run(name: str) -> None:
+    """Promise: under 100 lines; its first words are what it shows and the command."""
+    source = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert source.count("\n") < 100
+    assert name == SHARED or f"    python examples/{name}\n" in source
+
+
+def test_every_example_is_run_and_listed() -> None:
+    """Promise: no example is forgotten here or in the folder's README."""
+    files = {path.name for path in EXAMPLES.glob("*.py")}
+    assert files == {*SAID, SHARED}
+    listed = re.findall(r"^- `([\w.]+)`:", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name in listed if name.endswith(".py")} == files
+
+
+def test_half_a_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a drafter without its target is one sentence, not a wrong pair."""
+    with pytest.raises(SystemExit, match="go together"):
+        run("quickstart.py", monkeypatch, "--tiny", "--drafter", "some/drafter")
