@@ -10,6 +10,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.cache_dflash import PreallocatedCache
+from dflash.recurrent_dflash import LINEAR_TYPES
 
 from .data import Example, with_response
 
@@ -62,12 +63,16 @@ def _respond(
         attention_mask[row, width - len(prompt) :] = 1
     config = target.config.get_text_config(decoder=True)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    # Appending in place is faster; targets with linear layers have caches of their own.
+    has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
+    capacity = width + max_new_tokens
+    cache = {} if has_states else {"past_key_values": PreallocatedCache(config.num_hidden_layers, capacity)}
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     sequences = generate(
         input_ids.to(target.device),
         attention_mask=attention_mask.to(target.device),
         max_new_tokens=max_new_tokens,
-        past_key_values=PreallocatedCache(config.num_hidden_layers, width + max_new_tokens),
+        **cache,
         **({"do_sample": False} | sampling),
     )
     return sequences[:, width:].tolist()

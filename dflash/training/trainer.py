@@ -23,7 +23,6 @@ import transformers
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.cache_dflash import PreallocatedCache
 from dflash.hub import save_checkpoint
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
@@ -100,9 +99,7 @@ class DrafterLoss:
         layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config)
         with torch.no_grad():
             length = batch.input_ids.shape[1]
-            _, features = self.tapped.forward(
-                batch.input_ids, PreallocatedCache(self.tapped.num_layers, length), num_logits=1
-            )
+            _, features = self.tapped.forward(batch.input_ids, self.tapped.new_cache(length), num_logits=1)
             noise_embeds = self.tapped.embed(layout.token_ids)
         hidden_states = self.drafter(
             noise_embeds=noise_embeds,
