@@ -1,8 +1,8 @@
-"""Writes the README's table of measured figures out of a result of `benchmarks/decode.py`.
+"""Writes the README's tables of measured figures out of the committed results.
 
-    python benchmarks/report.py benchmarks/results/decode_tiny_cpu.json
+    python benchmarks/report.py
 
-With `--check` it writes nothing and fails if the README says anything else than the result.
+With `--check` it writes nothing and fails if the README says anything else than the results.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 README = Path(__file__).parent.parent / "README.md"
-RESULT = Path(__file__).parent / "results" / "decode_tiny_cpu.json"
-BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
-COLUMNS = ("task", "method", "identical texts", "tau", "tokens per step", "tokens/s", "speed-up")
+RESULTS = Path(__file__).parent / "results"
 
 
-def readme_table(result: dict[str, Any]) -> str:
-    """A Markdown table of the summary, and under it what the figures depend on."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for row in result["summary"]:
-        cells = (
+def decode_table(result: dict[str, Any]) -> str:
+    """Ways of decoding side by side, and under them what the figures depend on."""
+    lines = _head("task", "method", "identical texts", "tau", "tokens per step", "tokens/s", "speed-up")
+    lines += [
+        _line(
             row["task"],
             row["method"],
             f"{row['identical']} of {row['prompts']}",
@@ -33,35 +32,94 @@ def readme_table(result: dict[str, Any]) -> str:
             f"{row['tokens_per_second']:.0f}",
             f"{row['speedup']:.2f}x",
         )
-        lines.append("| " + " | ".join(cells) + " |")
+        for row in result["summary"]
+    ]
     setup, decoding = result["environment"], result["decoding"]
+    pair = f"{setup['target_parameters'] / 1e6:.1f} M and {setup['drafter_parameters'] / 1e6:.1f} M parameters"
     lines += [
         "",
-        f"Embedded pair ({setup['target_parameters'] / 1e6:.1f} M and {setup['drafter_parameters'] / 1e6:.1f} M parameters), "
-        f"greedy, batch {decoding['batch_size']}, block {setup['block_size']}, {setup['target_dtype']}, {setup['attention']} "
-        f"attention, {setup['threads']} threads of one {setup['cpu']}, torch {setup['torch']}, transformers "
-        f"{setup['transformers']}; medians of {decoding['repeats']} interleaved repeats. `{result['command']}`",
+        f"Embedded pair ({pair}), greedy, batch {decoding['batch_size']}, block {setup['block_size']}, "
+        f"{setup['target_dtype']}, {setup['attention']} attention, {_machine(result)}; medians of {decoding['repeats']} "
+        f"interleaved repeats. `{result['command']}`",
     ]
     return "\n".join(lines)
 
 
-def with_table(readme: str, table: str) -> str:
-    """The README with what stands between the markers replaced."""
-    head, rest = readme.split(BEGIN, 1)
-    _, tail = rest.split(END, 1)
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+def batch_table(result: dict[str, Any]) -> str:
+    """Throughput by batch size."""
+    lines = _head("batch", "identical texts", "target.generate, tokens/s", "dflash, tokens/s", "speed-up")
+    lines += [
+        _line(
+            row["batch_size"],
+            f"{row['identical']} of {row['prompts']}",
+            *(f"{speed:.0f}" for speed in row["tokens_per_second"].values()),
+            f"{row['speedup']:.2f}x",
+        )
+        for row in result["summary"]
+    ]
+    repeats = result["decoding"]["repeats"]
+    lines += ["", f"The same pair, {_machine(result)}; medians of {repeats} repeats. `{result['command']}`"]
+    return "\n".join(lines)
+
+
+def sampling_table(result: dict[str, Any]) -> str:
+    """Acceptance at temperature 1, by what is proposed."""
+    lines = _head(f"proposals at temperature 1, {result['prompts']} held-out prompts", "tau")
+    lines += [_line(name, f"{tau:.2f}") for name, tau in result["tau"].items()]
+    return "\n".join([*lines, "", f"`{result['command']}`"])
+
+
+def _head(*columns: str) -> list[str]:
+    return [_line(*columns), "|" + "---|" * len(columns)]
+
+
+def _line(*cells: Any) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _machine(result: dict[str, Any]) -> str:
+    setup = result["environment"]
+    return (
+        f"{setup['threads']} threads of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "decode_tiny_cpu": decode_table,
+    "batch_tiny_cpu": batch_table,
+    "sampling_tiny": sampling_table,
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    """The committed result of that name."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def with_table(readme: str, name: str, table: str) -> str:
+    """The README with what stands between the markers of `name` replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, rest = readme.split(begin, 1)
+    _, tail = rest.split(end, 1)
+    return f"{head}{begin}\n{table}\n{end}{tail}"
+
+
+def with_all_tables(readme: str) -> str:
+    """The README as the committed results have it."""
+    for name, table in TABLES.items():
+        readme = with_table(readme, name, table(read(name)))
+    return readme
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, nargs="?", default=RESULT)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     readme = README.read_text(encoding="utf-8")
-    wanted = with_table(readme, readme_table(json.loads(args.result.read_text(encoding="utf-8"))))
+    wanted = with_all_tables(readme)
     if args.check:
         if readme != wanted:
-            print(f"README.md and {args.result.name} disagree: run `python benchmarks/report.py`.", file=sys.stderr)
+            print("README.md and the results disagree: run `python benchmarks/report.py`.", file=sys.stderr)
         return int(readme != wanted)
     README.write_text(wanted, encoding="utf-8")
     return 0

@@ -39,6 +39,25 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class Engine(str, Enum):
+    """What may run a drafter."""
+
+    remote_code = "remote-code"
+    native = "native"
+    vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
+    mlx = "mlx"
+
+
+class Server(str, Enum):
+    """Engines with a server of their own."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
+
+
 class Pair(NamedTuple):
     """A target, its drafter and their tokenizer."""
 
@@ -131,6 +150,81 @@ def export_demo(folder: Annotated[Path, typer.Argument(help="Two checkpoint fold
         paths = export_embedded_pair(folder)
     for path in paths:
         print(path)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A drafter's checkpoint of any tool: a folder or an id on the Hub.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    target: Annotated[
+        str | None, typer.Option(help="Its target, whose config says what some tools leave out.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Read a pickle's tensors too.")] = False,
+) -> None:
+    """Writes a drafter of any dialect in this library's form, its code beside its weights."""
+    _hide_loading_bars()
+    from .checkpoints import convert_checkpoint
+
+    asked = {"weights_only": True} if weights_only else {}
+    print(convert_checkpoint(_checkpoint(source, "SOURCE"), folder, target, **asked))
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A drafter's checkpoint: a folder or an id on the Hub.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it; its name contains DFlash.")],
+    target: Annotated[str, typer.Option(help="Its target: a folder or an id on the Hub.")],
+) -> None:
+    """Writes a drafter in the form that all engines load, with a card; refused if some engine cannot read it."""
+    _hide_loading_bars()
+    from .checkpoints import export_checkpoint
+
+    print(export_checkpoint(_checkpoint(source, "SOURCE"), folder, target))
+
+
+@app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(help="The drafter's checkpoint.")],
+    target: Annotated[
+        str | None, typer.Option(help="Its target, a folder or an id on the Hub: check the pair.")
+    ] = None,
+    engine: Annotated[list[Engine] | None, typer.Option(help="Ask for this engine alone; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Says what is wrong with a drafter's checkpoint and what each engine makes of it; exit status 1 if one fails."""
+    from .checking import ENGINES, report_lines
+    from .checking import check as check_folder
+
+    asked = tuple(dict.fromkeys(item.value for item in engine or ())) or tuple(ENGINES)
+    report = check_folder(folder, target, asked)
+    if as_json:
+        print(json.dumps(report.as_json(), ensure_ascii=False))
+    else:
+        Console(highlight=False).print(report_lines(report))
+    if not report.is_ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    engine: Annotated[Server, typer.Option(help="The engine that serves.")],
+    target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
+    drafter: Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")],
+    engine_args: Annotated[list[str] | None, typer.Argument(help="The engine's own arguments, after --.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Block, anchor included. Default: the drafter's.")] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and stop.")] = False,
+    checked: Annotated[bool, typer.Option("--check/--no-check", help="Refuse what the engine cannot run.")] = True,
+) -> None:
+    """Serves a pair with vLLM, SGLang or TensorRT-LLM: prints the engine's own command, then runs it."""
+    from .serving import declared_block_size, launch, refuse_unfit, run
+
+    if checked:
+        refuse_unfit(engine.value, target, drafter)
+    block_size = declared_block_size(drafter) if block_size is None else block_size
+    plan = launch(engine.value, target, drafter, block_size, engine_args or ())
+    print(plan.script(), flush=True)
+    if not only_print:
+        run(plan, engine.value)
 
 
 def main() -> None:

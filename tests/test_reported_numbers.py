@@ -1,7 +1,6 @@
 """The README says what the committed results say."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,21 @@ def report():
     return module
 
 
-def test_readme_table_is_the_one_that_the_committed_result_gives(report):
+def test_readme_tables_are_those_that_the_committed_results_give(report):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    result = json.loads(report.RESULT.read_text(encoding="utf-8"))
-    assert report.with_table(readme, report.readme_table(result)) == readme
+    assert report.with_all_tables(readme) == readme
 
 
-def test_a_changed_number_is_noticed(report):
+@pytest.mark.parametrize("name", ["decode_tiny_cpu", "batch_tiny_cpu"])
+def test_a_changed_number_is_noticed(report, name):
     """Guards the check itself: one digit of one figure differs, and the tables do."""
-    result = json.loads(report.RESULT.read_text(encoding="utf-8"))
-    table = report.readme_table(result)
+    result = report.read(name)
+    table = report.TABLES[name](result)
     result["summary"][-1]["speedup"] += 0.01
-    assert report.readme_table(result) != table
+    assert report.TABLES[name](result) != table
 
 
-def test_every_text_of_the_committed_result_is_the_targets_own(report):
+@pytest.mark.parametrize("name", ["decode_tiny_cpu", "batch_tiny_cpu"])
+def test_every_text_of_a_committed_result_is_the_targets_own(report, name):
     """A result with a differing text is a bug to find, not a figure to publish."""
-    result = json.loads(report.RESULT.read_text(encoding="utf-8"))
-    assert all(row["identical"] == row["prompts"] for row in result["summary"])
+    assert all(row["identical"] == row["prompts"] for row in report.read(name)["summary"])

@@ -1,0 +1,13 @@
+"""What is wrong with a drafter's checkpoint, and what each engine would make of it, before anything is run.
+
+Reads config.json, the headers of the safetensors files and the text of the code beside them; loads no weights and runs
+nothing that a checkpoint brings.
+"""
+
+from .engines import ENGINES
+from .findings import Finding
+from .report import Report, Verdict, check
+from .tables import report_lines
+
+
+__all__ = ["ENGINES", "Finding", "Report", "Verdict", "check", "report_lines"]

@@ -1,0 +1,70 @@
+"""What a rule yields: one fault, whom it concerns, and the remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .engines import ENGINES
+
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+VERDICT_OF: dict[Severity, str] = {"error": "fails", "warning": "degraded", "note": "works"}
+ALL = tuple(ENGINES)
+TRANSFORMERS = ("remote-code", "native")
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONVERT = "rewrite it with `dflash convert`"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, for whom, and what to do about it."""
+
+    severity: Severity
+    field: str
+    value: Any
+    why: str
+    fix: str
+    engines: tuple[str, ...] = ALL
+    file: str = CONFIG
+    rule: str = ""
+
+
+def error(field: str, value: Any, why: str, fix: str, engines: tuple[str, ...] = ALL, file: str = CONFIG) -> Finding:
+    """A fault with which the engines refuse, or run another drafter."""
+    return Finding("error", field, value, why, fix, engines, file)
+
+
+def warning(field: str, value: Any, why: str, fix: str, engines: tuple[str, ...] = ALL, file: str = CONFIG) -> Finding:
+    """A fault with which the engines run, and draft worse or need something."""
+    return Finding("warning", field, value, why, fix, engines, file)
+
+
+def note(field: str, value: Any, why: str, fix: str, engines: tuple[str, ...] = ALL, file: str = CONFIG) -> Finding:
+    """Something that no engine minds."""
+    return Finding("note", field, value, why, fix, engines, file)
+
+
+def engine_names(engines: tuple[str, ...]) -> str:
+    """Engines as a person reads them."""
+    return ", ".join(ENGINES[engine] for engine in engines)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def shown(value: Any) -> str:
+    """`value` in one line."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def summary(found: list[str]) -> str:
+    """A few tensor names in one line: layer numbers folded, and how many there are."""
+    folded = list(dict.fromkeys(re.sub(r"\blayers\.\d+\.", "layers.*.", name) for name in found))
+    more = f" and {len(folded) - 3} more kinds" if len(folded) > 3 else ""
+    return ", ".join(folded[:3]) + more

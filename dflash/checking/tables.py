@@ -1,0 +1,77 @@
+"""A report as a person reads it: a line for each engine, then the findings with their remedies."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .findings import ALL, Finding, engine_names, shown
+from .report import Report, Verdict
+
+
+MARKS = {"works": "✓", "degraded": "!", "fails": "✗", "error": "✗", "warning": "!", "note": "·"}
+STYLES = {
+    "works": "green",
+    "degraded": "yellow",
+    "fails": "bold red",
+    "error": "bold red",
+    "warning": "yellow",
+    "note": "dim",
+}
+LONGEST_VALUE = 60
+
+
+def report_lines(report: Report) -> RenderableType:
+    """The verdicts and the findings, for any width from 60 columns on."""
+    parts: list[RenderableType] = [_title(report), Text(), _verdict_table(report)]
+    for finding in report.findings:
+        parts += [Text(), *_finding(finding, report)]
+    return Group(*parts, Text(), _ending(report))
+
+
+def _title(report: Report) -> Text:
+    title = Text.assemble((report.folder.name or str(report.folder), "bold"), (f"  {report.dialect} form", "dim"))
+    if report.target is not None:
+        title.append(f", target {report.target}", "dim")
+    return title
+
+
+def _verdict_table(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for verdict in report.verdicts:
+        mark = Text(f"{MARKS[verdict.verdict]} {verdict.verdict}", STYLES[verdict.verdict])
+        table.add_row(mark, verdict.name, Text(_because(verdict), "dim"))
+    return table
+
+
+def _because(verdict: Verdict) -> str:
+    """The fields that decide, each once, the worst ones alone."""
+    worst = [finding for finding in verdict.findings if finding.severity == verdict.findings[0].severity]
+    return ", ".join(dict.fromkeys(finding.field for finding in worst))
+
+
+def _finding(finding: Finding, report: Report) -> list[RenderableType]:
+    """The field and its value, where it stands and for whom it is wrong, why, and the remedy."""
+    value = shown(finding.value)
+    if len(value) > LONGEST_VALUE:
+        value = value[: LONGEST_VALUE - 1] + "…"
+    head = Text.assemble(
+        (f"{MARKS[finding.severity]} ", STYLES[finding.severity]), (finding.field, "bold"), f" = {value}"
+    )
+    asked = [verdict.engine for verdict in report.verdicts if verdict.engine in finding.engines]
+    whom = "" if set(ALL) <= set(finding.engines) else f" · {engine_names(tuple(asked))}"
+    remedy = Table.grid(padding=(0, 1))
+    remedy.add_row(Text("→", "green"), Text(finding.fix))
+    lines: list[RenderableType] = [Text(f"{finding.file} · {finding.rule}{whom}", "dim"), Text(finding.why), remedy]
+    return [head, *(Padding(line, (0, 0, 0, 2)) for line in lines)]
+
+
+def _ending(report: Report) -> Text:
+    counts = {name: sum(f.severity == name for f in report.findings) for name in ("error", "warning", "note")}
+    said = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count)
+    return Text(said or "nothing found", "dim")

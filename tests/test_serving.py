@@ -1,0 +1,198 @@
+"""Command lines of the engines: what is printed can be pasted, and is what runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_drafter, make_target
+
+from dflash import cli
+from dflash.serving import BUILDERS, INSTALL, declared_block_size, launch
+
+
+AWKWARD = 'it\'s a "$HOME" `x` drafter-DFlash'
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a drafter whose folder tries the quoting; read-only."""
+    folder = tmp_path_factory.mktemp("serving pair")
+    make_target().save_pretrained(folder / "target")
+    make_drafter().to(torch.bfloat16).save_pretrained(folder / AWKWARD)
+    return folder / "target", folder / AWKWARD
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`run("--engine", …)`: exit status, standard output, standard error of `dflash serve`; no engine may start."""
+    # In this process an engine would take the place of pytest and end it with success.
+    monkeypatch.setattr(os, "execv", lambda *words: pytest.fail(f"started {words}"))
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", "serve", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return (stopped.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def test_vllm_is_told_the_method_and_one_token_less_than_the_block() -> None:
+    command = launch("vllm", "T", "D", 16, ["--port", "1"]).command
+    assert command[:4] == ("vllm", "serve", "T", "--speculative-config")
+    assert json.loads(command[4]) == {"method": "dflash", "model": "D", "num_speculative_tokens": 15}
+    assert command[5:] == ("--port", "1")
+
+
+def test_sglang_counts_the_anchor() -> None:
+    command = shlex.join(launch("sglang", "T", "D", 16, ["--tp", "2"]).command)
+    assert command == (
+        "sglang serve --model-path T --speculative-algorithm DFLASH --speculative-draft-model-path D "
+        "--speculative-num-draft-tokens 16 --tp 2"
+    )
+
+
+def test_tensorrt_llm_reads_a_file() -> None:
+    plan = launch("trtllm", "T", "D", 16, ["--tp_size", "2"])
+    assert plan.command == ("trtllm-serve", "T", "--config", "dflash_trtllm.yaml", "--tp_size", "2")
+    (text,) = plan.files.values()
+    assert json.loads(text) == {
+        "speculative_config": {"decoding_type": "DFlash", "max_draft_len": 15, "speculative_model": "D"}
+    }
+
+
+@pytest.mark.parametrize("engine", BUILDERS)
+def test_a_block_of_one_drafts_nothing(engine: str) -> None:
+    with pytest.raises(ValueError, match="block_size=1"):
+        launch(engine, "T", "D", 1)
+
+
+@pytest.mark.parametrize("engine", BUILDERS)
+def test_print_only_prints_and_a_shell_reads_it_back(
+    run: Any, pair: tuple[Path, Path], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: whatever the names hold, the printed lines give the engine the words that were meant."""
+    monkeypatch.chdir(tmp_path)
+    target, drafter = pair
+    options = ("--engine", engine, "--target", target, "--drafter", drafter)
+    status, out, _ = run(*options, "--print", "--", "--flag", "a 'b' $c")
+    assert status == 0
+    assert list(tmp_path.iterdir()) == []
+
+    plan = launch(engine, str(target), str(drafter), 6, ["--flag", "a 'b' $c"])
+    program = plan.command[0]
+    (tmp_path / program).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    (tmp_path / program).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    shell = subprocess.run(["sh", "-c", out], capture_output=True, text=True, env=environment, check=True)
+    assert tuple(shell.stdout.split("\0")[:-1]) == plan.command[1:]
+    for name, text in plan.files.items():
+        assert (tmp_path / name).read_text() == text + "\n"
+
+
+@pytest.mark.parametrize("engine", BUILDERS)
+def test_serving_becomes_the_engine(pair: tuple[Path, Path], engine: str, tmp_path: Path) -> None:
+    """Promise: the command is printed first, then the engine has our streams, its arguments and our exit status."""
+    target, drafter = pair
+    plan = launch(engine, str(target), str(drafter), 6)
+    program = tmp_path / plan.command[0]
+    program.write_text('#!/bin/sh\necho "served $#"\ncat\nexit 7\n')
+    program.chmod(0o755)
+    words = ["--engine", engine, "--target", str(target), "--drafter", str(drafter)]
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash.cli", "serve", *words],
+        input="from standard input",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"{plan.script()}\nserved {len(plan.command) - 1}\nfrom standard input"
+    for name, text in plan.files.items():
+        assert json.loads((tmp_path / name).read_text()) == json.loads(text)
+
+
+@pytest.mark.parametrize("engine", BUILDERS)
+def test_an_engine_that_is_not_installed(
+    run: Any, pair: tuple[Path, Path], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    status, out, err = run("--engine", engine, "--target", pair[0], "--drafter", pair[1])
+    assert status == 1
+    assert out.startswith(("vllm", "sglang", "printf"))
+    assert INSTALL[engine] in err
+    assert "--print" in err
+    assert err.count("\n") == 1
+
+
+def test_an_options_file_of_somebody_else_is_kept(
+    run: Any, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "trtllm-serve"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    (tmp_path / "dflash_trtllm.yaml").write_text("mine: 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, err = run("--engine", "trtllm", "--target", pair[0], "--drafter", pair[1])
+    assert status == 1
+    assert "dflash_trtllm.yaml exists" in err
+    assert (tmp_path / "dflash_trtllm.yaml").read_text() == "mine: 1\n"
+
+
+def _edited(drafter: Path, tmp_path: Path, **fields: Any) -> Path:
+    copy = Path(shutil.copytree(drafter, tmp_path / "edited-DFlash"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | fields))
+    return copy
+
+
+def test_a_drafter_that_the_engine_cannot_run_is_refused(run: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Promise: the finding in one sentence, nothing printed; another engine, or --no-check, goes on."""
+    drafter = _edited(pair[1], tmp_path, architectures=["DFlashQwen3"])
+    options = ("--target", pair[0], "--drafter", drafter, "--print")
+    status, out, err = run("--engine", "sglang", *options)
+    assert (status, out) == (1, "")
+    assert "SGLang cannot serve" in err
+    assert "architectures=['DFlashQwen3'] (config.json)" in err
+    assert err.count("\n") == 1
+    assert run("--engine", "vllm", *options)[0] == 0
+    assert run("--engine", "sglang", *options, "--no-check")[0] == 0
+
+
+def test_a_pair_that_does_not_belong_together_is_refused(run: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target = Path(shutil.copytree(pair[0], tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    status, _, err = run("--engine", "vllm", "--target", target, "--drafter", pair[1], "--print")
+    assert status == 1
+    assert "vocab_size" in err
+
+
+def test_the_block_is_the_drafters_or_the_users(run: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    assert declared_block_size(str(pair[1])) == 6
+    options = ("--engine", "vllm", "--target", pair[0], "--drafter", pair[1], "--print")
+    assert '"num_speculative_tokens": 5' in run(*options)[1]
+    assert '"num_speculative_tokens": 3' in run(*options, "--block-size", "4")[1]
+    nameless = _edited(pair[1], tmp_path, block_size=None, dflash_config={})
+    with pytest.raises(ValueError, match="--block-size"):
+        declared_block_size(str(nameless))
+
+
+def test_a_drafter_of_the_hub_that_is_not_here(run: Any, pair: tuple[Path, Path]) -> None:
+    """Offline, its block is the user's to give; nothing is checked."""
+    options = ("--engine", "vllm", "--target", pair[0], "--drafter", "no/such-DFlash", "--print")
+    status, _, err = run(*options)
+    assert status == 1
+    assert "--block-size" in err
+    assert '"model": "no/such-DFlash"' in run(*options, "--block-size", "16")[1]
