@@ -79,9 +79,7 @@ def _line(*cells: Any) -> str:
 
 def _machine(result: dict[str, Any]) -> str:
     setup = result["environment"]
-    return (
-        f"{setup['threads']} threads of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
-    )
+    return f"{setup['threads']} threads of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
