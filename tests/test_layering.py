@@ -47,7 +47,18 @@ ARROWS = {
     "latency_dflash": set(),
 }  # fmt: skip
 # Rooms above the shipped files: entered by their front door (`from dflash.evaluation import x`) alone. The last two are the top.
-ROOMS = {"training", "evaluation", "checkpoints", "checking", "serving", "hub", "embedded", "distributions", "terminal", "cli"}
+ROOMS = {
+    "training",
+    "evaluation",
+    "checkpoints",
+    "checking",
+    "serving",
+    "hub",
+    "embedded",
+    "distributions",
+    "terminal",
+    "cli",
+}
 TOP = {"cli", "terminal"}
 OUTSIDE = {"torch", "transformers"}
 FORBIDDEN = {
