@@ -114,10 +114,10 @@ class Comparison:
 def comparison_table(rows: Sequence[Comparison]) -> Table:
     """Speeds, counts and whether the texts agree: a line per prompt and one for all."""
     table = Table(title="Tokens per second, the prompt's forward included", title_justify="left", title_style="dim")
-    table.add_column("prompt")
+    table.add_column("#")
     for name in ("tokens", "generate", "DFlash", "speed-up", "tau", "per step"):
         table.add_column(name, justify="right")
-    table.add_column("text")
+    table.add_column("text", min_width=len("identical"))  # the cell that matters most is whole on any terminal
     for number, row in enumerate(rows, start=1):
         table.add_row(str(number), *_figures([row]), _agreement(row.difference), end_section=number == len(rows))
     if len(rows) > 1:

@@ -309,3 +309,14 @@ def test_help_needs_no_model() -> None:
     done = subprocess.run([sys.executable, "-m", "dflash.cli", "--help"], capture_output=True, text=True, check=True)
     for name in ("demo", "generate", "export-demo"):
         assert name in done.stdout
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    """Promise: whether the texts are identical is readable, also where every figure is as wide as it gets."""
+    plain = TimedRun(list(range(120)), 1.0, 0.1, 11, [])
+    fast = TimedRun(list(range(120)), 0.08, 0.01, 11, [12] * 10 + [13])
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(comparison_table([Comparison(plain, fast, None)] * 2))
+    lines = console.export_text().splitlines()
+    assert sum("identical │" in line for line in lines) == 3
+    assert all("12.50x" in line for line in lines if "identical" in line)

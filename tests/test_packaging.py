@@ -64,10 +64,6 @@ def test_readme_gives_two_commands_of_one_line_each() -> None:
     assert "-c constraints.txt" in tests[0]
 
 
-def test_readme_keeps_the_place_of_measured_numbers() -> None:
-    assert README.index("<!-- table:begin -->") < README.index("<!-- table:end -->")
-
-
 def test_embedded_pair_is_small_and_holds_no_code() -> None:
     files = [path for path in ASSETS.rglob("*") if path.is_file()]
     assert (
