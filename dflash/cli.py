@@ -166,7 +166,8 @@ def convert(
     from .checkpoints import convert_checkpoint
 
     asked = {"weights_only": True} if weights_only else {}
-    print(convert_checkpoint(_checkpoint(source, "SOURCE"), folder, target, **asked))
+    its_target = None if target is None else _checkpoint(target, "--target")
+    print(convert_checkpoint(_checkpoint(source, "SOURCE"), folder, its_target, **asked))
 
 
 @app.command()
@@ -174,12 +175,14 @@ def export(
     source: Annotated[str, typer.Argument(help="A drafter's checkpoint: a folder or an id on the Hub.")],
     folder: Annotated[Path, typer.Argument(help="Where to write it; its name contains DFlash.")],
     target: Annotated[str, typer.Option(help="Its target: a folder or an id on the Hub.")],
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Read a pickle's tensors too.")] = False,
 ) -> None:
-    """Writes a drafter in the form that all engines load, with a card; refused if some engine cannot read it."""
+    """Writes a drafter in the form that all engines load, with a card; refused if `dflash check` says that one fails."""
     _hide_loading_bars()
     from .checkpoints import export_checkpoint
 
-    print(export_checkpoint(_checkpoint(source, "SOURCE"), folder, target))
+    asked = {"weights_only": True} if weights_only else {}
+    print(export_checkpoint(_checkpoint(source, "SOURCE"), folder, _checkpoint(target, "--target"), **asked))
 
 
 @app.command()
@@ -219,7 +222,8 @@ def serve(
     from .serving import declared_block_size, launch, refuse_unfit, run
 
     if checked:
-        refuse_unfit(engine.value, target, drafter)
+        target, drafter = _checkpoint(target, "--target"), _checkpoint(drafter, "--drafter")
+        refuse_unfit(engine.value, target, drafter, block_size)
     block_size = declared_block_size(drafter) if block_size is None else block_size
     plan = launch(engine.value, target, drafter, block_size, engine_args or ())
     print(plan.script(), flush=True)

@@ -11,9 +11,10 @@ import os
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .dialects_dflash import portable_fields, tensor_names
+from .dialects_dflash import is_number, is_whole_number, portable_fields, tensor_names
 
 
 # Engines read these at the top level or in `dflash_config`.
@@ -36,6 +37,9 @@ OPTIONAL_FIELDS: dict[str, Any] = {
 # silently wrong, so each is refused by name. The values beside a field are those that mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+    "projector_type": (None,),
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1, 1.0),
     "markov_rank": (None, 0),
@@ -173,7 +177,10 @@ class DFlashConfig(Qwen3Config):
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         """The fields of a checkpoint of any published dialect, as this class takes them, and the unused keywords."""
         name = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
-        fields, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            fields, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"{name}: config.json holds no object: fetch or write the file again.") from error
         return portable_fields(fields, tensor_names(name)), unused
 
     @property
@@ -188,8 +195,11 @@ class DFlashConfig(Qwen3Config):
         """
         for name in ("block_size", "mask_token_id", "num_target_layers"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if value is not None and not is_whole_number(value):
                 raise ValueError(f"{name}={value!r} is not a whole number: write it without quotes.")
+        declared = getattr(self, "is_causal", None)
+        if declared is not None and not isinstance(declared, bool):
+            raise ValueError(f"is_causal={declared!r} is neither true nor false: write it without quotes.")
         if self.num_proposals < 1:
             raise ValueError(
                 f"block_size={self.block_size}: a block is the anchor and at least one drafted token; use 2 or more."
@@ -201,6 +211,8 @@ class DFlashConfig(Qwen3Config):
             )
         ids = self.target_layer_ids
         if ids is not None:
+            if not all(map(is_whole_number, ids)):
+                raise ValueError(f"target_layer_ids={ids} is not a list of layer numbers: write it as [1, 9, 17].")
             if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
                 raise ValueError(
                     f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats: engines read the "
@@ -220,9 +232,23 @@ class DFlashConfig(Qwen3Config):
                 f"layer_types holds sliding_attention but sliding_window={self.sliding_window}: set sliding_window and "
                 "use_sliding_window=True."
             )
+        if "sliding_attention" in self.layer_types and not (
+            is_whole_number(self.sliding_window) and self.sliding_window > 0
+        ):
+            raise ValueError(
+                f"sliding_window={self.sliding_window!r} is not a whole number above 0: write the window of the training run."
+            )
 
     def _check_variants(self) -> None:
         """Raises ValueError for a convolution, a selector or a head that cannot be built."""
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "draft_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and not (is_whole_number(value) and value > 0):
+                raise ValueError(f"{name}={value!r} is not a whole number above 0: leave it out for none.")
+        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            value = getattr(self, name)
+            if value is not None and not is_number(value):
+                raise ValueError(f"{name}={value!r} is not a number: write it without quotes, or leave it out.")
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             values = getattr(self, one), getattr(self, other)
             if (values[0] is None) != (values[1] is None):
@@ -320,6 +346,11 @@ def _rope_fields(
         scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if scaling is not None and scaling.get("rope_type", scaling.get("type", "default")) == "default":
         scaling = None
+    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
+    if kind is not None and kind not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(
+            f"rope_type={kind!r} is not known to transformers: use one of default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
+        )
     return (10000.0 if theta is None else float(theta)), scaling
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers.utils import logging
 
@@ -60,6 +60,41 @@ BESIDE_THE_LAYER_CONFIG = (
 # Fields of a layer's config in other places than a drafter's: what the layer was, or what it was trained as.
 NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_version", "_attn_implementation")
 
+# What a field of a config.json has to be, in any dialect and place, if it is there and no null.
+OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config")
+WHOLE_NUMBERS = (
+    "block_size",
+    "mask_token_id",
+    "num_target_layers",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_window_layers",
+    "max_position_embeddings",
+    "draft_vocab_size",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "swa_window_size",
+)
+NUMBERS = (
+    "rope_theta",
+    "rms_norm_eps",
+    "initializer_range",
+    "attention_dropout",
+    "input_embedding_scale",
+    "output_multiplier",
+    "logit_scale",
+    "final_logit_softcapping",
+)
+LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
+
 # What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
 DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "markov_head_type")
 
@@ -79,10 +114,101 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
     """The fields of a config.json of any dialect, as [`DFlashConfig`] takes them, and the dialect they were written in.
 
     Raises:
-        ValueError: for a speculators checkpoint of another kind than DFlash.
+        ValueError: for a field of the wrong kind, for two that contradict each other, for a checkpoint that leaves its
+            block, its taps or its rotary base to a guess, and for a speculators checkpoint of another kind than DFlash.
     """
+    _check_kinds(fields)
     dialect = dialect_of(fields, tensor_names)
-    return {**_READERS[dialect](fields), "dialect": dialect}
+    _check_rope(fields.get("transformer_layer_config") or fields)
+    read = {**_READERS[dialect](fields), "dialect": dialect}
+    _check_taps(read)
+    absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
+    if absent:
+        raise ValueError(
+            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from the "
+            "drafter's training run and write it into config.json."
+        )
+    return read
+
+
+def is_whole_number(value: Any) -> TypeGuard[int]:
+    """Whether `value` is an integer and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is an integer or a float, and no boolean."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_kinds(fields: dict[str, Any]) -> None:
+    """Refuses fields of another kind than readers expect, which would fail far from the file that holds them."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
+    for name in OBJECTS:
+        if fields.get(name) is not None and not isinstance(fields[name], dict):
+            raise ValueError(f"{name}={fields[name]!r} is not an object: write it as one, or leave it out.")
+    for name in WHOLE_NUMBERS:
+        if fields.get(name) is not None and not is_whole_number(fields[name]):
+            raise ValueError(f"{name}={fields[name]!r} is not a whole number: write it without quotes.")
+    for name in NUMBERS:
+        if fields.get(name) is not None and not is_number(fields[name]):
+            raise ValueError(f"{name}={fields[name]!r} is not a number: write it without quotes.")
+    for name in LISTS_OF_LAYERS:
+        ids = fields.get(name)
+        if ids is not None and not (isinstance(ids, (list, tuple)) and all(map(is_whole_number, ids))):
+            raise ValueError(f"{name}={ids!r} is not a list of layer numbers: write it as [1, 9, 17].")
+    for name in ("dtype", "torch_dtype"):
+        dtype = fields.get(name)
+        if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
+            raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
+    for name in OBJECTS:
+        if fields.get(name):
+            _check_kinds(fields[name])
+
+
+def _check_rope(fields: dict[str, Any]) -> None:
+    """Refuses a rotary embedding whose base is not written, or that its two spellings say differently."""
+    parameters = fields.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return  # a base for each layer type, for the configuration to judge
+    older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
+    if older is None and newer is None:
+        raise ValueError(
+            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as rope_theta and "
+            "in rope_parameters."
+        )
+    if older is not None and newer is not None and older != newer:
+        raise ValueError(
+            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base of the "
+            "training run in both."
+        )
+    if not parameters or "rope_scaling" not in fields:
+        return
+    scaling, other = _scaling(fields["rope_scaling"]), _scaling(parameters)
+    if scaling != other:
+        raise ValueError(
+            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the scaling "
+            "of the training run in both."
+        )
+
+
+def _scaling(fields: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Scaling of a rotary embedding without its base, `None` for none; `type` is the older name of `rope_type`."""
+    named = {"rope_type" if name == "type" else name: value for name, value in (fields or {}).items()}
+    named.pop("rope_theta", None)
+    return None if named.get("rope_type", "default") == "default" else named
+
+
+def _check_taps(fields: dict[str, Any]) -> None:
+    """Refuses taps that count hidden states and are not those that count layers."""
+    states = _layers_of_states(fields.get("eagle_aux_hidden_state_layer_ids"))
+    ids = fields.get("target_layer_ids") or fields["dflash_config"].get("target_layer_ids")
+    if states is not None and ids is not None and states != list(ids):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not target_layer_ids={ids} "
+            "plus one: write the layers of the training run in both."
+        )
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> set[str]:

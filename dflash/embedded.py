@@ -75,8 +75,9 @@ def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """
     folder = Path(folder).expanduser().absolute()
     target_path, drafter_path = folder / TARGET_NAME, folder / DRAFTER_NAME
-    for path in (target_path, drafter_path):
-        check_replaceable(path)
+    known = json.loads((embedded_path(TARGET_NAME) / "config.json").read_text(encoding="utf-8"))
+    check_replaceable(target_path, tuple(known["architectures"]))
+    check_replaceable(drafter_path)
     source = embedded_path(DRAFTER_NAME)
     card = source / "README.md"
     save_checkpoint(

@@ -11,6 +11,7 @@ This file is the network and nothing else: it does not draft, verify, sample or 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from .configuration_dflash import DFlashConfig
 from .dialects_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES
 from .masks_dflash import additive_mask, block_visibility
+
+
+# What reading a malformed checkpoint raises where nobody expected it.
+MALFORMED = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
 
 
 class DFlashAttn(nn.Module):
@@ -485,7 +490,14 @@ class DFlashDraftModel(PreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
         except Exception as error:
-            if type(error).__name__ != "SafetensorError":
+            kind = type(error).__name__
+            if isinstance(error, MALFORMED) or kind.startswith("StrictDataclass"):
+                reason = (str(error).strip().splitlines() or [""])[0]
+                raise ValueError(
+                    f"{name} cannot be read ({kind}: {reason}): correct its config.json or fetch the checkpoint again; "
+                    "`dflash check` says what is wrong with it."
+                ) from error
+            if kind != "SafetensorError":
                 raise
             raise ValueError(
                 f"The weights of {name} cannot be read ({error}): the file is truncated or not safetensors; fetch it again."
@@ -522,7 +534,7 @@ def _check_folder(name: str, folder: str, weights_only: bool | None) -> None:
     if pickles and not weights_only and not any(file.endswith(".safetensors") for file in files):
         raise ValueError(
             f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
-            "weights_only=True to read its tensors alone."
+            "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."
         )
 
 

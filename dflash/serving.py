@@ -120,8 +120,10 @@ def _config(drafter: str) -> dict[str, object]:
     return config if isinstance(config, dict) else {}
 
 
-def refuse_unfit(engine: str, target: str, drafter: str) -> None:
+def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None = None) -> None:
     """Raises ValueError with the first finding if the rules say that `engine` fails on a local drafter.
+
+    A block longer than the drafter's own is refused too: it was never trained to fill one.
 
     A drafter on the Hub is not looked at: its weights' headers are not here.
     """
@@ -130,6 +132,11 @@ def refuse_unfit(engine: str, target: str, drafter: str) -> None:
     its_folder = target if Path(target).expanduser().is_dir() else None
     (verdict,) = check(drafter, its_folder, (engine,)).verdicts
     if verdict.verdict != "fails":
+        if block_size is not None and block_size > declared_block_size(drafter):
+            raise ValueError(
+                f"--block-size {block_size} is more than the {declared_block_size(drafter)} that {drafter} was trained "
+                "with: leave it out, or serve it nevertheless with --no-check."
+            )
         return
     first = verdict.findings[0]
     errors = sum(finding.severity == "error" for finding in verdict.findings)

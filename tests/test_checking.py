@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 
-from dflash import DFlashConfig, cli
+from dflash import DFlashConfig, DFlashDraftModel, cli
 from dflash.checking import ENGINES, Report, check, report_lines
 from dflash.checking.engines import READERS, LayerAttention, meant
 
@@ -163,7 +163,7 @@ CONFIG_FAULTS: list[tuple[str, Callable[[dict[str, Any]], Any], str, str, set[st
     ("reduced vocabulary", top(draft_vocab_size=48), "vocabulary", "draft_vocab_size", EVERY),
     ("sinks", nested(attention_sink_bias=True), "variant", "attention_sink_bias", EVERY - {"vllm", "sglang"}),
     ("anchor predicts", both("sample_from_anchor", True), "variant", "sample_from_anchor", EVERY - {"remote-code"}),
-    ("a head of Domino", nested(projector_type="domino"), "variant", "projector_type", {"native", "vllm", "trtllm", "mlx"}),
+    ("a head of Domino", nested(projector_type="domino"), "variant", "projector_type", EVERY - {"sglang"}),
     ("no class", top(architectures=...), "names", "architectures", {"vllm", "sglang"}),
     ("class of another name", top(architectures=["DFlashQwen3"]), "names", "architectures", {"sglang"}),
     ("no code named", top(auto_map=...), "code", "auto_map.AutoModel", {"remote-code", "native"}),
@@ -196,7 +196,7 @@ CONFIG_WARNINGS: list[tuple[str, Callable[[dict[str, Any]], Any], str, set[str]]
     ("dtypes differ", top(torch_dtype="float16"), "doubles", {"remote-code", "native"}),
     ("dtype not the stored one", top(dtype="float16", torch_dtype="float16"), "dtype", EVERY),
     ("other backbone", top(model_type="llama"), "names", SERVERS | {"mlx"}),
-    ("soft cap", nested(final_logit_softcapping=30.0), "variant", {"native", "trtllm", "mlx"}),
+    ("negative multiplier", nested(output_multiplier=-2.0), "variant", {"native", "trtllm", "mlx"}),
 ]
 
 
@@ -210,6 +210,50 @@ def test_doubt_of_the_config(
     assert rule in rules(report, "warning")
     assert {engine for engine, verdict in verdicts(report).items() if verdict == "degraded"} == engines
     assert report.is_ok
+
+
+# Faults that these loaders cannot see: which code AutoModel would run, and which tokens the target's texts hold.
+NOT_OF_THE_LOADER = ("mask ends texts", "no code named", "code not there")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [row[1] for row in CONFIG_FAULTS if "remote-code" in row[4] and row[0] not in NOT_OF_THE_LOADER],
+    ids=[row[0] for row in CONFIG_FAULTS if "remote-code" in row[4] and row[0] not in NOT_OF_THE_LOADER],
+)
+def test_what_the_linter_fails_for_this_package_it_does_not_load(
+    drafter: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Promise: one sentence, never a traceback of something else and never a drafter that computes other things."""
+    with pytest.raises(ValueError, match=r"\S"):
+        DFlashDraftModel.from_pretrained(edit(drafter, change))
+
+
+@pytest.mark.parametrize("field", ["final_logit_softcapping", "output_multiplier"])
+def test_what_keeps_the_order_of_the_logits_is_a_note(drafter: Path, field: str) -> None:
+    """The proposals are the most probable tokens, which a soft cap or a positive factor leaves as they are."""
+    report = check(edit(drafter, nested(**{field: 30.0})))
+    assert set(verdicts(report).values()) == {"works"}
+    assert {(f.severity, f.field) for f in report.findings} == {("note", field)}
+
+
+def test_a_soft_cap_counts_where_a_selector_adds_to_the_logits(tmp_path: Path) -> None:
+    fields = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 3}
+    make_drafter(**fields, final_logit_softcapping=30.0).to(torch.bfloat16).save_pretrained(tmp_path / "own-DFlash")
+    report = check(edit(tmp_path / "own-DFlash", nested(final_logit_softcapping=...)))
+    assert verdicts(report)["sglang"] == "degraded"
+
+
+def test_a_raw_assistant_is_another_class_to_automodel(drafter: Path) -> None:
+    def flatten(config: dict[str, Any]) -> None:
+        top(model_type="dflash_assistant", auto_map=..., dflash_config=...)(config)
+
+    edit_tensors(drafter, lambda tensors: tensors.update({"encoder.fc.weight": tensors.pop("fc.weight")}))
+    report = check(edit(drafter, flatten))
+    (finding,) = [f for f in report.findings if f.rule == "code"]
+    assert (finding.severity, finding.field, finding.engines) == ("error", "model_type", ("remote-code",))
+    assert "dflash convert" in finding.fix
+    assert verdicts(report)["remote-code"] == "fails"
 
 
 def _truncate(folder: Path) -> None:

@@ -272,7 +272,7 @@ def test_rope_is_read_in_every_spelling(tmp_path: Path, spelling: str, scaling: 
     Checked on the frequencies themselves, right after reading and after a round trip.
     """
     base = {**DIMENSIONS, "head_dim": 32, "max_position_embeddings": 131072, "num_hidden_layers": 2}
-    base.update(model_type="qwen3", mask_token_id=3, target_layer_ids=[0])
+    base.update(model_type="qwen3", block_size=6, mask_token_id=3, target_layer_ids=[0])
     config = read(tmp_path, {**base, **SPELLINGS[spelling](5000000.0, scaling)})
     if scaling is None:
         expected, expected_scaling = default_frequencies(5e6, 32), 1.0
@@ -470,6 +470,20 @@ def test_default_taps_are_always_valid(num_layers: int, num_taps: int) -> None:
         ({"output_multiplier": 2.0, "dflash_config": {"output_multiplier": 3.0}}, ["output_multiplier", "2.0", "3.0"]),
         ({"final_logit_softcapping": 0.0}, ["final_logit_softcapping=0.0"]),
         ({"markov_rank": 8}, ["markov_rank=8"]),
+        ({"dflash_config": {"projector_type": "domino"}}, ["projector_type='domino'"]),
+        ({"is_neox_style": False}, ["is_neox_style=False"]),
+        ({"rope_is_neox_style": False}, ["rope_is_neox_style=False"]),
+        ({"is_causal": "false"}, ["is_causal='false'", "without quotes"]),
+        ({"mask_token_id": True}, ["mask_token_id=True", "whole number"]),
+        ({"target_layer_ids": ["a", 2]}, ["['a', 2]", "list of layer numbers"]),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": -8, "use_sliding_window": True},
+            ["sliding_window=-8", "above 0"],
+        ),
+        ({"final_logit_softcapping": "30"}, ["final_logit_softcapping='30'", "without quotes"]),
+        ({"conv_kernel_size": 0, "conv_group_size": 4}, ["conv_kernel_size=0", "above 0"]),
+        ({"conv_kernel_size": 2, "conv_group_size": 0}, ["conv_group_size=0", "above 0"]),
+        ({"rope_scaling": {"rope_type": "foo"}}, ["rope_type='foo'", "yarn"]),
         ({"transformer_layer_config": {"hidden_size": 32}}, ["transformer_layer_config", "from_pretrained"]),
     ],
     ids=lambda value: None if isinstance(value, list) else json.dumps(value),
@@ -480,6 +494,41 @@ def test_bad_values_are_said(fields: dict[str, Any], phrases: list[str]) -> None
         drafter_config(**fields)
     for phrase in phrases:
         assert phrase in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "phrases"),
+    [
+        ({"rope_theta": 5.0}, ["rope_theta=5.0", "1000000", "in both"]),
+        ({"rope_scaling": YARN}, ["rope_scaling=", "yarn", "in both"]),
+        ({"rope_theta": None, "rope_parameters": None}, ["rope_theta=None", "training run"]),
+        ({"block_size": None}, ["holds no block_size", "training run"]),
+        ({"dflash_config": {"mask_token_id": 151669}}, ["holds no target_layer_ids", "training run"]),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9, 17, 25, 33]}, ["[1, 9, 17, 25, 33]", "plus one"]),
+        ({"dflash_config": [1]}, ["dflash_config=[1]", "object"]),
+        ({"rope_parameters": [1]}, ["rope_parameters=[1]", "object"]),
+        ({"target_layer_ids": "0,2"}, ["target_layer_ids='0,2'", "[1, 9, 17]"]),
+        ({"hidden_size": "16"}, ["hidden_size='16'", "without quotes"]),
+        ({"rms_norm_eps": "1e-6"}, ["rms_norm_eps='1e-6'", "without quotes"]),
+        ({"dtype": "bf16"}, ["dtype='bf16'", "bfloat16"]),
+    ],
+    ids=lambda value: None if isinstance(value, list) else json.dumps(value)[:40],
+)
+def test_what_a_checkpoint_leaves_open_or_says_wrong_is_refused(
+    tmp_path: Path, change: dict[str, Any], phrases: list[str]
+) -> None:
+    """Promise: reading never guesses what the drafter was trained with, and says the field, the value and the remedy."""
+    parameters = {"rope_type": "default", "rope_theta": 1000000}
+    with pytest.raises(ValueError, match=r".") as error:
+        read(tmp_path, {**QWEN3_8B, "rope_parameters": parameters, **change})
+    for phrase in phrases:
+        assert phrase in str(error.value)
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json holds (a list and )?no object"):
+        DFlashConfig.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"sample_from_anchor": False}, {"dflash_config": {"use_swa": False}}])

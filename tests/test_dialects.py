@@ -704,7 +704,8 @@ def test_converted_checkpoint_is_the_same_drafter(checkpoint: Checkpoint, tmp_pa
     """Promise: read, written and read again: the same tensors under z-lab's names, the same fields, the same forward."""
     folder = checkpoint.write(tmp_path / "theirs")
     first = DFlashDraftModel.from_pretrained(folder, dtype="auto")
-    written = convert_checkpoint(folder, tmp_path / "ours")
+    asked = {} if first.config.vocab_size else {"target": write_target(tmp_path / "target")}
+    written = convert_checkpoint(folder, tmp_path / "ours", **asked)
     assert written == tmp_path / "ours"
     stored = load_file(written / "model.safetensors")
     own = {"lm_head.weight", "d2t"} if checkpoint.fields.get("draft_vocab_size", VOCAB) < VOCAB else set()
@@ -715,7 +716,8 @@ def test_converted_checkpoint_is_the_same_drafter(checkpoint: Checkpoint, tmp_pa
         assert tensor.dtype == expected.dtype
     again = DFlashDraftModel.from_pretrained(written, dtype="auto")
     assert again.config.dialect == ZLAB
-    changing = ("_name_or_path", "architectures", "auto_map", "transformers_version", "dialect")
+    filled = ("vocab_size", "num_target_layers", "dflash_config") if asked else ()
+    changing = ("_name_or_path", "architectures", "auto_map", "transformers_version", "dialect", *filled)
     before, after = (
         {name: value for name, value in model.config.to_dict().items() if name not in changing}
         for model in (first, again)
@@ -767,6 +769,8 @@ def test_the_target_fills_in_what_a_dialect_leaves_out(tmp_path: Path) -> None:
     written = json.loads((convert_checkpoint(source, tmp_path / "ours", target) / "config.json").read_text())
     assert written["num_target_layers"] == written["dflash_config"]["num_target_layers"] == TARGET_LAYERS
     assert written["vocab_size"] == VOCAB
+    with pytest.raises(ValueError, match=r"theirs does not say vocab_size: pass target \(--target\)"):
+        convert_checkpoint(source, tmp_path / "never")
     other = write_target(tmp_path / "other", intermediate_size=32)
     (other / "config.json").write_text(
         (other / "config.json").read_text().replace(f'"hidden_size": {D}', '"hidden_size": 64')
@@ -798,6 +802,13 @@ def test_commands_convert_and_export(tmp_path: Path) -> None:
     assert "sample_from_anchor=True" in str(done.exception)
     done = runner.invoke(app, ["convert", str(tmp_path), str(tmp_path / "never")])
     assert "SOURCE" in str(done.exception)
+    for command in ("convert", "export"):
+        words = [command, str(source), str(tmp_path / "never-DFlash"), "--target"]
+        assert "--target ./nope is no folder" in str(runner.invoke(app, [*words, "./nope"]).exception)
+        said = str(runner.invoke(app, [*words, "no/such-target"]).exception)
+        # An export of this drafter is refused before its target is asked for.
+        assert ("the target no/such-target cannot be read" if command == "convert" else "sample_from_anchor") in said
+    assert not (tmp_path / "never-DFlash").exists()
     assert not (tmp_path / "never").exists()
 
 
@@ -815,6 +826,30 @@ def test_export_is_what_every_engine_reads(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             export_checkpoint(checkpoint.write(tmp_path / f"{name}-source"), tmp_path / name, target)
         assert not (tmp_path / name).exists()
+
+
+def test_export_refuses_what_some_engine_fails_on(tmp_path: Path) -> None:
+    """Promise: the engines by name and the way out; nothing is written, nothing half done stays."""
+    source, target = zlab_dflash2().write(tmp_path / "theirs"), write_target(tmp_path / "target")
+    with pytest.raises(ValueError, match=r"SGLang.* cannot run this drafter \(.*dflash convert"):
+        export_checkpoint(source, tmp_path / "tiny-DFlash", target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "theirs"]
+
+
+def test_export_reads_a_pickle_when_asked_for(tmp_path: Path) -> None:
+    checkpoint, target = zlab_v1(), write_target(tmp_path / "target")
+    source = checkpoint.write(tmp_path / "theirs")
+    (source / "model.safetensors").unlink()
+    torch.save(checkpoint.tensors, source / "pytorch_model.bin")
+    words = ["export", str(source), str(tmp_path / "x-DFlash"), "--target", str(target)]
+    assert "--weights-only" in str(CliRunner().invoke(app, words).exception)
+    assert CliRunner().invoke(app, [*words, "--weights-only"]).exit_code == 0
+
+
+def test_a_conversion_into_its_own_source_is_refused(tmp_path: Path) -> None:
+    folder = convert_checkpoint(deepspec().write(tmp_path / "theirs"), tmp_path / "ours")
+    with pytest.raises(ValueError, match="is the source and the folder to write"):
+        convert_checkpoint(folder, tmp_path / "theirs" / ".." / "ours")
 
 
 def test_an_interrupted_conversion_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -566,6 +566,21 @@ def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_key_value_heads": 0}, {"hidden_act": "foo"}, {"layer_types": 3}],
+    ids=json.dumps,
+)
+def test_a_config_that_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Promise: what no check foresaw is still a ValueError that names the checkpoint."""
+    write_published_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ValueError, match=r"cannot be read \(\w+: .+dflash check") as error:
+        DFlashDraftModel.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["mask_token_id", "target_layer_ids"])
 def test_config_without_what_a_drafter_needs_is_refused(tmp_path: Path, name: str) -> None:
     """Promise: a plain Qwen3 checkpoint, or a config that lost a field, is refused by the field's name."""

@@ -184,9 +184,24 @@ def test_the_block_is_the_drafters_or_the_users(run: Any, pair: tuple[Path, Path
     options = ("--engine", "vllm", "--target", pair[0], "--drafter", pair[1], "--print")
     assert '"num_speculative_tokens": 5' in run(*options)[1]
     assert '"num_speculative_tokens": 3' in run(*options, "--block-size", "4")[1]
+    status, out, err = run(*options, "--block-size", "7")
+    assert (status, out) == (1, "")
+    assert "--block-size 7 is more than the 6" in err
+    assert '"num_speculative_tokens": 6' in run(*options, "--block-size", "7", "--no-check")[1]
     nameless = _edited(pair[1], tmp_path, block_size=None, dflash_config={})
     with pytest.raises(ValueError, match="--block-size"):
         declared_block_size(str(nameless))
+
+
+@pytest.mark.parametrize("option", ["--target", "--drafter"])
+def test_a_folder_that_does_not_exist_is_refused(run: Any, pair: tuple[Path, Path], option: str) -> None:
+    """Promise: a typing error is found before an engine loads anything; --no-check prints for another machine."""
+    words = {"--engine": "vllm", "--target": pair[0], "--drafter": pair[1], "--block-size": 6, option: "./nope"}
+    options = [item for pair_ in words.items() for item in pair_]
+    status, out, err = run(*options, "--print")
+    assert (status, out) == (1, "")
+    assert f"{option} ./nope is no folder" in err
+    assert run(*options, "--print", "--no-check")[0] == 0
 
 
 def test_a_drafter_of_the_hub_that_is_not_here(run: Any, pair: tuple[Path, Path]) -> None:

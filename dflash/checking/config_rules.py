@@ -54,6 +54,9 @@ VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
     "final_logit_softcapping": ((None, 0, 0.0), ("vllm", "sglang"), "warning"),
 }
 
+# Above 0 these keep the order of the logits, and so every proposal, unless a selector adds to them.
+MONOTONE = ("output_multiplier", "final_logit_softcapping")
+
 
 def field_types(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are not of the kind that every reader expects."""
@@ -357,6 +360,11 @@ def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
             continue
         others = tuple(engine for engine in ALL if engine not in (*readers, "remote-code"))
         why = f"{engine_names(others)} do not compute it."
+        if name in MONOTONE and isinstance(value, (int, float)) and value > 0 and not either(config, "selector_rank"):
+            severity, why = (
+                "note",
+                f"{engine_names(others)} do not compute it, and the most probable token stays the same.",
+            )
         yield Finding(severity, name, value, why, f"serve it with {engine_names(readers)}.", others)
         if name not in nested and "sglang" in readers:
             yield Finding(

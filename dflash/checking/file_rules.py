@@ -19,12 +19,12 @@ SAMPLING_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "repetition_pen
 def code(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The code that `AutoModel.from_pretrained(…, trust_remote_code=True)` and native `generate` would run."""
     config = checkpoint.config
-    if checkpoint.form == ASSISTANT:
-        why = "its class is transformers' own, which has no spec_generate."
-        yield note("model_type", config.get("model_type"), why, f"{CONVERT}.", ("remote-code",))
-        return
     auto_map = config.get("auto_map")
     entry = auto_map.get("AutoModel") if isinstance(auto_map, Mapping) else None
+    if checkpoint.form == ASSISTANT and entry is None:
+        why = "AutoModel then loads transformers' own class, which has no spec_generate."
+        yield error("model_type", config.get("model_type"), why, f"{CONVERT}.", ("remote-code",))
+        return
     if not isinstance(entry, str) or "." not in entry:
         why = "AutoModel cannot tell which code makes the drafter."
         yield error("auto_map.AutoModel", entry, why, f"{CONVERT}, its code beside it.", TRANSFORMERS)

@@ -23,7 +23,7 @@ import transformers
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.hub import save_checkpoint
+from dflash.hub import check_replaceable, save_checkpoint
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 
@@ -162,6 +162,7 @@ def train(
     examples = [example for example in examples if any(example.loss_mask)]
     if not examples:
         raise ValueError("The data holds no supervised token: give chats in which the assistant says something.")
+    check_replaceable(output.expanduser().absolute())  # rather now than when there is something to save
     # Without `cpu`, accelerate takes several processes without a GPU for as many runs of one.
     accelerator = accelerate.Accelerator(mixed_precision=settings.mixed_precision, cpu=not torch.cuda.is_available())
     index, count = accelerator.process_index, accelerator.num_processes
