@@ -87,17 +87,18 @@ class Proposals:
         )
 
     def with_lookups(self, found: dict[int, list[int]]) -> Proposals:
-        """With `found` tokens, which nothing was drawn for, as the proposals of the rows in those places."""
-        places, count = list(found), self.token_ids.shape[1]
-        token_ids = self.token_ids.clone()
-        token_ids[places] = token_ids.new_tensor([found[place][:count] for place in places])
-        if self.candidate_ids is None or self.probabilities is None:
-            return Proposals(token_ids, looked_up=tuple(places))
-        candidate_ids, probabilities = self.candidate_ids.clone(), self.probabilities.clone()
-        candidate_ids[places, :, 0] = token_ids[places]
-        probabilities[places] = 0.0
-        probabilities[places, :, 0] = 1.0
-        return Proposals(token_ids, candidate_ids, probabilities, tuple(places))
+        """With `found` tokens, which nothing was drawn for, as the first proposals of the rows in those places."""
+        token_ids, candidate_ids, probabilities = self.token_ids.clone(), self.candidate_ids, self.probabilities
+        if candidate_ids is not None and probabilities is not None:
+            candidate_ids, probabilities = candidate_ids.clone(), probabilities.clone()
+        for place, looked_up in found.items():
+            count = min(len(looked_up), token_ids.shape[1])
+            token_ids[place, :count] = token_ids.new_tensor(looked_up[:count])
+            if candidate_ids is not None and probabilities is not None:
+                candidate_ids[place, :count, 0] = token_ids[place, :count]
+                probabilities[place, :count] = 0.0
+                probabilities[place, :count, 0] = 1.0
+        return Proposals(token_ids, candidate_ids, probabilities, tuple(found))
 
     def law(self, vocab_size: int) -> torch.Tensor:
         """The law q, as probabilities over the whole vocabulary, float64 [B, n, V]."""

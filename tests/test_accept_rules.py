@@ -168,6 +168,7 @@ def test_rows_whose_proposals_were_looked_up_have_a_q_of_one_token() -> None:
     drawn = Proposals(
         torch.tensor([[1, 2], [0, 3]]), torch.arange(VOCAB).expand(2, 2, VOCAB), torch.full((2, 2, VOCAB), 0.25)
     )
+    assert drawn.with_lookups({0: [2]}).token_ids.tolist() == [[2, 2], [0, 3]]  # what is found may be shorter
     mixed = drawn.with_lookups({1: [3, 3, 3]})
     assert mixed.token_ids.tolist() == [[1, 2], [3, 3]]
     assert mixed.looked_up == (1,)

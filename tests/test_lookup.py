@@ -54,7 +54,8 @@ def test_it_stays_silent_where_the_drafter_is_better() -> None:
 
 @pytest.mark.parametrize("script", [[0], [5], [2, 0, 4]], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_text_equals_greedy_with_lookups(script: list[int], num_rows: int) -> None:
+@pytest.mark.parametrize("num_tokens", [2, 7])
+def test_text_equals_greedy_with_lookups(script: list[int], num_rows: int, num_tokens: int) -> None:
     """Promise: verified like any proposal, so lossless, in batches too."""
     target = make_target()
     prompts = [torch.cat([make_prompt(6, seed=20 + i)] * 3, dim=1)[:, : 18 - i] for i in range(num_rows)]
@@ -66,7 +67,7 @@ def test_text_equals_greedy_with_lookups(script: list[int], num_rows: int) -> No
         [prompt[0] for prompt in prompts],
         max_new_tokens=26,
         temperature=0.0,
-        prompt_lookup_num_tokens=7,
+        prompt_lookup_num_tokens=num_tokens,
         max_matching_ngram_size=1,
     )
     for text, truth in zip(texts, truths, strict=True):
