@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from .commands.common import (
+    Dtype,
+    Pair,
+    checkpoint,
+    dtype_name,
+    encode,
+    first_line,
+    given,
+    hide_loading_bars,
+    load_pair,
+    torch_dtype,
+    version,
+)
 from .distributions import import_name_clash
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, number, progress_bar
 
@@ -28,15 +37,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="DFlash speculative decoding: the target's own text, in fewer of its forwards.",
 )
-
-
-class Dtype(str, Enum):
-    """Names of dtypes that the commands take."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 class Engine(str, Enum):
@@ -58,14 +58,6 @@ class Server(str, Enum):
     trtllm = "trtllm"
 
 
-class Pair(NamedTuple):
-    """A target, its drafter and their tokenizer."""
-
-    target: Any
-    drafter: Any
-    tokenizer: Any
-
-
 @app.command()
 def demo(
     prompts: Annotated[int, typer.Option(min=1, help="How many held-out problems to answer.")] = 3,
@@ -75,14 +67,14 @@ def demo(
 ) -> None:
     """Answers word problems with the embedded tiny pair, plainly and with DFlash, and compares. Needs no download."""
     with progress_bar("Loading the embedded pair", num_steps=3) as advance:
-        _hide_loading_bars()
+        hide_loading_bars()
         from .embedded import heldout_problems, load_embedded_pair
 
         advance()
-        pair = Pair(*load_embedded_pair(_torch_dtype(dtype)))
+        pair = Pair(*load_embedded_pair(torch_dtype(dtype)))
         advance()
-        texts = [problem.question for problem in heldout_problems()[:prompts]] if prompt is None else [_given(prompt)]
-        inputs = [_encode(pair, text) for text in texts]
+        texts = [problem.question for problem in heldout_problems()[:prompts]] if prompt is None else [given(prompt)]
+        inputs = [encode(pair, text) for text in texts]
         _warm_up(pair, inputs[0])
     _show_comparison(pair, texts, inputs, max_new_tokens)
 
@@ -109,9 +101,9 @@ def generate(
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
     if compare and (as_json or temperature):
         raise ValueError("--compare shows two greedy texts: leave out --json and --temperature.")
-    text = _given(sys.stdin.read() if prompt == "-" else prompt)
-    pair = _load_pair(target, drafter, dtype, device)
-    input_ids = _encode(pair, text, chat_template, thinking)
+    text = given(sys.stdin.read() if prompt == "-" else prompt)
+    pair = load_pair(target, drafter, dtype, device)
+    input_ids = encode(pair, text, chat_template, thinking)
     if compare:
         _warm_up(pair, input_ids)
         _show_comparison(pair, [text], [input_ids], max_new_tokens)
@@ -143,7 +135,7 @@ def generate(
 def export_demo(folder: Annotated[Path, typer.Argument(help="Two checkpoint folders are written below it.")]) -> None:
     """Writes the embedded pair as two checkpoint folders, the drafter's code beside its weights."""
     with progress_bar("Writing the embedded pair", num_steps=2) as advance:
-        _hide_loading_bars()
+        hide_loading_bars()
         from .embedded import export_embedded_pair
 
         advance()
@@ -162,12 +154,12 @@ def convert(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Read a pickle's tensors too.")] = False,
 ) -> None:
     """Writes a drafter of any dialect in this library's form, its code beside its weights."""
-    _hide_loading_bars()
+    hide_loading_bars()
     from .checkpoints import convert_checkpoint
 
     asked = {"weights_only": True} if weights_only else {}
-    its_target = None if target is None else _checkpoint(target, "--target")
-    print(convert_checkpoint(_checkpoint(source, "SOURCE"), folder, its_target, **asked))
+    its_target = None if target is None else checkpoint(target, "--target")
+    print(convert_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, **asked))
 
 
 @app.command()
@@ -178,11 +170,11 @@ def export(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Read a pickle's tensors too.")] = False,
 ) -> None:
     """Writes a drafter in the form that all engines load, with a card; refused if `dflash check` says that one fails."""
-    _hide_loading_bars()
+    hide_loading_bars()
     from .checkpoints import export_checkpoint
 
     asked = {"weights_only": True} if weights_only else {}
-    print(export_checkpoint(_checkpoint(source, "SOURCE"), folder, _checkpoint(target, "--target"), **asked))
+    print(export_checkpoint(checkpoint(source, "SOURCE"), folder, checkpoint(target, "--target"), **asked))
 
 
 @app.command()
@@ -222,7 +214,7 @@ def serve(
     from .serving import declared_block_size, launch, refuse_unfit, run
 
     if checked:
-        target, drafter = _checkpoint(target, "--target"), _checkpoint(drafter, "--drafter")
+        target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
         refuse_unfit(engine.value, target, drafter, block_size)
     block_size = declared_block_size(drafter) if block_size is None else block_size
     plan = launch(engine.value, target, drafter, block_size, engine_args or ())
@@ -239,7 +231,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        _fail(_first_line(error))
+        _fail(first_line(error))
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
@@ -248,106 +240,9 @@ def main() -> None:
         sys.exit(130)
 
 
-def _first_line(error: Exception) -> str:
-    """What an error says, without the paragraphs of advice that transformers adds."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
-
-
 def _fail(sentence: str) -> None:
     print(f"dflash: {sentence}", file=sys.stderr)
     sys.exit(1)
-
-
-def _load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pair:
-    target, drafter = _checkpoint(target, "--target"), _checkpoint(drafter, "--drafter")
-    is_local = os.path.isdir(target) and os.path.isdir(drafter)
-    with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
-        if is_local:  # a download shows bars of its own
-            _hide_loading_bars()
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from .modeling_dflash import DFlashDraftModel
-
-        advance()
-        place = {"dtype": _torch_dtype(dtype), "device_map": _known_device(device)}
-        with _named("--drafter", drafter):
-            draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
-        advance()
-        with _named("--target", target):
-            target_model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
-            return Pair(target_model, draft_model, AutoTokenizer.from_pretrained(target))
-
-
-@contextmanager
-def _named(option: str, name: str) -> Iterator[None]:
-    """Puts the checkpoint's name before what went wrong with it, in one sentence."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{option} {name}: {_first_line(error)}") from error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise ValueError(
-            f"{option} {name}: the weights cannot be read ({error}); the file is truncated or not safetensors, fetch it again."
-        ) from error
-
-
-def _checkpoint(name: str, option: str) -> str:
-    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither."""
-    path = os.path.expanduser(name)
-    remedy = "give a checkpoint's folder or its id on the Hub."
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            raise ValueError(f"{option} {name} holds no config.json: {remedy}")
-        return path
-    if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
-    return name
-
-
-def _torch_dtype(dtype: Dtype) -> Any:
-    import torch
-
-    return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
-
-
-def _known_device(device: str | None) -> str:
-    """What to pass as `device_map`; ValueError for a device that this machine or torch does not have."""
-    import torch
-
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "auto":
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
-    return device
-
-
-def _given(text: str) -> str:
-    if not text.strip():
-        raise ValueError("The prompt is empty: give some text.")
-    return text
-
-
-def _hide_loading_bars() -> None:
-    """Keeps the bars of transformers out of ours. Called inside a wait, because the import is most of it."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-def _encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = False) -> Any:
-    """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
-    if not chat_template or not pair.tokenizer.chat_template:
-        return pair.tokenizer(text, return_tensors="pt")["input_ids"]
-    rendered = pair.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-    )
-    return pair.tokenizer(rendered, return_tensors="pt", add_special_tokens=False)["input_ids"]
 
 
 PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -393,7 +288,7 @@ def _show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_to
     if device.type == "cuda":
         place = torch.cuda.get_device_name(device)
     block_size = pair.drafter.config.block_size
-    console.print(Text(f"{_dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))
+    console.print(Text(f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))
 
 
 def _report(pair: Pair, run: Any) -> dict[str, Any]:
@@ -408,24 +303,13 @@ def _report(pair: Pair, run: Any) -> dict[str, Any]:
         "seconds": run.seconds,
         "seconds_to_first_token": run.seconds_to_first_token,
         "block_size": pair.drafter.config.block_size,
-        "dtype": _dtype_name(pair),
+        "dtype": dtype_name(pair),
         "device": str(pair.target.device),
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("dflash-transformers", "torch", "transformers")},
+            **{name: version(name) for name in ("dflash-transformers", "torch", "transformers")},
         },
     }
-
-
-def _dtype_name(pair: Pair) -> str:
-    return str(pair.target.dtype).removeprefix("torch.")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

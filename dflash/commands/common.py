@@ -1,0 +1,142 @@
+"""What sub-commands share: names of checkpoints and devices, loading a pair, a prompt in the chat template."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from dflash.terminal import progress_bar
+
+
+class Dtype(str, Enum):
+    """Names of dtypes that the commands take."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Pair(NamedTuple):
+    """A target, its drafter and their tokenizer."""
+
+    target: Any
+    drafter: Any
+    tokenizer: Any
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the paragraphs of advice that transformers adds."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pair:
+    """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded."""
+    target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
+    is_local = os.path.isdir(target) and os.path.isdir(drafter)
+    with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
+        if is_local:  # a download shows bars of its own
+            hide_loading_bars()
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from dflash.modeling_dflash import DFlashDraftModel
+
+        advance()
+        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        with named("--drafter", drafter):
+            draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
+        advance()
+        with named("--target", target):
+            target_model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
+            return Pair(target_model, draft_model, AutoTokenizer.from_pretrained(target))
+
+
+@contextmanager
+def named(option: str, name: str) -> Iterator[None]:
+    """Puts the checkpoint's name before what went wrong with it, in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{option} {name}: {first_line(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ValueError(
+            f"{option} {name}: the weights cannot be read ({error}); the file is truncated or not safetensors, fetch it again."
+        ) from error
+
+
+def checkpoint(name: str, option: str) -> str:
+    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither."""
+    path = os.path.expanduser(name)
+    remedy = "give a checkpoint's folder or its id on the Hub."
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"{option} {name} holds no config.json: {remedy}")
+        return path
+    if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
+    return name
+
+
+def torch_dtype(dtype: Dtype) -> Any:
+    """What `from_pretrained` takes as `dtype`."""
+    import torch
+
+    return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
+
+
+def known_device(device: str | None) -> str:
+    """What to pass as `device_map`; ValueError for a device that this machine or torch does not have."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "auto":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
+    return device
+
+
+def given(text: str) -> str:
+    """The prompt; ValueError if there is none."""
+    if not text.strip():
+        raise ValueError("The prompt is empty: give some text.")
+    return text
+
+
+def hide_loading_bars() -> None:
+    """Keeps the bars of transformers out of ours. Called inside a wait, because the import is most of it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = False) -> Any:
+    """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
+    if not chat_template or not pair.tokenizer.chat_template:
+        return pair.tokenizer(text, return_tensors="pt")["input_ids"]
+    rendered = pair.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+    )
+    return pair.tokenizer(rendered, return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+
+def dtype_name(pair: Pair) -> str:
+    """The target's dtype without `torch.`."""
+    return str(pair.target.dtype).removeprefix("torch.")
+
+
+def version(distribution: str) -> str | None:
+    """Of an installed distribution, `None` if it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
