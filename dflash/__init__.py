@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .conversation_dflash import Conversation
     from .decoding_dflash import Block
     from .generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
+    from .latency_dflash import LatencyCurve
     from .modeling_dflash import DFlashDraftModel
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DFlashConfig",
     "DFlashDraftModel",
     "DFlashOutput",
+    "LatencyCurve",
     "custom_generate",
     "default_target_layer_ids",
     "generate_blocks",
@@ -37,6 +39,7 @@ _MODULE_OF = {
     "DFlashOutput": "generation_dflash",
     "generate_blocks": "generation_dflash",
     "spec_generate": "generation_dflash",
+    "LatencyCurve": "latency_dflash",
     "DFlashDraftModel": "modeling_dflash",
 }
 

@@ -50,7 +50,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self.capacity:
-            self._grow(start)
+            self.grow(max(self.length, 2 * self.capacity))
         if self.slots is None:
             self.keys[:, :, start : self.length] = key_states
             self.values[:, :, start : self.length] = value_states
@@ -60,13 +60,13 @@ class PreallocatedLayer(CacheLayerMixin):
             self.values.scatter_(2, slots.expand_as(value_states), value_states)
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def _grow(self, used: int) -> None:
-        """Doubles the storage (or more), so that appending stays linear in all; `used` positions are kept."""
-        self.capacity = max(self.length, 2 * self.capacity)
-        old_keys, old_values = self.keys, self.values
+    def grow(self, capacity: int) -> None:
+        """Makes room for `capacity` positions and keeps what is there. Doubling keeps appending linear in all."""
+        old_keys, old_values, used = self.keys, self.values, self.capacity
+        self.capacity = capacity
         self.lazy_initialization(old_keys, old_values)
-        self.keys[:, :, :used] = old_keys[:, :, :used]
-        self.values[:, :, :used] = old_values[:, :, :used]
+        self.keys[:, :, :used] = old_keys
+        self.values[:, :, :used] = old_values
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`: one copy of the storage."""
@@ -163,6 +163,29 @@ class PreallocatedCache(Cache):
         if not self.is_ragged:
             for layer in self._storage():
                 layer.length -= counts[0]
+
+    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of all layers, each with room for `capacity` positions at least."""
+        for layer in self._storage():
+            if layer.capacity < capacity:
+                layer.grow(capacity)
+        return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Counts what a forward wrote into the storage behind each row's end as part of the row."""
+        self._row_lengths = [held + count for held, count in zip(self.lengths, counts, strict=True)]
+        for layer in self._storage():
+            layer.length = max(self._row_lengths)
+
+    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
+        """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
+        start = self.get_seq_length() - width
+        for layer in self._storage():
+            index = torch.tensor([start + column for column in columns], device=layer.keys.device)
+            kept = slice(start, start + len(columns))
+            layer.keys[:, :, kept] = layer.keys.index_select(2, index)
+            layer.values[:, :, kept] = layer.values.index_select(2, index)
+        self.rollback(width - len(columns))
 
     def reusable(self, length: int) -> int:
         """How many of a single row's first `length` positions the cache can go back to with `truncate`: all of them."""

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .card_dflash import write_card
 from .checking import check
 from .hub import check_replaceable, save_checkpoint
 from .modeling_dflash import DFlashDraftModel
@@ -64,7 +65,7 @@ def export_checkpoint(
                 f"{name}={value}: this drafter has {what}. Use `dflash convert`, which writes it for this library."
             )
     _complete(drafter.config, target)
-    card = _card(drafter, folder.name, str(target))
+    card = write_card(drafter.config, folder.name, str(target))
     return save_checkpoint(
         drafter, folder, files={"README.md": card}, inspect=lambda new: _refuse_failing(new, str(target))
     )
@@ -117,31 +118,3 @@ def _complete(config: Any, target: str | os.PathLike[str]) -> None:
             )
         setattr(config, name, its)
     config.check()
-
-
-def _card(drafter: DFlashDraftModel, name: str, target: str) -> str:
-    """The README.md of an exported drafter: what it is and how it is loaded, and no number that was not measured."""
-    config = drafter.config
-    base = [] if os.path.isdir(target) else [f"base_model: {target}"]
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            *base,
-            "pipeline_tag: text-generation",
-            "tags: [dflash, speculative-decoding]",
-            "---",
-            f"# {name}",
-            "",
-            f"A DFlash drafter for `{target if base else Path(target).name}`: {config.num_hidden_layers} layers, blocks of "
-            f"{config.block_size} tokens, target layers {config.target_layer_ids}, mask token {config.mask_token_id}.",
-            "",
-            "```python",
-            "from transformers import AutoModel",
-            "",
-            f'drafter = AutoModel.from_pretrained("{name}", trust_remote_code=True, dtype="auto")',
-            "text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)",
-            "```",
-            "",
-        ]
-    )

@@ -5,6 +5,7 @@ Every call of the loop has a `Conversation`; a user who holds one over several c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,20 +27,26 @@ class Context:
     features: torch.Tensor  # [B, C, L * D]
     is_real: torch.Tensor  # bool [B, C]: the other columns are padding, or were computed behind a rejected token
     num_real: list[int]
+    is_packed: bool = True  # each row's real columns come first
 
     @classmethod
     def first_columns(cls, features: torch.Tensor, num_real: list[int]) -> Context:
         """The first `num_real` columns of each row."""
-        columns = torch.arange(max(num_real), device=features.device)
-        counts = torch.tensor(num_real, device=features.device)
-        return cls(features[:, : len(columns)], columns < counts[:, None], num_real)
+        width = max(num_real)
+        if min(num_real) == width:
+            is_real = torch.ones(len(features), width, dtype=torch.bool, device=features.device)
+        else:
+            is_real = torch.arange(width, device=features.device) < features.new_tensor(num_real)[:, None]
+        return cls(features[:, :width], is_real, num_real)
 
-    def followed_by(self, other: Context) -> Context:
-        """Both, this one first."""
-        return Context(
-            torch.cat([self.features, other.features], dim=1),
-            torch.cat([self.is_real, other.is_real], dim=1),
-            [mine + theirs for mine, theirs in zip(self.num_real, other.num_real, strict=True)],
+    @classmethod
+    def joined(cls, parts: Sequence[Context]) -> Context:
+        """One behind the other."""
+        return cls(
+            torch.cat([part.features for part in parts], dim=1),
+            torch.cat([part.is_real for part in parts], dim=1),
+            [sum(counts) for counts in zip(*(part.num_real for part in parts), strict=True)],
+            is_packed=len(parts[0].num_real) == 1,
         )
 
     def of_rows(self, rows: list[int]) -> Context:
@@ -47,7 +54,8 @@ class Context:
         features, is_real = self.features[rows], self.is_real[rows]
         if len(rows) == 1:
             features, is_real = features[is_real][None], is_real[is_real][None]
-        return Context(features, is_real, [self.num_real[row] for row in rows])
+        num_real = [self.num_real[row] for row in rows]
+        return Context(features, is_real, num_real, self.is_packed or len(rows) == 1)
 
 
 class Conversation:
@@ -72,9 +80,16 @@ class Conversation:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_reused = 0
-        self.context: Context | None = None
+        self._waiting: list[Context] = []  # what the drafter has not read, joined when it is asked for
         self._pair: tuple[Any, Any] | None = None
         self._num_read = 0  # tokens whose context the drafter's cache holds
+
+    @property
+    def context(self) -> Context | None:
+        """What the target computed and the drafter has not read, `None` if it has read all."""
+        if len(self._waiting) > 1:
+            self._waiting = [Context.joined(self._waiting)]
+        return self._waiting[0] if self._waiting else None
 
     def check(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         """Raises ValueError if the caches are those of other models."""
@@ -98,7 +113,7 @@ class Conversation:
             capacity = token_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + tapped.drafter.config.block_size
             self.target_cache = tapped.new_cache(capacity, len(token_ids))
             self.draft_cache = PreallocatedCache(tapped.drafter.config.num_hidden_layers, capacity, len(token_ids))
-            self.context, self._num_read = None, 0
+            self._waiting, self._num_read = [], 0
         self._pair = (tapped.target, tapped.drafter)
         self.token_ids = self.token_ids[: self.num_reused]
         return self.num_reused
@@ -116,33 +131,43 @@ class Conversation:
         self._num_read = min(self._num_read, length)
         self.draft_cache.truncate(self._num_read)
         pending = length - self._num_read
-        if self.context is not None:
-            self.context = Context.first_columns(self.context.features, [pending]) if pending else None
+        context = self.context
+        if context is not None:
+            self._waiting = [Context.first_columns(context.features, [pending])] if pending else []
 
     def add(self, context: Context, token_ids: torch.Tensor) -> None:
         """Keeps what the target computed for token_ids [B, S] until the drafter reads it."""
-        self.context = context if self.context is None else self.context.followed_by(context)
+        self._waiting.append(context)
         self.token_ids += token_ids[0].tolist()
 
-    def commit(self, features: torch.Tensor, num_kept: list[int], verified_ids: torch.Tensor) -> None:
+    def commit(
+        self,
+        features: torch.Tensor,
+        num_kept: list[int],
+        verified_ids: torch.Tensor,
+        columns: list[int] | None = None,
+    ) -> None:
         """Keeps what a verify step over verified_ids [B, 1 + n] computed for each row's first `num_kept` columns.
 
         Those were computed behind text that stands: the anchor and all kept tokens but the last, whose keys and values
-        the next forward computes, with it as the anchor.
+        the next forward computes, with it as the anchor. Of a tree, whose columns are no chain, `columns` stand.
         """
         width = verified_ids.shape[1]
-        self.target_cache.rollback([width - kept for kept in num_kept])
+        if columns is None:
+            self.target_cache.rollback([width - kept for kept in num_kept])
+        else:
+            kept = columns[: num_kept[0]]
+            self.target_cache.keep_columns(width, kept)
+            features, verified_ids = features[:, kept], verified_ids[:, kept]
         self.add(Context.first_columns(features, num_kept), verified_ids[:, : num_kept[0]])
 
     def mark_read(self) -> None:
         """The drafter's cache holds the context now."""
-        if self.context is not None:
-            self._num_read += self.context.num_real[0]
-        self.context = None
+        self._num_read += sum(context.num_real[0] for context in self._waiting)
+        self._waiting = []
 
     def keep_rows(self, rows: list[int]) -> None:
         """Forgets the other rows of the batch: those that are done cost nothing from here on."""
         self.target_cache.keep_rows(rows)
         self.draft_cache.keep_rows(rows)
-        if self.context is not None:
-            self.context = self.context.of_rows(rows)
+        self._waiting = [context.of_rows(rows) for context in self._waiting]

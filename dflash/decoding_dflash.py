@@ -60,12 +60,13 @@ def decode_blocks(
     attention_mask: torch.Tensor | None,  # [B, S]
     max_new_tokens: int,
     keeping: frozenset[str] = frozenset(),  # of "scores" and "logits"
+    prefill_chunk_size: int | None = None,
 ) -> Iterator[Block]:
     """Drafts, verifies, accepts and commits a block for every row that is not done, until none is left."""
     rows = [Row(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
     # The prompts' forward is a step without proposals: its last column chooses the first token.
     proposals = Proposals(input_ids[:, :0])
-    logits = _prefill(tapped, memory, input_ids, attention_mask, max_new_tokens)
+    logits = _prefill(tapped, memory, input_ids, attention_mask, max_new_tokens, prefill_chunk_size)
     verdict = judge(logits, rows, proposals)
     blocks = _write(rows, proposals, verdict, cut, logits, keeping)
     yield from blocks
@@ -76,10 +77,12 @@ def decode_blocks(
         num_wanted = max_new_tokens - min(len(row.new_ids) for row in rows) - 1  # behind the target's own token
         proposals = proposer.propose(rows, anchors, num_wanted)
         verified_ids = torch.cat([anchors, proposals.token_ids], dim=1)  # [B, 1 + n]
-        logits, features = tapped.forward(verified_ids, memory.target_cache, num_logits=verified_ids.shape[1])
+        logits, features = tapped.forward(
+            verified_ids, memory.target_cache, num_logits=verified_ids.shape[1], tree=proposals.tree
+        )
         verdict = judge(logits, rows, proposals)
         blocks = _write(rows, proposals, verdict, cut, logits, keeping)
-        memory.commit(features, [len(block.token_ids) for block in blocks], verified_ids)
+        memory.commit(features, [len(block.token_ids) for block in blocks], verified_ids, verdict.columns)
         proposer.record(proposals, [block.num_accepted for block in blocks])
         yield from blocks
 
@@ -90,14 +93,22 @@ def _prefill(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     max_new_tokens: int,
+    chunk_size: int | None,
 ) -> torch.Tensor:
-    """Runs the prompts, or what of them the memory does not hold: logits of their last column, [B, 1, V]."""
+    """Runs the prompts, or what of them the memory does not hold: logits of their last column, [B, 1, V].
+
+    At most `chunk_size` columns at a time: what a layer computes for a column is dropped with its chunk, but for keys,
+    values and what the drafter reads.
+    """
     token_ids, is_real = _visible(input_ids, attention_mask)
     num_held = memory.open(tapped, token_ids, max_new_tokens)
-    token_ids, is_real = token_ids[:, num_held:], is_real[:, num_held:]
-    num_real = is_real.sum(dim=1).tolist()
-    logits, features = tapped.forward(token_ids, memory.target_cache, 1, is_real, num_real)
-    memory.add(Context(features, is_real.to(features.device), num_real), token_ids)
+    chunk_size = chunk_size or token_ids.shape[1]
+    for begin in range(num_held, token_ids.shape[1], chunk_size):
+        columns = slice(begin, begin + chunk_size)
+        chunk, is_token = token_ids[:, columns], is_real[:, columns]
+        num_real = is_token.sum(dim=1).tolist()
+        logits, features = tapped.forward(chunk, memory.target_cache, 1, is_token, num_real)
+        memory.add(Context(features, is_token.to(features.device), num_real, is_packed=len(chunk) == 1), chunk)
     return logits
 
 
@@ -122,6 +133,7 @@ def _write(
 ) -> list[Block]:
     """Writes what the verdict gives each row, up to where its text stops."""
     blocks = []
+    of_tokens = logits if verdict.columns is None else logits[:, verdict.columns]
     outcome = torch.cat([verdict.num_accepted[:, None], verdict.token_ids], dim=1).tolist()  # one synchronisation
     for place, (row, (num_accepted, *token_ids)) in enumerate(zip(rows, outcome, strict=True)):
         is_prefill = not row.new_ids
@@ -135,7 +147,7 @@ def _write(
                 row=row.index,
                 is_lookup=place in proposals.looked_up,
                 scores=verdict.scores[place, : len(kept)].float() if "scores" in keeping else None,
-                logits=logits[place, : len(kept)].float() if "logits" in keeping else None,
+                logits=of_tokens[place, : len(kept)].float() if "logits" in keeping else None,
             )
         )
     return blocks

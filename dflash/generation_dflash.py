@@ -16,10 +16,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .compilation_dflash import compiled_pair
 from .conversation_dflash import Conversation
 from .decoding_dflash import Block, decode_blocks
-from .drafting_dflash import Proposer
+from .drafting_dflash import LARGEST_TREE, Proposer
 from .judging_dflash import Judge
+from .latency_dflash import LatencyCurve
 from .lookup_dflash import PromptLookup
 from .rows_dflash import make_cutter, token_limit
 from .target_dflash import TappedTarget
@@ -29,6 +31,7 @@ from .validation_dflash import (
     check_prepared,
     check_processors,
     check_request,
+    check_tree,
     read_prompt,
     read_prompt_inputs,
 )
@@ -109,13 +112,21 @@ def generate_blocks(
             - `attention_mask`: 1 for real tokens, 0 for padding, [B, S].
             - `temperature`: 0 decodes greedily; above 0 samples. Default: the target's generation config decides.
             - `do_sample`: as in `generate`. Default: whether `temperature` is above 0, else the target's config.
-            - `stop_token_ids`: ids that end the text. Default: `eos_token_id` of the target's generation config.
+            - `stop_token_ids`: ids that end the text, [] for none. Default: `eos_token_id` of the target's generation config.
             - `generator`: source of the sampling noise. With "match" the text depends on its seed alone, not on the
               block size.
             - `block_size`: tokens in a block, anchor included, if fewer than the drafter was trained for.
             - `verification`: "match", "rejection" or "block" (see `verification_dflash`), or "auto": "match" for
               drafters that propose one token per row, "block" for those that draw.
             - `conversation`: a [`Conversation`] whose caches are used and kept; one prompt only.
+            - `max_draft_tokens`: proposals verified per step at most; 0 drafts nothing.
+            - `adaptive`: verify as many proposals as pay, chosen step by step from the drafter's confidence and from how
+              long the forwards take here, which is measured once per pair. A useless drafter then costs next to nothing.
+            - `latency_curve`: a [`LatencyCurve`] measured before, for `adaptive`.
+            - `draft_tree`: verifies a tree of the drafter's likeliest paths instead of one: its number of nodes, or True
+              for as many as pay. One prompt at a time.
+            - `compile`: True compiles both forwards once per pair; "auto" does so for a pair that has run a few thousand
+              steps; False never. What cannot be compiled runs eagerly, and one warning says why.
             - `prompt_lookup_num_tokens`: lets proposals of that length, found earlier in the text, compete with the
               drafter's; `max_matching_ngram_size` (3) is how many tokens must have occurred.
 
@@ -125,7 +136,7 @@ def generate_blocks(
     for name in ("streamer", "return_dict_in_generate"):
         if kwargs.get(name):
             raise ValueError(f"generate_blocks yields the blocks themselves: pass {name} to spec_generate.")
-    return _through_generate(_start, drafter, target, input_ids, **kwargs)
+    return _through_generate(custom_generate, drafter, target, input_ids, as_blocks=True, **kwargs)
 
 
 def _through_generate(
@@ -159,7 +170,7 @@ def _through_generate(
     if do_sample is not None:
         kwargs["do_sample"] = do_sample
     if stop_token_ids is not None:
-        kwargs["eos_token_id"] = stop_token_ids
+        kwargs["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # nothing stops it
     criteria = StoppingCriteriaList(stopping_criteria or ())
     # Made here, because `generate` hands no tokenizer on where a callable decodes; one for each string, because one
     # that can never match would hide behind the others.
@@ -195,14 +206,20 @@ def custom_generate(
     generation_config: Any,
     drafter: PreTrainedModel,
     block_size: int | None = None,
+    max_draft_tokens: int | None = None,
     verification: str = "auto",
     conversation: Conversation | None = None,
+    adaptive: bool = False,
+    latency_curve: LatencyCurve | None = None,
+    draft_tree: int | bool = False,
+    compile: bool | str = "auto",
     num_looked_up: int | None = None,
     ngram_size: int = 3,
     noise_generator: torch.Generator | None = None,
     token_streamer: Any = None,
+    as_blocks: bool = False,
     **model_kwargs: Any,
-) -> torch.Tensor | DFlashOutput:
+) -> torch.Tensor | DFlashOutput | Iterator[Block]:
     """The loop as the target's own `generate` runs it: `target.generate(ids, custom_generate=custom_generate, drafter=drafter)`.
 
     `generate` prepares everything and calls this. It keeps `streamer`, `tokenizer` and with them `stop_strings` for
@@ -215,72 +232,53 @@ def custom_generate(
         stopping_criteria: Made from the generation config.
         generation_config: Everything that was asked for.
         drafter: A `DFlashDraftModel` trained for `target`.
-        block_size: As in [`generate_blocks`], like the next two.
+        block_size: As in [`generate_blocks`], like the next seven.
+        max_draft_tokens: Proposals per step at most.
         verification: One of "auto", "match", "rejection", "block".
         conversation: Caches to use and keep.
+        adaptive: Verify as many proposals as pay.
+        latency_curve: By which that is judged.
+        draft_tree: Nodes of a draft tree.
+        compile: True, False or "auto".
         num_looked_up: `prompt_lookup_num_tokens` of [`generate_blocks`], a name that `generate` keeps for itself.
         ngram_size: Its `max_matching_ngram_size`.
         noise_generator: Its `generator`.
         token_streamer: Gets the prompt and the tokens as blocks commit.
+        as_blocks: Return what [`generate_blocks`] returns.
         model_kwargs: Holds the attention mask.
     """
-    blocks = _start(
-        target,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        drafter,
-        block_size,
-        verification,
-        conversation,
-        num_looked_up,
-        ngram_size,
-        noise_generator,
-        **model_kwargs,
-    )
-    if token_streamer is not None and len(input_ids) > 1:
-        raise ValueError(f"A streamer takes one prompt at a time, not {len(input_ids)}: read generate_blocks instead.")
-    return _collect(blocks, input_ids, generation_config, token_streamer)
-
-
-def _start(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    drafter: PreTrainedModel,
-    block_size: int | None = None,
-    verification: str = "auto",
-    conversation: Conversation | None = None,
-    num_looked_up: int | None = None,
-    ngram_size: int = 3,
-    noise_generator: torch.Generator | None = None,
-    **model_kwargs: Any,
-) -> Iterator[Block]:
-    """What `generate` calls with everything prepared but our own arguments: checks, then the loop."""
-    attention_mask = model_kwargs.get("attention_mask")
-    check_prepared(generation_config, attention_mask, len(input_ids), conversation)
+    attention_mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
+    check_prepared(generation_config, attention_mask, num_rows, conversation)
     check_processors(logits_processor)
-    check_batch(target, drafter, len(input_ids))
+    check_batch(target, drafter, num_rows)
+    if token_streamer is not None and num_rows > 1:
+        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
+    noise = PositionNoise(num_rows, noise_generator) if generation_config.do_sample else None
+    judge = Judge(logits_processor, num_rows, noise, verification)
+    prompt_inputs = read_prompt_inputs(target, model_kwargs, input_ids, conversation)
+    if draft_tree:
+        check_tree(target, drafter, num_rows, verification, prompt_inputs)
+    if latency_curve is not None:
+        latency_curve.check(target, drafter, bool(draft_tree))
     memory = Conversation() if conversation is None else conversation
     memory.check(target, drafter)
-    noise = PositionNoise(len(input_ids), noise_generator) if generation_config.do_sample else None
+    compiled = None if prompt_inputs else compiled_pair(target, drafter, compile)
+    tapped = TappedTarget(target, drafter, prompt_inputs, compiled)
     max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
-    tapped = TappedTarget(target, drafter, read_prompt_inputs(target, model_kwargs, input_ids, conversation))
-    lookup = PromptLookup(num_looked_up, ngram_size) if num_looked_up is not None else None
-    judge = Judge(logits_processor, len(input_ids), noise, verification)
     proposer = Proposer(
         drafter,
         tapped,
         memory,
         block_size or drafter.config.block_size,
-        lookup,
-        noise if judge.takes_drawn_proposals else None,
-        generation_config.temperature or 1.0,
+        max_draft_tokens,
+        lookup=PromptLookup(num_looked_up, ngram_size) if num_looked_up is not None else None,
+        noise=noise if judge.takes_drawn_proposals else None,
+        temperature=(generation_config.temperature or 1.0) if noise is not None else 1.0,
+        is_adaptive=adaptive or latency_curve is not None or draft_tree is True,
+        latency_curve=latency_curve,
+        draft_tree=LARGEST_TREE if draft_tree is True else int(draft_tree),
     )
-    return decode_blocks(
+    blocks = decode_blocks(
         tapped,
         proposer,
         judge,
@@ -290,7 +288,23 @@ def _start(
         attention_mask,
         max_new_tokens,
         frozenset(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}", False)),
+        getattr(generation_config, "prefill_chunk_size", None),
     )
+    blocks = _naming_what_to_lower(blocks)
+    return blocks if as_blocks else _collect(blocks, input_ids, generation_config, token_streamer)
+
+
+def _naming_what_to_lower(blocks: Iterator[Block]) -> Iterator[Block]:
+    """The blocks; running out of memory is said with what would have needed less."""
+    try:
+        yield from blocks
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"Out of memory ({str(error).splitlines()[0]}): lower prefill_chunk_size for a long prompt, the number of prompts, "
+            "max_new_tokens, or draft_tree."
+        ) from error
 
 
 def _collect(

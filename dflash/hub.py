@@ -6,11 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers.modeling_utils import PreTrainedModel
+from .card_dflash import write_door
+
+
+if TYPE_CHECKING:  # the names of a checkpoint's files are asked for where nothing else needs torch
+    from transformers.modeling_utils import PreTrainedModel
 
 
 DRAFTERS = ("DFlashDraftModel", "DFlash2DraftModel")
@@ -57,8 +60,7 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         if is_drafter:
-            door = str(resources.files("dflash") / "custom_generate")
-            shutil.copytree(door, aside / "custom_generate", ignore=shutil.ignore_patterns("__pycache__"))
+            write_door(aside)
         for name, text in (files or {}).items():
             (aside / name).write_text(text, encoding="utf-8")
         for weights in aside.glob("*.safetensors"):  # they come out readable by their owner alone

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from .rows_dflash import Row
+from .trees_dflash import DraftTree
 from .verification_dflash import (
     PositionNoise,
     Proposals,
@@ -68,6 +69,8 @@ class Judge:
     def __call__(self, logits: torch.Tensor, rows: list[Row], proposals: Proposals) -> Verdict:
         """What of the proposals stands. Column i of the logits is processed behind [text, proposals 1..i]."""
         logits = logits.to(proposals.token_ids.device)
+        if proposals.tree is not None:
+            return self._walk(logits[0], rows[0], proposals.tree)
         rule = self._rule(proposals)
         if self.processors:
             logits = self._process(logits.float(), rows, proposals.token_ids, rule)
@@ -76,6 +79,42 @@ class Judge:
         uniforms = torch.stack([self.noise.fresh(row.index, logits.shape[1]) for row in rows]).to(logits.device)
         verify = verify_rejection if rule == "rejection" else verify_block
         return verify(proposals, logits, uniforms)
+
+    def _walk(self, logits: torch.Tensor, row: Row, tree: DraftTree) -> Verdict:
+        """Follows the target's own choices from the anchor down the tree: logits [1 + n, V] of its columns.
+
+        Each choice is made behind the path that led to it, with the noise of its position, as by plain decoding.
+        """
+        scores, choices = logits, None
+        if self._is_prefix_free:
+            if self.processors:
+                scores = self.processors(row.prompt_ids[None], logits.float())
+            choices = self._choose_at(scores, row, tree.depths).tolist()
+        columns, token_ids, seen = [0], list[int](), list[torch.Tensor]()
+        while True:
+            column = columns[-1]
+            if choices is None:
+                behind = row.text(row.prompt_ids.new_tensor(token_ids))
+                seen.append(self._process_one(row, behind, logits[column].float()))
+                token_ids += self._choose_at(seen[-1][None], row, [tree.depths[column]]).tolist()
+            else:
+                token_ids.append(choices[column])
+            if token_ids[-1] not in tree.children[column]:
+                break
+            columns.append(tree.children[column][token_ids[-1]])
+        return Verdict(
+            num_accepted=torch.tensor([len(columns) - 1]),
+            token_ids=row.prompt_ids.new_tensor([token_ids]),
+            scores=(torch.stack(seen) if seen else scores[columns])[None],
+            columns=columns,
+        )
+
+    def _choose_at(self, scores: torch.Tensor, row: Row, depths: list[int]) -> torch.Tensor:
+        """The target's choices [N] by scores [N, V] of columns so many tokens behind the anchor."""
+        if self.noise is None:
+            return choose_greedy(scores)
+        uniforms = self.noise(row.index, len(row.new_ids), max(depths) + 1)[depths]
+        return choose_sampled(scores, uniforms.to(scores.device))
 
     def _rule(self, proposals: Proposals) -> str:
         if self.noise is None:

@@ -19,15 +19,30 @@ def block_visibility(
     is_causal: bool,
     window: int | None,
 ) -> torch.Tensor:  # bool [B, Q, K]
-    """What the drafter's rows see.
+    """What the drafter's rows see: `sees` for each pair of a row and a key."""
+    rows = (query_positions, query_blocks, anchors)
+    keys = (key_positions, key_blocks)
+    return sees(*(part[:, :, None] for part in rows), *(part[:, None, :] for part in keys), is_causal, window)
+
+
+def sees(
+    query_position: torch.Tensor,
+    query_block: torch.Tensor,
+    anchor: torch.Tensor,
+    key_position: torch.Tensor,
+    key_block: torch.Tensor,
+    is_causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """Whether a row sees a key, as numbers or as tensors that broadcast.
 
     A row sees the context strictly before its anchor and the rows of its own block (only those not after it, if
     `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
     `q - k < W` of the engines).
     """
-    distance = query_positions[:, :, None] - key_positions[:, None, :]
-    in_context = (key_blocks[:, None, :] < 0) & (key_positions[:, None, :] < anchors[:, :, None])
-    in_block = key_blocks[:, None, :] == query_blocks[:, :, None]
+    distance = query_position - key_position
+    in_context = (key_block < 0) & (key_position < anchor)
+    in_block = key_block == query_block
     if is_causal:
         in_block = in_block & (distance >= 0)
     visible = in_context | in_block
@@ -68,6 +83,28 @@ def causal_visibility(
     distance = query_positions[:, :, None] - key_positions[:, None, :]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
+
+
+def tree_visibility(
+    starts: torch.Tensor,  # [B] keys of each row that are text
+    ancestors: torch.Tensor,  # bool [S, S] which columns of the tree each one sees
+    depths: torch.Tensor,  # [S] how far each stands behind the first
+    num_keys: int,
+    window: int | None,
+) -> torch.Tensor:  # bool [B, S, K]
+    """What the target's rows see of a draft tree at keys `starts .. starts + S - 1`: the text, and their own ancestors.
+
+    Distances are those of positions: a column stands as many tokens behind the text as its path is long.
+    """
+    keys = torch.arange(num_keys, device=starts.device)[None]  # [1, K]
+    columns = keys - starts[:, None]  # [B, K] of the tree, where they are one
+    in_tree = (columns >= 0) & (columns < len(depths))
+    columns = columns.clamp(0, len(depths) - 1)
+    visible = (keys < starts[:, None])[:, None] | (in_tree[:, None] & ancestors[:, columns].transpose(0, 1))
+    if window is None:
+        return visible
+    key_positions = torch.where(in_tree, starts[:, None] + depths[columns], keys)
+    return visible & ((starts[:, None] + depths)[:, :, None] - key_positions[:, None] < window)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class DFlashAttn(nn.Module):
         A 4-D `attention_mask` is taken as it is. A 2-D one (1 = a real token) hides context keys; it may be longer
         than the keys, whose last ones it then describes.
         """
-        if attention_mask is not None and attention_mask.dim() == 4:
+        if attention_mask is not None and len(attention_mask.shape) == 4:  # a tensor, or flex attention's block mask
             return attention_mask
         if attention_mask is None and self.window is None and not self.is_block_causal:
             return None
@@ -230,12 +231,21 @@ class CandidateSelector(nn.Module):
         projected = self.hidden_projection(hidden_states)  # [B, R, rank]
         previous, path, scores = anchors[:, 0].to(hidden_states.device), [], []
         for row, candidates in enumerate(candidate_ids.unbind(dim=1)):  # [B, K]
-            state = self.predecessor_codebook[previous] * projected[:, row]
-            edges = (self.successor_codebook[candidates] * state[:, None]).sum(dim=-1)
-            scores.append(logits[:, row] + edges)
+            scores.append(self.scores(projected[:, row], logits[:, row], candidates, previous))
             previous = candidates.gather(1, choose(scores[-1], row)[:, None])[:, 0]
             path.append(previous)
         return torch.stack(path, dim=1), candidate_ids, torch.stack(scores, dim=1)
+
+    def scores(
+        self,
+        projected: torch.Tensor,  # [B, rank]
+        logits: torch.Tensor,  # [B, K]
+        candidate_ids: torch.Tensor,  # [B, K]
+        previous: torch.Tensor,  # [B]
+    ) -> torch.Tensor:  # [B, K]
+        """The scores of one row's candidates behind the token `previous`."""
+        state = self.predecessor_codebook[previous] * projected
+        return logits + (self.successor_codebook[candidate_ids] * state[:, None]).sum(dim=-1)
 
 
 class DFlashDraftModel(PreTrainedModel):
@@ -258,6 +268,7 @@ class DFlashDraftModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
+    _supports_flex_attn = True  # with a block mask, as training gives; decoding is not measured with it
     _supports_attention_backend = True
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -361,7 +372,7 @@ class DFlashDraftModel(PreTrainedModel):
             else dict.fromkeys(set(self.config.layer_types), attention_mask)
         )
         if "flash" in self.config._attn_implementation and any(
-            mask is not None and mask.dim() == 4 for mask in masks.values()
+            mask is not None and len(mask.shape) == 4 for mask in masks.values()
         ):
             raise ValueError(
                 f"attn_implementation={self.config._attn_implementation!r} takes no 4-D attention_mask: load the drafter "
@@ -369,7 +380,7 @@ class DFlashDraftModel(PreTrainedModel):
             )
         return {
             name: additive_mask(mask, dtype)
-            if mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
+            if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool
             else mask
             for name, mask in masks.items()
         }
@@ -417,6 +428,7 @@ class DFlashDraftModel(PreTrainedModel):
         head: Callable[[torch.Tensor], torch.Tensor],
         temperature: float = 0.0,
         uniforms: torch.Tensor | None = None,  # [B, R]
+        with_confidences: bool = False,
     ) -> Any:
         """The tokens that rows of `last_hidden_state` propose behind their anchor: `verification_dflash.Proposals`.
 
@@ -431,12 +443,15 @@ class DFlashDraftModel(PreTrainedModel):
             head: As in `compute_logits`.
             temperature: Of the draws, above 0 if there are uniforms.
             uniforms: A number in [0, 1) for each row, float64; `None` draws nothing.
+            with_confidences: Also say how likely each token is by the law that it was chosen from.
         """
         from .verification_dflash import Proposals, pick
 
         logits = self.compute_logits(hidden_states, head)
         if self.candidate_selector is None:
-            return Proposals(logits.argmax(dim=-1).to(anchors.device))
+            token_ids = logits.argmax(dim=-1)
+            confidences = logits.float().softmax(dim=-1).amax(dim=-1) if with_confidences else None
+            return Proposals(token_ids.to(anchors.device), confidences=confidences)
 
         def choose(scores: torch.Tensor, row: int) -> torch.Tensor:
             return scores.argmax(dim=-1) if uniforms is None else pick(law(scores), uniforms[:, row].to(scores.device))
@@ -445,27 +460,46 @@ class DFlashDraftModel(PreTrainedModel):
             return (scores.double() / temperature).softmax(dim=-1)
 
         path, candidate_ids, scores = self.candidate_selector(hidden_states, logits, anchors, choose)
+        confidences = None
+        if with_confidences:
+            is_chosen = candidate_ids == path[..., None]
+            confidences = (scores.float().softmax(dim=-1) * is_chosen).sum(dim=-1)
+        proposals = Proposals(path.to(anchors.device), confidences=confidences)
         if uniforms is None:
-            return Proposals(path.to(anchors.device))
-        return Proposals(path.to(anchors.device), candidate_ids.to(anchors.device), law(scores).to(anchors.device))
+            return proposals
+        return replace(
+            proposals, candidate_ids=candidate_ids.to(anchors.device), probabilities=law(scores).to(anchors.device)
+        )
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
         # From a local folder, transformers 4.57 copies only the files that this one names; the loop needs them all.
         from .cache_dflash import PreallocatedCache  # noqa: F401
+        from .compilation_dflash import CompiledPair  # noqa: F401
         from .conversation_dflash import Conversation  # noqa: F401
         from .decoding_dflash import Block  # noqa: F401
         from .drafting_dflash import Proposer  # noqa: F401
         from .generation_dflash import spec_generate
         from .judging_dflash import Judge  # noqa: F401
+        from .latency_dflash import LatencyCurve  # noqa: F401
         from .lookup_dflash import PromptLookup  # noqa: F401
+        from .pacing_dflash import Pacer  # noqa: F401
         from .recurrent_dflash import is_supported  # noqa: F401
         from .rows_dflash import Row  # noqa: F401
         from .target_dflash import TappedTarget  # noqa: F401
+        from .trees_dflash import DraftTree  # noqa: F401
         from .validation_dflash import check_pair  # noqa: F401
         from .verification_dflash import accept_prefix  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
+
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """How `push_to_hub` ends in transformers; here a card and the door of a target's `generate` go along."""
+        from .card_dflash import complete_upload
+        from .door_dflash import generate  # noqa: F401  (so that the file is shipped)
+
+        complete_upload(working_dir, self.config, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ on 5.x also on those that mix it with linear layers, whole or spread over device
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from .cache_dflash import PreallocatedCache
-from .masks_dflash import additive_mask, causal_visibility
+from .compilation_dflash import CompiledPair
+from .masks_dflash import additive_mask, causal_visibility, tree_visibility
 from .recurrent_dflash import LINEAR_TYPES, HybridCache, linear_mixers
+from .trees_dflash import DraftTree
 from .validation_dflash import check_pair, decoder_layers
 
 
@@ -28,15 +30,21 @@ class TappedTarget:
         target: The model whose text is wanted.
         drafter: A `DFlashDraftModel` trained for it.
         prompt_inputs: What the forward of a single prompt gets beside its ids: images.
+        compiled: Runs verify steps; `None`: they run eagerly.
 
     Raises:
         ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
     """
 
     def __init__(
-        self, target: PreTrainedModel, drafter: PreTrainedModel, prompt_inputs: Mapping[str, Any] | None = None
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel,
+        prompt_inputs: Mapping[str, Any] | None = None,
+        compiled: CompiledPair | None = None,
     ) -> None:
         check_pair(target, drafter)
+        self.compiled = compiled
         self.target = target
         self.drafter = drafter
         self.num_layers = len(decoder_layers(target))
@@ -46,6 +54,7 @@ class TappedTarget:
         # Where a model of images keeps how far the positions behind them lag behind the number of tokens.
         self._rope: Any = next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
         self._lag = 0
+        self._shares_keys = bool(getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
         self._drafter_device = drafter.device
         self._drafter_dtype = drafter.dtype
 
@@ -81,24 +90,63 @@ class TappedTarget:
         num_logits: int,
         is_real: torch.Tensor | None = None,
         num_real: Sequence[int] | None = None,
+        tree: DraftTree | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs token_ids [B, S] behind `cache`; their keys and values are appended to it.
 
         In a ragged cache, is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
-        default: all.
+        default: all. With a `tree` the columns of the single row are its anchor and nodes.
 
         Returns the logits of the last `num_logits` columns [B, num_logits, V] and the context features of all
         [B, S, L * D], on the drafter's device and in its dtype. If it asks for all logits, all columns can be rolled
         back; else none, on a target with linear layers.
         """
+        width, device = token_ids.shape[1], token_ids.device
+        shape = None if tree is None else (tree.ancestors().to(device), torch.tensor(tree.depths, device=device))
+        # A prompt's forward, which says what is padding, has a width of its own; it also gives the cache its storage.
+        if self.compiled is None or is_real is not None or not cache.get_seq_length():
+            return self._forward_eagerly(token_ids, cache, num_logits, is_real, num_real, shape)
+        pair = self.compiled
+        pair.num_steps += 1
+        return pair.either(
+            f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}",
+            self.target,
+            self.drafter,
+            lambda: self._for_drafter(*pair.verify(self.target, self.drafter, token_ids, cache, shape)),
+            lambda: self._forward_eagerly(token_ids, cache, num_logits, None, None, shape),
+            lambda: cache.advance([width] * len(token_ids)),
+        )
+
+    def _forward_eagerly(
+        self,
+        token_ids: torch.Tensor,
+        cache: PreallocatedCache,
+        num_logits: int,
+        is_real: torch.Tensor | None,
+        num_real: Sequence[int] | None,
+        tree: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         width, start = token_ids.shape[1], cache.get_seq_length()
         placed: dict[str, Any] = {}
         if start == 0 and self._prompt_inputs:
             placed = self._prompt_inputs
+        elif tree is not None:
+            ancestors, depths = tree
+            starts = torch.tensor([start], device=token_ids.device)
+
+            def of_tree(window: int | None) -> torch.Tensor:
+                return tree_visibility(starts, ancestors, depths, start + width, window)
+
+            placed = {"position_ids": (start + depths)[None], "attention_mask": self._masks(of_tree)}
         elif cache.is_ragged:
             columns = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
             slots = cache.plan(columns, [token_ids.shape[1]] * len(token_ids) if num_real is None else num_real)
-            placed = {"position_ids": slots, "attention_mask": self._masks(slots, cache.get_seq_length(), is_real)}
+            keys = torch.arange(cache.get_seq_length() + width, device=slots.device)[None]  # [1, K]
+
+            def of_rows(window: int | None) -> torch.Tensor:
+                return causal_visibility(slots, keys, window)
+
+            placed = {"position_ids": slots, "attention_mask": self._masks(of_rows, is_real)}
         elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
             places = torch.arange(start, start + width, device=token_ids.device)[None]
             placed = {"position_ids": places + self._lag}
@@ -116,8 +164,11 @@ class TappedTarget:
             )
         if placed is self._prompt_inputs and self._rope is not None:
             self._lag = self._find_lag(width)
-        features = torch.cat([state.to(self._drafter_device, self._drafter_dtype) for state in states], dim=-1)
-        return output.logits[:, -num_logits:], features
+        features = torch.cat([state.to(self._drafter_device) for state in states], dim=-1)
+        return self._for_drafter(output.logits[:, -num_logits:], features)
+
+    def _for_drafter(self, logits: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits, features.to(self._drafter_device, self._drafter_dtype)
 
     def _find_lag(self, width: int) -> int:
         # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
@@ -129,26 +180,24 @@ class TappedTarget:
     def _logits_to_keep(self, num_logits: int, width: int) -> int | torch.Tensor:
         # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones,
         # and the drafter reads all columns of every tapped layer.
-        if getattr(self.target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+        if self._shares_keys:
             return torch.arange(width - num_logits, width)
         return num_logits
 
     def _masks(
-        self, slots: torch.Tensor, num_used: int, is_real: torch.Tensor | None
+        self, visible: Callable[[int | None], torch.Tensor], is_real: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor | None]:
-        """What rows at `slots` [B, S] see of a ragged cache: an additive mask [B, 1, S, keys], by layer type where they differ.
+        """`visible(window)` [B, S, keys] as an additive mask [B, 1, S, keys], by layer type where they differ.
 
         Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
         of zeros leaves their state as it is.
         """
-        config = self.target.config.get_text_config(decoder=True)
-        keys = torch.arange(num_used + slots.shape[1], device=slots.device)[None]  # [1, K]
-
-        def mask(window: int | None) -> torch.Tensor:
-            return additive_mask(causal_visibility(slots, keys, window)[:, None], self.target.dtype)
-
-        window = getattr(config, "sliding_window", None)
+        window = getattr(self.target.config.get_text_config(decoder=True), "sliding_window", None)
         types = set(self._layer_types())
+
+        def mask(width: int | None) -> torch.Tensor:
+            return additive_mask(visible(width)[:, None], self.target.dtype)
+
         if len(types) > 1:
             masks: dict[str, torch.Tensor | None] = dict.fromkeys(types & set(LINEAR_TYPES), is_real)
             attention = types - set(LINEAR_TYPES)

@@ -216,6 +216,45 @@ def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int
         )
 
 
+def check_tree(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    num_rows: int,
+    verification: str,
+    prompt_inputs: Mapping[str, Any],
+) -> None:
+    """Raises ValueError unless a draft tree can be verified exactly: by a 4-D mask, and choice by choice."""
+    if num_rows > 1:
+        raise ValueError(
+            f"draft_tree takes one prompt at a time, not {num_rows}: pass them one by one, or leave it out."
+        )
+    if verification not in ("auto", "match"):
+        raise ValueError(
+            f"draft_tree with verification={verification!r}: a tree is walked along the target's own choices, so use 'match'."
+        )
+    if drafter.config.selector_rank is not None:
+        raise ValueError(
+            "draft_tree needs a drafter whose positions are independent, and this one has a candidate selector: leave it out."
+        )
+    name = type(target).__name__
+    if prompt_inputs:
+        raise ValueError(
+            f"draft_tree came with {', '.join(sorted(prompt_inputs))}: it knows token ids alone, leave it out."
+        )
+    if target.config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name}'s attn_implementation={target.config._attn_implementation!r} takes no 4-D mask, which a draft tree "
+            "needs: load the target with attn_implementation='sdpa'."
+        )
+    others = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
+    others -= {"full_attention", "sliding_attention"}
+    if others:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(sorted(others))}, which read a tree's columns one behind the other: "
+            "leave draft_tree out."
+        )
+
+
 def read_prompt_inputs(
     target: PreTrainedModel,
     model_kwargs: Mapping[str, Any],
@@ -358,6 +397,23 @@ def check_request(
     if block_size is not None and not 2 <= block_size <= drafter.config.block_size:
         raise ValueError(
             f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
+        )
+    most, tree, compile = (
+        kwargs.get("max_draft_tokens"),
+        kwargs.get("draft_tree", False),
+        kwargs.get("compile", "auto"),
+    )
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise ValueError(
+            f"max_draft_tokens={most!r}: use a number of tokens from 0 (draft nothing) on, or leave it out."
+        )
+    if not isinstance(tree, int) or tree < 0:
+        raise ValueError(f"draft_tree={tree!r}: use a number of nodes, or True for as many as pay.")
+    if compile not in (True, False, "auto"):
+        raise ValueError(f"compile={compile!r}: use True, False or 'auto'.")
+    if kwargs.get("latency_curve") is not None and not hasattr(kwargs["latency_curve"], "verify_ms"):
+        raise ValueError(
+            f"latency_curve is a {type(kwargs['latency_curve']).__name__}: pass what LatencyCurve.from_json returns."
         )
     if verification not in VERIFICATIONS:
         raise ValueError(f"verification={verification!r}: use one of {', '.join(VERIFICATIONS)}.")

@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .trees_dflash import DraftTree
+
 
 VERIFICATIONS = ("auto", "match", "rejection", "block")
 
@@ -69,12 +71,16 @@ class Proposals:
             is one token.
         probabilities: The candidates' probabilities q, [B, n, K].
         looked_up: Places of the rows whose proposals were found in their own text.
+        confidences: How likely the drafter finds each one behind those before it, [B, n], where that was asked.
+        tree: What the tokens of a single row are nodes of; `None`: a chain.
     """
 
     token_ids: torch.Tensor
     candidate_ids: torch.Tensor | None = None
     probabilities: torch.Tensor | None = None
     looked_up: tuple[int, ...] = ()
+    confidences: torch.Tensor | None = None
+    tree: DraftTree | None = None
 
     def first(self, count: int) -> Proposals:
         """The first `count` proposals of each row."""
@@ -84,6 +90,7 @@ class Proposals:
             token_ids=self.token_ids[:, :count],
             candidate_ids=None if candidate_ids is None else candidate_ids[:, :count],
             probabilities=None if probabilities is None else probabilities[:, :count],
+            confidences=None if self.confidences is None else self.confidences[:, :count],
         )
 
     def with_lookups(self, found: dict[int, list[int]]) -> Proposals:
@@ -116,11 +123,13 @@ class Verdict:
         num_accepted: How many proposals stand, [B].
         token_ids: [B, n + 1], of which the first `num_accepted + 1` are what the target writes.
         scores: What they were chosen by, [B, n + 1, V].
+        columns: Of a tree, the columns of its anchor and of the nodes that stand; token i was chosen behind column i.
     """
 
     num_accepted: torch.Tensor
     token_ids: torch.Tensor
     scores: torch.Tensor
+    columns: list[int] | None = None
 
 
 def choose_greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -154,6 +163,8 @@ def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tenso
     `choices[:, : num_accepted + 1]` is then what the target writes: the accepted proposals, which equal its choices,
     and one token of its own.
     """
+    if not proposals.shape[1]:
+        return proposals.new_zeros(len(proposals))
     return (proposals == choices[:, : proposals.shape[1]]).long().cumprod(dim=1).sum(dim=1)
 
 

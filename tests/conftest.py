@@ -13,7 +13,7 @@ import torch
 from tiny_models import make_drafter, make_prompt, make_target
 from transformers import PreTrainedModel
 
-from dflash import DFlashDraftModel
+from dflash import DFlashDraftModel, compilation_dflash
 
 
 # Models of 32 units lose more to threads than they gain.
@@ -48,3 +48,9 @@ def tiny_drafter() -> DFlashDraftModel:
 def prompt_ids() -> torch.Tensor:
     """Nine ids [1, 9], none of them the pad id."""
     return make_prompt()
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compilation.py` to say."""
+    monkeypatch.setattr(compilation_dflash, "AUTO_STEPS", 10**9)

@@ -934,3 +934,29 @@ def test_a_wrong_accept_rule_fails_the_law_test(
 def test_mask_id_of_the_fixture_is_not_in_the_prompt(prompt_ids: torch.Tensor) -> None:
     """Guards the fixtures: neither pad nor mask id may occur in `prompt_ids`."""
     assert not {PAD_TOKEN_ID, MASK_TOKEN_ID} & set(prompt_ids[0].tolist())
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 9, 64])
+def test_a_prompt_in_chunks(tiny_target: PreTrainedModel, chunk_size: int) -> None:
+    """Promise: no forward of the prompt is wider than asked for, and neither text nor acceptance changes."""
+    prompts = [make_prompt(23, seed=1), make_prompt(9, seed=2)]
+    truths = [greedy(tiny_target, prompt, max_new_tokens=30) for prompt in prompts]
+    widths: list[int] = []
+    handle = tiny_target.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        for rows in ([0], [1], [0, 1]):
+            drafter = ScriptedDrafter(tiny_target, [truths[row] for row in rows], [2, 0, N - 1])
+            widths.clear()
+            batch: Any = prompts[rows[0]] if len(rows) == 1 else [prompt[0] for prompt in prompts]
+            output = run(drafter, tiny_target, batch, prefill_chunk_size=chunk_size, max_new_tokens=20, pad_token_id=0)
+            length = max(prompts[row].shape[1] for row in rows)
+            forwards = -(-length // chunk_size)
+            assert widths[:forwards] == [chunk_size] * (length // chunk_size) + [length % chunk_size] * bool(length % chunk_size)
+            for row, text in zip(rows, output.sequences, strict=True):
+                assert torch.equal(text[-20:], truths[row][0, prompts[row].shape[1] :][:20])
+            if len(rows) == 1:
+                assert output.acceptance_lengths == [expected_lengths([2, 0, N - 1], 20)]
+    finally:
+        handle.remove()

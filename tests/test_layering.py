@@ -20,33 +20,43 @@ ARROWS = {
     # Lazily the loop, and with it every file that the loop needs: transformers 4.57 ships only what this file names.
     "modeling_dflash": {
         "configuration_dflash", "dialects_dflash", "masks_dflash", "(generation_dflash)", "(cache_dflash)",
-        "(conversation_dflash)", "(decoding_dflash)", "(drafting_dflash)", "(judging_dflash)", "(lookup_dflash)",
-        "(recurrent_dflash)", "(rows_dflash)", "(target_dflash)", "(validation_dflash)", "(verification_dflash)"
+        "(card_dflash)", "(door_dflash)",
+        "(compilation_dflash)", "(conversation_dflash)", "(decoding_dflash)", "(drafting_dflash)", "(judging_dflash)",
+        "(latency_dflash)", "(lookup_dflash)", "(pacing_dflash)", "(recurrent_dflash)", "(rows_dflash)", "(target_dflash)",
+        "(trees_dflash)", "(validation_dflash)", "(verification_dflash)"
     },
     "masks_dflash": set(),
     "cache_dflash": set(),
     "recurrent_dflash": {"cache_dflash"},
-    "verification_dflash": set(),
+    "trees_dflash": set(),
+    "compilation_dflash": {"cache_dflash", "masks_dflash"},
+    "verification_dflash": {"trees_dflash"},
     "rows_dflash": set(),
     "validation_dflash": {"recurrent_dflash", "verification_dflash"},
-    "target_dflash": {"validation_dflash", "cache_dflash", "masks_dflash", "recurrent_dflash"},
+    "target_dflash": {
+        "cache_dflash", "compilation_dflash", "masks_dflash", "recurrent_dflash", "trees_dflash", "validation_dflash"
+    },
     "conversation_dflash": {"cache_dflash", "target_dflash"},
     "lookup_dflash": {"rows_dflash"},
     "drafting_dflash": {
-        "conversation_dflash", "lookup_dflash", "masks_dflash", "rows_dflash", "target_dflash", "verification_dflash"
+        "compilation_dflash", "conversation_dflash", "latency_dflash", "lookup_dflash", "masks_dflash", "pacing_dflash",
+        "rows_dflash", "target_dflash", "trees_dflash", "verification_dflash"
     },
-    "judging_dflash": {"rows_dflash", "verification_dflash"},
+    "judging_dflash": {"rows_dflash", "trees_dflash", "verification_dflash"},
     "decoding_dflash": {
         "conversation_dflash", "drafting_dflash", "judging_dflash", "rows_dflash", "target_dflash", "verification_dflash"
     },
     "generation_dflash": {
-        "conversation_dflash", "decoding_dflash", "drafting_dflash", "judging_dflash", "lookup_dflash", "rows_dflash",
-        "target_dflash", "validation_dflash", "verification_dflash"
+        "compilation_dflash", "conversation_dflash", "decoding_dflash", "drafting_dflash", "judging_dflash",
+        "latency_dflash", "lookup_dflash", "rows_dflash", "target_dflash", "validation_dflash", "verification_dflash"
     },
     "dialects_dflash": set(),
+    "card_dflash": set(),
+    "door_dflash": set(),
     "latency_dflash": set(),
+    "pacing_dflash": {"latency_dflash"},
 }  # fmt: skip
-# Rooms above the shipped files: entered by their front door (`from dflash.evaluation import x`) alone. The last two are the top.
+# Rooms above the shipped files: entered by their front door (`from dflash.evaluation import x`) alone. `TOP` stands on them all.
 ROOMS = {
     "training",
     "evaluation",
@@ -54,13 +64,15 @@ ROOMS = {
     "checking",
     "serving",
     "hub",
+    "publishing",
     "embedded",
     "distributions",
     "terminal",
+    "notebooks",
     "commands",
     "cli",
 }
-TOP = {"cli", "commands", "terminal"}
+TOP = {"cli", "commands", "notebooks", "terminal"}
 OUTSIDE = {"torch", "transformers"}
 FORBIDDEN = {
     "prints": r"\bprint\(",
@@ -109,6 +121,8 @@ def shipped_faults(name: str, source: str) -> list[str]:
     found = [what for what, pattern in FORBIDDEN.items() if re.search(pattern, code)]
     if name == "latency_dflash" and "owns a clock" in found:
         found.remove("owns a clock")
+    if name == "card_dflash" and "writes a file" in found:  # into a folder that is about to be uploaded
+        found.remove("writes a file")
     for module, level, is_lazy in imports(source):
         if level == 0 and module.split(".")[0] not in OUTSIDE | set(sys.stdlib_module_names):
             found.append(f"imports {module}")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,25 @@ from dflash.checkpoints import convert_checkpoint
 
 SHIPPED_CODE = {
     "cache_dflash.py",
+    "card_dflash.py",
+    "compilation_dflash.py",
     "configuration_dflash.py",
     "conversation_dflash.py",
     "decoding_dflash.py",
     "dialects_dflash.py",
+    "door_dflash.py",
     "drafting_dflash.py",
     "generation_dflash.py",
     "judging_dflash.py",
+    "latency_dflash.py",
     "lookup_dflash.py",
     "masks_dflash.py",
     "modeling_dflash.py",
+    "pacing_dflash.py",
     "recurrent_dflash.py",
     "rows_dflash.py",
     "target_dflash.py",
+    "trees_dflash.py",
     "validation_dflash.py",
     "verification_dflash.py",
 }
@@ -129,15 +136,24 @@ print("{}")
 
 
 def run_script(
-    script: str, cwd: Path, python: str = sys.executable, path: tuple[Path, ...] = (), **names: Any
+    script: str,
+    cwd: Path,
+    python: str = sys.executable,
+    path: tuple[Path, ...] = (),
+    variables: Mapping[str, str] | None = None,
+    **names: Any,
 ) -> dict[str, Any]:
-    """What `script` prints as JSON, run by `python` in `cwd`, offline, with a home of its own and `names` defined."""
+    """What `script` prints as JSON, run by `python` in `cwd`, offline, with a home of its own and `names` defined.
+
+    `variables` are set in its environment.
+    """
     cwd.mkdir(parents=True, exist_ok=True)
     values = {"messages": MESSAGES, "NUM_NEW": NUM_NEW, "RESAVED": None, **names}
     values = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     header = "".join(f"{name} = {value!r}\n" for name, value in values.items())
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
     environment.update(HF_HOME=str(cwd / "hf_home"), HF_HUB_OFFLINE="1", PYTHONSAFEPATH="1")
+    environment.update(variables or {})
     if path:
         environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     isolated = [] if path else ["-I"]

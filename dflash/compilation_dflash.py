@@ -1,0 +1,373 @@
+"""A pair's two forwards, compiled: the target over a block, and the drafter behind its context.
+
+Eager forwards spend much of a small step on launching operations one by one. Compiled ones have shapes that a text's
+growth does not change: keys and values are whole buckets of the preallocated storage, of which a mask hides the rest, and
+the drafter's new context is padded to a block. So one column, several columns, and the drafter's block are compiled once
+each (and once more for several rows), whatever the lengths; on CUDA each width and bucket is recorded as a graph.
+
+What cannot be compiled, or computes something else than eager does, runs eagerly, and one warning says why.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from .cache_dflash import PreallocatedCache
+from .masks_dflash import additive_mask, decoding_visibility, tree_visibility
+
+
+logger = logging.get_logger(__name__)
+
+# Verify steps that a pair runs eagerly under compile="auto" before it is compiled: whatever runs that long runs on.
+AUTO_STEPS = 2048
+
+# Keys come in multiples of this, or of a quarter of the power of two below them.
+SMALLEST_BUCKET = 256
+
+# What torch.compile hands the graphs to.
+BACKEND = "inductor"
+
+# How far logits and features of compiled forwards may be from eager ones, relative to the largest.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+LOW_PRECISION_TOLERANCE = 5e-2
+
+
+def bucket(length: int) -> int:
+    """The number of keys to compute with where `length` are in use: at most a quarter more, from 1024 on."""
+    step = max(SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step
+
+
+class _Bucket(CacheLayerMixin):
+    """One layer's storage as a compiled forward sees it: new columns go to their slots, all keys of the bucket come out."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> None:
+        super().__init__()
+        self.keys, self.values, self.slots, self.num_keys = keys, values, slots, num_keys
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """The storage is there."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Writes [B, G, S, E] to the slots [B, S] and returns [B, G, bucket, E]."""
+        slots = self.slots[:, None, :, None]
+        self.keys.scatter_(2, slots.expand_as(key_states), key_states)
+        self.values.scatter_(2, slots.expand_as(value_states), value_states)
+        return self.keys[:, :, : self.num_keys], self.values[:, :, : self.num_keys]
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Masks and positions are given: nobody may ask."""
+        return 0
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        """As `get_seq_length`."""
+        return self.num_keys, 0
+
+    def get_max_length(self) -> int:
+        """The bucket."""
+        return self.num_keys
+
+    def get_max_cache_shape(self) -> int:
+        """The bucket (the name of transformers 4)."""
+        return self.num_keys
+
+
+class CompiledPair:
+    """A target and a drafter with their compiled forwards: made once, and kept as long as both live (`of`).
+
+    Nothing is compiled, and torch's compiler is not even imported, before it is wanted.
+
+    Attributes:
+        is_wanted: Whether to compile, however few steps the pair has run.
+        num_steps: Verify steps that the pair has run, in any way.
+        reason: Why it runs eagerly all the same; `None`: it does not.
+    """
+
+    _pairs: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, CompiledPair]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        self.is_wanted = False
+        self.num_steps = 0
+        self._name = f"{type(target).__name__} and {type(drafter).__name__}"
+        self._is_cuda = target.device.type == "cuda"
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._checked: set[str] = set()
+        config = target.config.get_text_config(decoder=True)
+        self._types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+        self._window = getattr(config, "sliding_window", None)
+        self.reason = _why_not(target, drafter, self._types)
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, drafter: PreTrainedModel) -> CompiledPair:
+        """The one of these two models."""
+        of_target = cls._pairs.setdefault(target, weakref.WeakKeyDictionary())
+        if drafter not in of_target:
+            of_target[drafter] = cls(target, drafter)
+        return of_target[drafter]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether forwards run compiled."""
+        return self.reason is None and (self.is_wanted or self.num_steps >= AUTO_STEPS)
+
+    def give_up(self, reason: str) -> None:
+        """Runs eagerly from now on and says why, once."""
+        self.reason = reason
+        logger.warning(f"{self._name} run eagerly and compile has no effect: {reason}.")
+
+    def _function(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        if kind not in self._functions:
+            # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
+            code = function.__code__.replace()
+            own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+            mode = "reduce-overhead" if self._is_cuda else None  # CUDA graphs
+            self._functions[kind] = torch.compile(own, fullgraph=True, backend=BACKEND, mode=mode)
+        return self._functions[kind]
+
+    def either(
+        self,
+        kind: str,
+        target: Any,
+        drafter: Any,
+        compiled: Callable[[], Any],
+        eagerly: Callable[[], Any],
+        advance: Callable[[], None],
+    ) -> Any:
+        """What `compiled` gives, and behind it `advance`; or `eagerly`, which advances the cache itself.
+
+        The first time both run, the eager one last, and what is compiled stays in use if they agree.
+        """
+        # Somebody's hooks want to see every forward.
+        is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in (target, drafter))
+        if is_hooked or not self.is_active:
+            return eagerly()
+        is_new = kind not in self._checked
+        if not self._checked:
+            self._prepare(target)
+        bar = logging.tqdm(total=1, desc=f"Compiling {kind} (once)", leave=False, disable=None if is_new else True)
+        try:
+            output = compiled()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
+            self.give_up(f"{kind} does not compile ({type(error).__name__}: {_first_line(error)})")
+            return eagerly()
+        finally:
+            bar.close()
+        if not is_new:
+            advance()
+            return output
+        expected = eagerly()
+        pairs = zip(output, expected, strict=True) if isinstance(expected, tuple) else [(output, expected)]
+        if all(_agree(mine, theirs) for mine, theirs in pairs):
+            self._checked.add(kind)
+        else:
+            self.give_up(f"compiled, {kind} computes something else than eagerly")
+        return expected
+
+    def _prepare(self, target: Any) -> None:
+        # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
+        # cannot be captured.
+        some_id = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+        target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+
+    def verify(
+        self, target: Any, drafter: Any, token_ids: torch.Tensor, cache: PreallocatedCache, tree: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, S, V] and context features [B, S, L * D] of token_ids [B, S] behind a cache that holds text.
+
+        Their keys and values stand in the storage then; the cache's lengths are the caller's to advance.
+
+        Args:
+            target: The target.
+            drafter: The drafter, which says what is tapped.
+            token_ids: The columns.
+            cache: The target's.
+            tree: `(ancestors, depths)` as in `tree_visibility`; `None`: a chain.
+        """
+        width, device = token_ids.shape[1], token_ids.device
+        ancestors, depths = tree or (torch.ones(width, width, dtype=torch.bool, device=device).tril(), None)
+        depths = torch.arange(width, device=device) if depths is None else depths
+        keys, values, index, starts = self._storage(cache, width, device)
+        token_ids = _dense(token_ids)
+        if width > 1:
+            for tensor, dims in ((token_ids, [1]), (ancestors, [0, 1]), (depths, [0])):
+                torch._dynamo.mark_dynamic(tensor, dims)
+        self._begin_step(token_ids)
+        # One column is no special case of several, whose number is dynamic.
+        verify = self._function("verify one" if width == 1 else "verify", _verify)
+        taps = tuple(drafter.config.target_layer_ids)
+        logits, features = verify(
+            target, token_ids, starts, ancestors, depths, index, keys, values, taps, self._types, self._window
+        )
+        # A graph's outputs are overwritten by its next run, and the drafter may read these after that.
+        return logits, features.clone() if self._is_cuda else features
+
+    def draft(
+        self,
+        target: Any,
+        drafter: Any,
+        token_ids: torch.Tensor,
+        features: torch.Tensor,
+        num_real: list[int],
+        cache: PreallocatedCache,
+    ) -> torch.Tensor:
+        """The drafter's last hidden states [B, N, D] of the block token_ids [B, N] behind new context [B, C, L * D].
+
+        Of each row's context columns the first `num_real` are real. C is at most a block.
+        """
+        block_size, device = token_ids.shape[1], token_ids.device
+        features = functional.pad(features, (0, 0, 0, block_size - features.shape[1]))
+        keys, values, index, starts = self._storage(cache, 2 * block_size, device)
+        counts = torch.tensor(num_real, device=device)
+        token_ids, features = _dense(token_ids), _dense(features)
+        self._begin_step(token_ids, features, counts)
+        return self._function("draft", _draft)(
+            drafter, target, token_ids, features, starts, counts, index, keys, values
+        )
+
+    def _storage(
+        self, cache: PreallocatedCache, width: int, device: torch.device
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Keys and values of all layers with room for `width` more, the bucket's indices, and each row's length."""
+        lengths = cache.lengths
+        num_keys = bucket(max(lengths) + width)
+        keys, values = cache.storage(num_keys)
+        index, starts = torch.arange(num_keys, device=device), torch.tensor(lengths, device=device)
+        torch._dynamo.mark_dynamic(index, 0)
+        for tensor in (*keys, *values):
+            if self._is_cuda:
+                torch._dynamo.mark_static_address(tensor)
+            else:
+                torch._dynamo.mark_dynamic(tensor, [2] if len(lengths) == 1 else [0, 2])
+        if len(lengths) > 1:
+            torch._dynamo.mark_dynamic(starts, 0)
+        return keys, values, index, starts
+
+    def _begin_step(self, *of_rows: torch.Tensor) -> None:
+        if self._is_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        for tensor in of_rows:
+            if len(tensor) > 1:
+                torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bool | str) -> CompiledPair | None:
+    """The pair to run by, under `compile`; `None`: eagerly.
+
+    "auto" compiles a pair that has run `AUTO_STEPS` verify steps in this process, or was compiled before.
+    """
+    if compile is False:
+        return None
+    pair = CompiledPair.of(target, drafter)
+    if compile is True and not pair.is_wanted:
+        pair.is_wanted = True
+        if pair.reason is not None:
+            pair.give_up(pair.reason)
+    return pair
+
+
+def _verify(
+    target: Any,
+    token_ids: torch.Tensor,  # [B, S]
+    starts: torch.Tensor,  # [B]
+    ancestors: torch.Tensor,  # [S, S]
+    depths: torch.Tensor,  # [S]
+    index: torch.Tensor,  # [K]
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    taps: tuple[int, ...],
+    types: tuple[str, ...],
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_keys = index.shape[0]
+    slots = starts[:, None] + torch.arange(token_ids.shape[1], device=starts.device)
+
+    def mask(width: int | None) -> torch.Tensor:
+        return additive_mask(tree_visibility(starts, ancestors, depths, num_keys, width)[:, None], target.dtype)
+
+    masks: Any = mask(None if types == ("full_attention",) else window)
+    if len(types) > 1:
+        masks = {name: mask(window if name == "sliding_attention" else None) for name in types}
+    output = target(
+        input_ids=token_ids,
+        position_ids=starts[:, None] + depths,
+        attention_mask=masks,
+        past_key_values=Cache(layers=[_Bucket(k, v, slots, num_keys) for k, v in zip(keys, values, strict=True)]),
+        use_cache=True,
+        output_hidden_states=True,
+        return_dict=True,
+    )
+    return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+
+
+def _draft(
+    drafter: Any,
+    target: Any,
+    token_ids: torch.Tensor,  # [B, N]
+    features: torch.Tensor,  # [B, C, L * D]
+    starts: torch.Tensor,  # [B]
+    counts: torch.Tensor,  # [B]
+    index: torch.Tensor,  # [K]
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    num_keys, block_size = index.shape[0], token_ids.shape[1]
+    columns = torch.arange(features.shape[1], device=starts.device)
+    # Columns that are not real stand behind the block, where nobody looks and the next step overwrites them.
+    columns = torch.where(columns < counts[:, None], columns, columns + block_size)
+    rows = (starts + counts)[:, None] + torch.arange(block_size, device=starts.device)
+    slots = torch.cat([starts[:, None] + columns, rows], dim=1)
+    return drafter(
+        noise_embeds=drafter.embed(token_ids, target.get_input_embeddings()),
+        context_hidden_states=features,
+        position_ids=slots,
+        attention_mask=decoding_visibility(drafter.config, rows, num_keys),
+        past_key_values=Cache(layers=[_Bucket(k, v, slots, num_keys) for k, v in zip(keys, values, strict=True)]),
+    ).last_hidden_state
+
+
+def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
+    """What of the pair is known not to compile."""
+    name = type(target).__name__
+    others = set(types) - {"full_attention", "sliding_attention"}
+    if others:
+        return f"{name} has layers of type {', '.join(sorted(others))}"
+    for model in (target, drafter):
+        implementation = model.config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            return f"attn_implementation={implementation!r} takes no 4-D mask; load with 'sdpa'"
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1 or target.device != drafter.device:
+            return f"the models lie on several devices ({', '.join(sorted(map(str, devices | {target.device})))})"
+    return None
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """With the strides of a fresh tensor: also a row that was cut out of a longer one."""
+    return tensor.flatten().view(tensor.shape)
+
+
+def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
+    return bool((mine - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,103 @@
+"""How many drafted tokens are worth verifying, step by step, and whether drafting is worth its time at all.
+
+A step costs the time of its columns, and of the draft. A proposal is worth the chance that it stands. So proposals are
+taken, likeliest first, as long as the next one promises more tokens than the time it costs gives elsewhere: at the rate at
+which the text has been growing (CaDDTree, arXiv 2606.01813, finds budgets from a latency curve likewise). The text does
+not depend on any of this, only the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .latency_dflash import LatencyCurve
+
+
+# What a running sum keeps of itself per step: about twenty steps count.
+DECAY = 0.95
+
+# Steps without a draft, after drafts did not pay: few at first, more each time.
+SHORTEST_PAUSE = 8
+LONGEST_PAUSE = 128
+
+# What drafts are thought to gain before one was seen, in tokens, and how much of the running mean the latest one is.
+TRUST = 0.3
+RECENT = 0.2
+
+
+class Pacer:
+    """Chooses the width of each step by a latency curve and by how well the drafter's confidence has held.
+
+    Args:
+        curve: Of the pair, for this number of rows.
+        num_rows: Rows of the batch: a step gives each at least one token.
+    """
+
+    def __init__(self, curve: LatencyCurve, num_rows: int = 1) -> None:
+        self.curve = curve
+        self.num_rows = num_rows
+        # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
+        self._tokens, self._milliseconds = float(num_rows), curve.verify(1)
+        self._accepted, self._expected = 1.0, 1.0
+        self._is_drafted = self._is_tree = False
+        self._promised = 0.0
+        self._advantage = TRUST
+        self._pause, self._left = SHORTEST_PAUSE, 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond of late, and never less than plain decoding gives."""
+        return max(self._tokens / self._milliseconds, self.num_rows / self.curve.verify(1))
+
+    @property
+    def calibration(self) -> float:
+        """Accepted proposals over those that the drafter's confidence promised, of late."""
+        return self._accepted / self._expected
+
+    def wants_draft(self) -> bool:
+        """Whether to draft in this step. While drafts do not pay, only now and then one is tried."""
+        self._is_drafted, self._is_tree, self._promised = self._left == 0, False, 0.0
+        self._left = max(0, self._left - 1)
+        return self._is_drafted
+
+    def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
+        """How many proposals to verify, and whether as a tree.
+
+        Args:
+            survival: For each drafted token, the chance that it stands by the drafter's confidence, summed over rows.
+            tree_survival: The same for the nodes of a tree, likeliest first.
+        """
+        count, gain = self._best(survival, 0.0)
+        num_nodes, gain_of_tree = self._best(tree_survival, self.curve.tree_ms or 0.0)
+        is_tree = gain_of_tree > gain
+        if is_tree:
+            count, gain, survival = num_nodes, gain_of_tree, tree_survival
+        self._advantage += RECENT * (gain - self.rate * self.curve.draft_ms - self._advantage)
+        if self._advantage < 0:
+            self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        else:
+            self._pause = SHORTEST_PAUSE
+        self._promised = sum(survival[:count])
+        self._is_tree = is_tree
+        return count, is_tree
+
+    def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
+        """The number of columns that gains most over a single one, in tokens, and what it gains."""
+        best, best_gain, expected = 0, 0.0, 0.0
+        for count, chance in enumerate(survival, start=1):
+            expected += min(chance * self.calibration, self.num_rows)
+            gain = expected - self.rate * (self.curve.verify(1 + count) - self.curve.verify(1) + extra_ms)
+            if gain > best_gain:
+                best, best_gain = count, gain
+        return best, best_gain
+
+    def record(self, num_proposals: int, num_accepted: int) -> None:
+        """Takes note of a step: the proposals of each row, and how many stood in all rows."""
+        milliseconds = self.curve.verify(1 + num_proposals)
+        milliseconds += self.curve.draft_ms if self._is_drafted else 0.0
+        milliseconds += (self.curve.tree_ms or 0.0) if self._is_tree else 0.0
+        self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
+        self._milliseconds = DECAY * self._milliseconds + milliseconds
+        if self._promised:
+            self._accepted = DECAY * self._accepted + num_accepted
+            self._expected = DECAY * self._expected + self._promised

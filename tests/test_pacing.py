@@ -1,0 +1,207 @@
+"""How wide a step is: the latency curve, what it decides, and a text that does not depend on it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BLOCK_SIZE, ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
+
+from dflash import LatencyCurve, generate_blocks, latency_dflash, spec_generate
+from dflash.latency_dflash import machine, measured_curve
+from dflash.pacing_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Pacer
+
+
+MACHINE = {"device": "cpu"}
+FREE = LatencyCurve((1, 16), (4.0, 4.0), 0.001, MACHINE, 0.001)  # as many columns as you like
+DEAR = LatencyCurve((1, 2, 16), (4.0, 8.0, 64.0), 2.0, MACHINE, 1.0)  # each column costs a forward
+USUAL = LatencyCurve((1, 2, 4, 8, 16), (4.0, 4.2, 4.6, 5.4, 7.0), 3.0, MACHINE, 1.0)
+SURE, LOST = [0.95**k for k in range(1, 16)], [0.01**k for k in range(1, 16)]
+
+
+def test_between_and_beyond_measured_widths() -> None:
+    assert [USUAL.verify(width) for width in (1, 3, 4, 12, 24)] == pytest.approx([4.0, 4.4, 4.6, 6.2, 8.6])
+    assert LatencyCurve((1,), (4.0,), 1.0, MACHINE).verify(9) == 4.0
+
+
+def test_a_curve_survives_a_file() -> None:
+    assert LatencyCurve.from_json(USUAL.to_json()) == USUAL
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"widths": 3}', json.dumps({**json.loads(USUAL.to_json()), "widths": [2, 3]})]
+)
+def test_what_is_no_curve_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no latency curve|A latency curve has"):
+        LatencyCurve.from_json(text)
+
+
+def test_a_curve_of_another_machine_is_refused() -> None:
+    """Promise: refused by name, before any compute."""
+    target, drafter = make_target(), make_drafter()
+    here = replace(USUAL, machine=machine(target, drafter))
+    elsewhere = replace(here, machine={**here.machine, "device": "NVIDIA H200", "threads": 99})
+    asked: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.0}
+    spec_generate(drafter, target, make_prompt(9), latency_curve=here, **asked)
+    with (
+        counted_forwards(target) as forwards,
+        pytest.raises(ValueError, match=r"device 'NVIDIA H200' and not 'cpu', threads 99"),
+    ):
+        spec_generate(drafter, target, make_prompt(9), latency_curve=elsewhere, **asked)
+    assert not forwards
+    with pytest.raises(ValueError, match="measured without draft_tree"):
+        spec_generate(
+            drafter, target, make_prompt(9), latency_curve=replace(here, tree_ms=None), draft_tree=True, **asked
+        )
+    with pytest.raises(ValueError, match=r"latency_curve is a dict"):
+        spec_generate(drafter, target, make_prompt(9), latency_curve={}, **asked)
+
+
+def test_a_proposal_is_taken_while_it_promises_more_than_its_time_gives_elsewhere() -> None:
+    assert Pacer(FREE).choose(SURE) == (15, False)
+    assert Pacer(DEAR).choose(SURE) == (0, False)
+    few, many = Pacer(USUAL).choose([0.9, 0.5, 0.1, 0.01, 0.001])[0], Pacer(USUAL).choose(SURE)[0]
+    assert 0 < few < 5 < many
+
+
+def test_a_tree_stands_in_for_a_chain_only_where_it_gains_more() -> None:
+    chain = [0.6, 0.36, 0.2]
+    tree = [0.6, 0.36, 0.3, 0.2, 0.2, 0.18, 0.15]
+    assert Pacer(FREE).choose(chain, tree) == (7, True)
+    assert Pacer(replace(USUAL, tree_ms=50.0)).choose(chain, tree)[1] is False
+    assert Pacer(FREE).choose(chain, chain)[1] is False
+
+
+def test_confidence_is_held_to_what_came_of_it() -> None:
+    """Promise: a drafter that is sure and wrong gets fewer columns, one that is right more often than it says gets more."""
+    widths = {}
+    for stood in (0.0, 0.5, 2.0):
+        pacer = Pacer(USUAL)
+        for _ in range(40):
+            if pacer.wants_draft():
+                count, _ = pacer.choose([0.5, 0.25, 0.125, 0.06, 0.03])
+                pacer.record(count, min(count, round(stood * sum([0.5, 0.25, 0.125, 0.06, 0.03][:count]))))
+            else:
+                pacer.record(0, 0)
+        pacer._left = 0
+        widths[stood] = pacer.choose([0.5, 0.25, 0.125, 0.06, 0.03])[0]
+    assert widths[0.0] <= widths[0.5] <= widths[2.0]
+    assert widths[0.0] < widths[2.0]
+
+
+def test_a_useless_drafter_is_asked_less_and_less_and_one_that_recovers_is_asked_again() -> None:
+    pacer, asked = Pacer(USUAL), []
+    for step in range(600):
+        if pacer.wants_draft():
+            asked.append(step)
+            count, _ = pacer.choose(LOST)
+            pacer.record(count, 0)
+        else:
+            pacer.record(0, 0)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert len(asked) < 12
+    assert SHORTEST_PAUSE < max(pauses) <= LONGEST_PAUSE + 1
+    asked.clear()
+    for step in range(400):
+        if pacer.wants_draft():
+            asked.append(step)
+            count, _ = pacer.choose(SURE)
+            pacer.record(count, round(sum(SURE[:count])))
+        else:
+            pacer.record(0, 0)
+    assert len(asked) > 200
+
+
+def test_measured_once_and_kept() -> None:
+    """Promise: once per pair and setting; wider is never taken for faster."""
+    target, drafter = make_target(), make_drafter()
+    calls: list[int] = []
+
+    def verify(width: int) -> torch.Tensor:
+        calls.append(width)
+        return torch.zeros(1)
+
+    curves = [measured_curve(target, drafter, "here", (1, 4), verify, lambda: torch.zeros(1)) for _ in range(2)]
+    assert curves[0] is curves[1]
+    assert calls == [1] * (latency_dflash.REPEATS + 1) + [4] * (latency_dflash.REPEATS + 1)
+    assert curves[0].verify_ms[0] <= curves[0].verify_ms[1]
+    measured_curve(target, drafter, "elsewhere", (1, 4), verify, lambda: torch.zeros(1))
+    assert len(calls) == 4 * (latency_dflash.REPEATS + 1)
+
+
+@pytest.mark.parametrize("asked", [{"adaptive": True}, {"draft_tree": True}, {"adaptive": True, "temperature": 0.9}])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_text_does_not_depend_on_the_width(asked: dict[str, Any], rows: int) -> None:
+    """Promise: with a curve that is measured, and with ones that say the opposite, the text is the same."""
+    if rows > 1 and "draft_tree" in asked:
+        pytest.skip("one prompt at a time")
+    target, prompt = make_target(), torch.cat([make_prompt(14, seed=seed) for seed in range(rows)])
+    truth = greedy(target, prompt, max_new_tokens=40, eos_token_id=None)
+    drafter = ScriptedDrafter(target, list(truth), [BLOCK_SIZE - 1, 1])
+    request: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.0, "stop_token_ids": [], **asked}
+
+    def run(**more: Any) -> torch.Tensor:
+        # Sampled rows leave the truth, which the script has no answer to once one is done: each is asked alone there.
+        noise = torch.Generator().manual_seed(5)
+        return spec_generate(drafter, target, prompt, generator=noise, **{**request, **more})
+
+    plain = run(adaptive=False, draft_tree=False)
+    if not request["temperature"]:
+        assert torch.equal(plain, truth[:, : 14 + 30])
+    here = machine(target, drafter)
+    assert torch.equal(run(), plain)
+    for curve in (FREE, DEAR, USUAL):
+        assert torch.equal(run(latency_curve=replace(curve, machine=here)), plain)
+
+
+def test_a_dear_column_is_not_bought() -> None:
+    """Promise: the width that runs is the one that was chosen."""
+    target, prompt = make_target(), make_prompt(14)
+    truth = greedy(target, prompt, max_new_tokens=60, eos_token_id=None)
+    drafter = ScriptedDrafter(target, truth, [BLOCK_SIZE - 1])
+    asked: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0, "stop_token_ids": []}
+    widths = {}
+    for name, curve in (("free", FREE), ("dear", DEAR)):
+        curve = replace(curve, machine=machine(target, drafter))
+        blocks = list(generate_blocks(drafter, target, prompt, latency_curve=curve, **asked))
+        widths[name] = [block.num_proposals for block in blocks if not block.is_prefill]
+    assert max(widths["free"]) == BLOCK_SIZE - 1
+    assert sum(widths["dear"]) < 4
+
+
+def test_a_useless_drafter_seldom_runs() -> None:
+    target, drafter, prompt = make_target(), make_drafter(), make_prompt(14)
+    curve = replace(USUAL, machine=machine(target, drafter))
+    with counted_forwards(drafter) as drafts, counted_forwards(target) as forwards:
+        list(
+            generate_blocks(
+                drafter, target, prompt, latency_curve=curve, max_new_tokens=200, temperature=0.0, stop_token_ids=[]
+            )
+        )
+    assert len(drafts) <= 8
+    assert len(forwards) > 150
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_no_more_is_proposed_than_asked_for(most: int) -> None:
+    target, prompt = make_target(), make_prompt(14)
+    truth = greedy(target, prompt, max_new_tokens=40, eos_token_id=None)
+    drafter = ScriptedDrafter(target, truth, [BLOCK_SIZE - 1])
+    asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": [], "max_draft_tokens": most}
+    with counted_forwards(drafter) as drafts:
+        blocks = list(generate_blocks(drafter, target, prompt, **asked))
+    assert max(block.num_proposals for block in blocks) == most
+    assert [token for block in blocks for token in block.token_ids] == truth[0, 14 : 14 + 24].tolist()
+    assert (len(drafts) == 0) == (most == 0)
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, True])
+def test_a_number_of_proposals_that_is_none(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens="):
+        spec_generate(
+            make_drafter(), make_target(), make_prompt(9), max_draft_tokens=value, max_new_tokens=4, temperature=0.0
+        )

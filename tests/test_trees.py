@@ -1,0 +1,287 @@
+"""Draft trees: the likeliest paths, one forward, and a text that is the target's own whatever was proposed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    BLOCK_SIZE,
+    FAMILIES,
+    PAD_TOKEN_ID,
+    TARGET_KINDS,
+    ScriptedDrafter,
+    expected_lengths,
+    greedy,
+    make_drafter,
+    make_prompt,
+    make_target,
+)
+from transformers import PreTrainedModel
+
+from dflash import Conversation, spec_generate
+from dflash.cache_dflash import PreallocatedCache
+from dflash.masks_dflash import causal_visibility, tree_visibility
+from dflash.trees_dflash import DraftTree, grow_tree
+
+
+NEW_TOKENS = 30
+SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "max_new_tokens": NEW_TOKENS,
+    "stop_token_ids": [],
+    "return_dict_in_generate": True,
+}
+# Families whose masks differ: one window on all layers, windows on some of them, none; grouped experts, latent keys.
+MASKED = ("gemma3", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
+
+
+class ForkingDrafter(ScriptedDrafter):
+    """Where the script goes wrong, the right token is the second best: a chain falls there and a tree goes on."""
+
+    def compute_logits(self, hidden_states: torch.Tensor, head: Any) -> torch.Tensor:
+        """One token for certain, or two of which the wrong one is a little likelier."""
+        best = head(hidden_states).argmax(dim=-1)
+        num_right = self.script[(self.num_blocks - 1) % len(self.script)]
+        logits = torch.full((*best.shape, self.config.vocab_size), -30.0)
+        logits.scatter_(-1, best[..., None], 0.0)
+        if num_right < min(best.shape[1], self.config.block_size - 1):
+            wrong = best[0, num_right]
+            logits[0, num_right, (wrong - 5) % self.config.vocab_size] = -0.1  # WRONG_OFFSET of the script
+        return logits
+
+
+def random_laws(depth: int, width: int, seed: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Log-probabilities of so many positions, best first, and their tokens."""
+    torch.manual_seed(seed)
+    best, token_ids = torch.randn(depth, 50).double().log_softmax(dim=-1).topk(width, dim=-1)
+    return best.tolist(), token_ids.tolist()
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens on the way to each node."""
+    found: list[tuple[int, ...]] = [()]
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        found.append((*found[parent], token_id))
+    return found[1:]
+
+
+@pytest.mark.parametrize("budget", [1, 5, 17, 60])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
+    log_probs, token_ids = random_laws(depth=3, width=6, seed=seed)
+    tree = grow_tree(log_probs, token_ids, budget)
+    every = [
+        (
+            math.exp(sum(log_probs[d][r] for d, r in enumerate(ranks))),
+            tuple(token_ids[d][r] for d, r in enumerate(ranks)),
+        )
+        for depth in (1, 2, 3)
+        for ranks in itertools.product(range(6), repeat=depth)
+    ]
+    likeliest = sorted(every, reverse=True)[:budget]
+    assert paths(tree) == [path for _, path in likeliest]
+    assert tree.probabilities == pytest.approx([probability for probability, _ in likeliest])
+
+
+def test_a_tree_ends_where_there_are_no_more_paths() -> None:
+    log_probs, token_ids = random_laws(depth=2, width=3, seed=0)
+    assert len(grow_tree(log_probs, token_ids, 100).token_ids) == 3 + 9
+    assert grow_tree([], [], 5).token_ids == []
+
+
+def test_depths_children_chain_and_ancestors() -> None:
+    tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
+    assert tree.depths == [0, 1, 2, 1, 3, 4]
+    assert tree.children == [{7: 1, 9: 3}, {8: 2}, {7: 4}, {}, {5: 5}, {}]
+    assert tree.chain() == [0, 1, 3, 4]
+    assert tree.first(2).parents == [0, 1]
+    expected = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 1, 2, 4}, {0, 1, 2, 4, 5}]
+    assert [set(row.nonzero().flatten().tolist()) for row in tree.ancestors()] == expected
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_who_sees_whom(window: int | None) -> None:
+    """As a double loop over columns and keys has it; keys behind the tree are seen by nobody."""
+    tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
+    depths, starts, num_keys = torch.tensor(tree.depths), torch.tensor([4, 2]), 13
+    visible = tree_visibility(starts, tree.ancestors(), depths, num_keys, window)
+    for row, start in enumerate(starts.tolist()):
+        for column, key in itertools.product(range(6), range(num_keys)):
+            if key < start:
+                sees, position = True, key
+            elif key < start + 6:
+                sees, position = bool(tree.ancestors()[column, key - start]), start + tree.depths[key - start]
+            else:
+                sees, position = False, 0
+            if window is not None:
+                sees = sees and start + tree.depths[column] - position < window
+            assert visible[row, column, key] == sees, (row, column, key)
+
+
+def test_a_chain_sees_what_causal_rows_see() -> None:
+    ancestors, depths = torch.ones(5, 5, dtype=torch.bool).tril(), torch.arange(5)
+    slots = torch.arange(6, 11)[None]
+    for window in (None, 4):
+        tree = tree_visibility(torch.tensor([6]), ancestors, depths, 11, window)
+        assert torch.equal(tree, causal_visibility(slots, torch.arange(11)[None], window))
+
+
+def test_kept_columns_move_together() -> None:
+    cache = PreallocatedCache(num_layers=2, capacity=16)
+    states = torch.arange(9.0).view(1, 1, 9, 1).repeat(1, 2, 1, 4)
+    for layer in range(2):
+        cache.update(states, -states, layer)
+    cache.keep_columns(6, [0, 2, 5])  # positions 3 + (0, 2, 5)
+    assert cache.lengths == [6]
+    keys, values = cache.update(torch.full((1, 2, 1, 4), 50.0), torch.full((1, 2, 1, 4), -50.0), 0)
+    assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 5, 8, 50]
+    assert torch.equal(values, -keys)
+
+
+def forked(target: PreTrainedModel, prompt: torch.Tensor, **overrides: Any) -> tuple[ForkingDrafter, torch.Tensor]:
+    """A drafter whose second best is right where its best is wrong, and the text with a block to spare."""
+    truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
+    return ForkingDrafter(target, truth, SCRIPT, **overrides), truth[:, : prompt.shape[1] + NEW_TOKENS]
+
+
+@pytest.mark.parametrize("kind", TARGET_KINDS)
+def test_a_tree_goes_on_where_a_chain_falls(kind: str) -> None:
+    target, prompt = make_target(kind), make_prompt(17, seed=3)
+    drafter, truth = forked(target, prompt)
+    chain = spec_generate(drafter, target, prompt, **GREEDY)
+    tree = spec_generate(drafter, target, prompt, draft_tree=2 * BLOCK_SIZE, **GREEDY)
+    assert torch.equal(chain.sequences, truth)
+    assert torch.equal(tree.sequences, truth)
+    assert chain.acceptance_lengths == [expected_lengths(SCRIPT, NEW_TOKENS)]
+    assert tree.acceptance_lengths == [expected_lengths([BLOCK_SIZE - 1], NEW_TOKENS)]
+
+
+@pytest.mark.parametrize("name", [name for name in MASKED if name in FAMILIES and FAMILIES[name].is_served])
+def test_families_with_masks_of_their_own(name: str) -> None:
+    """Promise: exact also past a window, which here cuts through the tree."""
+    target, prompt = FAMILIES[name].make(), make_prompt(23, seed=10)
+    drafter, truth = forked(target, prompt)
+    output = spec_generate(drafter, target, prompt, draft_tree=2 * BLOCK_SIZE, **GREEDY)
+    assert torch.equal(output.sequences, truth)
+    assert output.acceptance_lengths == [expected_lengths([BLOCK_SIZE - 1], NEW_TOKENS)]
+
+
+def test_eager_attention_gets_a_mask_it_adds() -> None:
+    target, prompt = make_target(), make_prompt(17, seed=3)
+    target.set_attn_implementation("eager")
+    drafter, truth = forked(target, prompt)
+    assert torch.equal(spec_generate(drafter, target, prompt, draft_tree=12, **GREEDY).sequences, truth)
+
+
+@pytest.mark.parametrize("processing", [{}, {"top_k": 20}, {"repetition_penalty": 1.3}])
+def test_sampled_text_is_the_one_of_a_chain(processing: dict[str, Any]) -> None:
+    """Promise: noise belongs to positions, so the same seed writes the same text along a tree."""
+    target, prompt = make_target(), make_prompt(17, seed=3)
+    drafter, _ = forked(target, prompt)
+    for seed in range(5):
+        texts = [
+            spec_generate(
+                drafter, target, prompt, temperature=0.8, max_new_tokens=NEW_TOKENS, stop_token_ids=[], draft_tree=nodes,
+                generator=torch.Generator().manual_seed(seed), **processing,
+            )
+            for nodes in (False, 4, 12)
+        ]  # fmt: skip
+        assert torch.equal(texts[0], texts[1])
+        assert torch.equal(texts[0], texts[2])
+
+
+def test_processors_scores_and_logits_are_those_of_generate() -> None:
+    target, prompt = make_target(), make_prompt(17, seed=3)
+    asked: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "repetition_penalty": 1.4,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    plain = target.generate(prompt, do_sample=False, eos_token_id=None, return_dict_in_generate=True, **asked)
+    drafter = ForkingDrafter(target, torch.cat([plain.sequences, make_prompt(8)], dim=1), SCRIPT)
+    ours = spec_generate(
+        drafter,
+        target,
+        prompt,
+        temperature=0.0,
+        stop_token_ids=[],
+        draft_tree=12,
+        return_dict_in_generate=True,
+        **asked,
+    )
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.tau > 3
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(
+            torch.stack(getattr(ours, name)), torch.stack(getattr(plain, name)), rtol=0, atol=1e-4
+        )
+
+
+def test_a_conversation_holds_the_path_that_stands() -> None:
+    target, prompt = make_target(), make_prompt(17, seed=3)
+    drafter, truth = forked(target, prompt)
+    conversation = Conversation()
+    spec_generate(drafter, target, prompt, draft_tree=12, conversation=conversation, **GREEDY)
+    longer = torch.cat([truth, make_prompt(5, seed=8)], dim=1)
+    held, fresh = (
+        spec_generate(make_drafter(), target, longer, conversation=memory, **GREEDY).sequences
+        for memory in (None, Conversation())
+    )
+    assert torch.equal(held, fresh)
+    drafter, expected = forked(target, longer)
+    conversation._pair = (target, drafter)  # the same caches, another script
+    again = spec_generate(drafter, target, longer, draft_tree=12, conversation=conversation, **GREEDY)
+    assert torch.equal(again.sequences, expected)
+    assert conversation.num_reused >= truth.shape[1] - 1
+
+
+def test_a_stop_inside_a_path_ends_the_text() -> None:
+    target, prompt = make_target(), make_prompt(17, seed=3)
+    drafter, truth = forked(target, prompt)
+    stop = int(truth[0, 17 + 9])
+    plain = target.generate(
+        prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=stop, pad_token_id=PAD_TOKEN_ID
+    )
+    ours = spec_generate(drafter, target, prompt, draft_tree=12, **{**GREEDY, "stop_token_ids": [stop]})
+    assert torch.equal(ours.sequences, plain)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"draft_tree": -1}, "draft_tree=-1"),
+        ({"draft_tree": 2.5}, "draft_tree=2.5"),
+        ({"draft_tree": 8, "temperature": 1.0, "verification": "block"}, "walked along the target's own choices"),
+    ],
+)
+def test_what_a_tree_cannot_be(asked: dict[str, Any], message: str) -> None:
+    target = make_target()
+    with pytest.raises(ValueError, match=message):
+        spec_generate(make_drafter(), target, make_prompt(9), **{"temperature": 0.0, "max_new_tokens": 4, **asked})
+
+
+def test_pairs_that_cannot_take_a_tree_are_refused_by_name() -> None:
+    target, drafter, prompt = make_target(), make_drafter(), make_prompt(9)
+    with pytest.raises(ValueError, match="one prompt at a time, not 2"):
+        spec_generate(drafter, target, prompt.repeat(2, 1), draft_tree=8, temperature=0.0, max_new_tokens=4)
+    selecting = make_drafter(selector_rank=4, selector_top_k=4)
+    with pytest.raises(ValueError, match="has a candidate selector"):
+        spec_generate(selecting, target, prompt, draft_tree=8, temperature=0.0, max_new_tokens=4)
+    target.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="takes no 4-D mask"):
+        spec_generate(drafter, target, prompt, draft_tree=8, temperature=0.0, max_new_tokens=4)
+
+
+@pytest.mark.skipif(
+    not FAMILIES["qwen3_next"].is_served, reason="transformers 4 has no common form of recurrent states"
+)
+def test_linear_layers_take_no_tree() -> None:
+    target = FAMILIES["qwen3_next"].make()
+    with pytest.raises(ValueError, match="linear_attention, which read a tree's columns one behind the other"):
+        spec_generate(make_drafter(), target, make_prompt(9), draft_tree=8, temperature=0.0, max_new_tokens=4)
