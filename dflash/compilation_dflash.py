@@ -217,7 +217,8 @@ class CompiledPair:
             target, token_ids, starts, ancestors, depths, index, keys, values, taps, self._types, self._window
         )
         # A graph's outputs are overwritten by its next run, and the drafter may read these after that.
-        return logits, features.clone() if self._is_cuda else features
+        features = features.clone() if self._is_cuda else features
+        return logits, features.to(drafter.dtype)
 
     def draft(
         self,

@@ -7,8 +7,8 @@ on 5.x also on those that mix it with linear layers, whole or spread over device
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class TappedTarget:
             f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}",
             self.target,
             self.drafter,
-            lambda: self._for_drafter(*pair.verify(self.target, self.drafter, token_ids, cache, shape)),
+            lambda: pair.verify(self.target, self.drafter, token_ids, cache, shape),
             lambda: self._forward_eagerly(token_ids, cache, num_logits, None, None, shape),
             lambda: cache.advance([width] * len(token_ids)),
         )
@@ -153,7 +153,7 @@ class TappedTarget:
         recording: Any = nullcontext()
         if isinstance(cache, HybridCache):
             recording = cache.recording(width if num_logits == width else 0)
-        with recording, _tapped(self._taps) as states:
+        with recording, _Taps(self._taps, self._drafter_device, self._drafter_dtype) as taps:
             output = self.target(
                 input_ids=token_ids,
                 past_key_values=cache,
@@ -164,11 +164,7 @@ class TappedTarget:
             )
         if placed is self._prompt_inputs and self._rope is not None:
             self._lag = self._find_lag(width)
-        features = torch.cat([state.to(self._drafter_device) for state in states], dim=-1)
-        return self._for_drafter(output.logits[:, -num_logits:], features)
-
-    def _for_drafter(self, logits: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return logits, features.to(self._drafter_device, self._drafter_dtype)
+        return output.logits[:, -num_logits:], taps.features
 
     def _find_lag(self, width: int) -> int:
         # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
@@ -205,26 +201,38 @@ class TappedTarget:
         return mask(None if types == {"full_attention"} else window)
 
 
-@contextmanager
-def _tapped(layers: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
-    """The outputs of `layers` in the one forward that this thread runs inside the `with`.
+class _Taps:
+    """What `layers` put out in the one forward that this thread runs inside the `with`, side by side in `features`.
 
-    Hooks stand for that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to
-    this thread alone, so two threads may generate on one target.
+    A layer's output is copied as it comes and not held, so that a long prompt holds the tapped states once. Hooks stand for
+    that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to this thread alone,
+    so two threads may generate on one target.
     """
-    states: list[torch.Tensor] = [torch.empty(0)] * len(layers)
-    thread = threading.get_ident()
 
-    def keep(slot: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                states[slot] = output[0] if isinstance(output, tuple) else output
+    def __init__(self, layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+        self.layers = layers
+        self.device, self.dtype = device, dtype
+        self.features = torch.empty(0)  # [B, S, L * D] once the forward has run
 
-        return hook
+    def __enter__(self) -> _Taps:
+        thread = threading.get_ident()
 
-    handles = [layer.register_forward_hook(keep(slot)) for slot, layer in enumerate(layers)]
-    try:
-        yield states
-    finally:
-        for handle in handles:
+        def keep(slot: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                if threading.get_ident() == thread:
+                    self._keep(slot, output[0] if isinstance(output, tuple) else output)
+
+            return hook
+
+        self._handles = [layer.register_forward_hook(keep(slot)) for slot, layer in enumerate(self.layers)]
+        return self
+
+    def _keep(self, slot: int, states: torch.Tensor) -> None:
+        *shape, size = states.shape
+        if not slot:  # the first layer of them, so the first to run
+            self.features = torch.empty(*shape, len(self.layers) * size, device=self.device, dtype=self.dtype)
+        self.features[..., slot * size : (slot + 1) * size] = states
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
             handle.remove()
