@@ -4,6 +4,7 @@
 
 Without arguments it measures the embedded pair on its held-out problems. Greedy, batch 1. The JSON holds every
 measurement, the summary, the command and the environment; the README's table is made from it by `benchmarks/report.py`.
+Plots stand beside it. `dflash bench` does the same for any pair and any prompts.
 """
 
 from __future__ import annotations
@@ -11,21 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-from records import prompt_ids, save
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from records import prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel
+from dflash.commands.bench import bar, show
 from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.evaluation.harness import Prompt, compare, decoding_methods, summarise
+from dflash.evaluation import Prompt, run_bench, save_plots, write_aside
 
 
 def arguments() -> argparse.Namespace:
@@ -37,7 +34,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", help="methods besides target.generate (default: all)")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profiled", type=int, default=4, help="prompts per task that are looked into")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
@@ -49,9 +48,11 @@ def arguments() -> argparse.Namespace:
 def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     dtype = getattr(torch, args.dtype)
     if args.target is None:
-        return load_embedded_pair(dtype)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
-    drafter = DFlashDraftModel.from_pretrained(args.drafter, dtype=dtype).eval()
+        target, drafter, tokenizer = load_embedded_pair(dtype)
+        return target.to(args.device), drafter.to(args.device), tokenizer
+    place = {"dtype": dtype, "device_map": args.device}
+    target = AutoModelForCausalLM.from_pretrained(args.target, **place).eval()
+    drafter = DFlashDraftModel.from_pretrained(args.drafter, **place).eval()
     return target, drafter, AutoTokenizer.from_pretrained(args.target)
 
 
@@ -59,12 +60,14 @@ def questions(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for problem in heldout_problems()[: args.prompts]:
         yield "held-out templates", problem.question
     if args.gsm8k:
+        import datasets
+
         rows = (
             datasets.load_dataset("json", data_files=args.gsm8k, split="train")
             if os.path.isfile(args.gsm8k)
             else datasets.load_dataset(args.gsm8k, "main", split="test")
         )
-        for row in rows.select(range(args.prompts)):
+        for row in rows.select(range(min(args.prompts, len(rows)))):
             yield "GSM8K test", row["question"]
 
 
@@ -73,40 +76,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     target, drafter, tokenizer = load_pair(args)
     prompts = [Prompt(task, torch.tensor([prompt_ids(tokenizer, question)])) for task, question in questions(args)]
-
-    methods = decoding_methods(target, drafter, args.max_new_tokens, args.methods)
-    measurements = compare(methods, prompts, args.repeats, lambda todo: track(todo, description="decoding"))
-    summary = summarise(measurements)
-
-    table = Table("task", "method", "identical", "tokens/s", "speed-up", "tokens/step", "tau", "ms/step")
-    for row in summary:
-        table.add_row(
-            row["task"],
-            row["method"],
-            f"{row['identical']}/{row['prompts']}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} ({row['speedup_p10']:.2f}-{row['speedup_p90']:.2f})",
-            f"{row['tokens_per_step']:.2f}",
-            "" if row["tau_micro"] is None else f"{row['tau_micro']:.2f}",
-            f"{row['ms_per_step']:.2f}",
-        )
-    Console().print(table)
+    names = {"target": args.target, "drafter": args.drafter} if args.target else {}
+    setting = {**names, "enable_thinking": False, "chat_template": tokenizer.chat_template}
+    result = run_bench(
+        target, drafter, prompts, args.max_new_tokens, args.repeats, args.methods, args.profiled, setting, bar
+    )
+    show(result)
     if args.output is not None:
-        save(
-            args.output,
-            target,
-            drafter,
-            decoding={
-                "temperature": 0.0,
-                "batch_size": 1,
-                "max_new_tokens": args.max_new_tokens,
-                "repeats": args.repeats,
-                "enable_thinking": False,
-                "chat_template": tokenizer.chat_template,
-            },
-            summary=summary,
-            measurements=[asdict(measurement) for measurement in measurements],
-        )
+        write_aside(args.output, result)
+        save_plots(result, args.output)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflash.evaluation import tables
+from dflash.evaluation.tables import markdown, with_table
+
 
 README = Path(__file__).parent.parent / "README.md"
 RESULTS = Path(__file__).parent / "results"
@@ -21,60 +24,38 @@ RESULTS = Path(__file__).parent / "results"
 
 def decode_table(result: dict[str, Any]) -> str:
     """Ways of decoding side by side, and under them what the figures depend on."""
-    lines = _head("task", "method", "identical texts", "tau", "tokens per step", "tokens/s", "speed-up")
-    lines += [
-        _line(
-            row["task"],
-            row["method"],
-            f"{row['identical']} of {row['prompts']}",
-            "" if row["tau_micro"] is None else f"{row['tau_micro']:.2f}",
-            f"{row['tokens_per_step']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-        )
-        for row in result["summary"]
-    ]
     setup, decoding = result["environment"], result["decoding"]
     pair = f"{setup['target_parameters'] / 1e6:.1f} M and {setup['drafter_parameters'] / 1e6:.1f} M parameters"
-    lines += [
-        "",
+    return (
+        f"{markdown(tables.decode_table(result['summary']))}\n\n"
         f"Embedded pair ({pair}), greedy, batch {decoding['batch_size']}, block {setup['block_size']}, "
         f"{setup['target_dtype']}, {setup['attention']} attention, {_machine(result)}; medians of {decoding['repeats']} "
-        f"interleaved repeats. `{result['command']}`",
-    ]
-    return "\n".join(lines)
+        f"interleaved repeats. `{result['command']}`"
+    )
 
 
 def batch_table(result: dict[str, Any]) -> str:
     """Throughput by batch size."""
-    lines = _head("batch", "identical texts", "target.generate, tokens/s", "dflash, tokens/s", "speed-up")
-    lines += [
-        _line(
-            row["batch_size"],
+    headings = ["batch", "identical texts", "target.generate, tokens/s", "dflash, tokens/s", "speed-up"]
+    cells = [
+        [
+            str(row["batch_size"]),
             f"{row['identical']} of {row['prompts']}",
             *(f"{speed:.0f}" for speed in row["tokens_per_second"].values()),
             f"{row['speedup']:.2f}x",
-        )
+        ]
         for row in result["summary"]
     ]
     repeats = result["decoding"]["repeats"]
-    lines += ["", f"The same pair, {_machine(result)}; medians of {repeats} repeats. `{result['command']}`"]
-    return "\n".join(lines)
+    setup = f"The same pair, {_machine(result)}; medians of {repeats} repeats. `{result['command']}`"
+    return f"{markdown((headings, cells))}\n\n{setup}"
 
 
 def sampling_table(result: dict[str, Any]) -> str:
     """Acceptance at temperature 1, by what is proposed."""
-    lines = _head(f"proposals at temperature 1, {result['prompts']} held-out prompts", "tau")
-    lines += [_line(name, f"{tau:.2f}") for name, tau in result["tau"].items()]
-    return "\n".join([*lines, "", f"`{result['command']}`"])
-
-
-def _head(*columns: str) -> list[str]:
-    return [_line(*columns), "|" + "---|" * len(columns)]
-
-
-def _line(*cells: Any) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
+    headings = [f"proposals at temperature 1, {result['prompts']} held-out prompts", "tau"]
+    cells = [[name, f"{tau:.2f}"] for name, tau in result["tau"].items()]
+    return f"{markdown((headings, cells))}\n\n`{result['command']}`"
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -92,14 +73,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 def read(name: str) -> dict[str, Any]:
     """The committed result of that name."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def with_table(readme: str, name: str, table: str) -> str:
-    """The README with what stands between the markers of `name` replaced."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    head, rest = readme.split(begin, 1)
-    _, tail = rest.split(end, 1)
-    return f"{head}{begin}\n{table}\n{end}{tail}"
 
 
 def with_all_tables(readme: str) -> str:

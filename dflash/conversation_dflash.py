@@ -135,31 +135,33 @@ class Conversation:
         if context is not None:
             self._waiting = [Context.first_columns(context.features, [pending])] if pending else []
 
-    def add(self, context: Context, token_ids: torch.Tensor) -> None:
-        """Keeps what the target computed for token_ids [B, S] until the drafter reads it."""
+    def add(self, context: Context, token_ids: list[int]) -> None:
+        """Keeps what the target computed, for these tokens of the first row, until the drafter reads it."""
         self._waiting.append(context)
-        self.token_ids += token_ids[0].tolist()
+        self.token_ids += token_ids
 
     def commit(
-        self,
-        features: torch.Tensor,
-        num_kept: list[int],
-        verified_ids: torch.Tensor,
-        columns: list[int] | None = None,
+        self, features: torch.Tensor, num_kept: list[int], text: list[int], columns: list[int] | None = None
     ) -> None:
-        """Keeps what a verify step over verified_ids [B, 1 + n] computed for each row's first `num_kept` columns.
+        """Keeps what a verify step computed, features [B, 1 + n, L * D], for each row's first `num_kept` columns.
 
         Those were computed behind text that stands: the anchor and all kept tokens but the last, whose keys and values
         the next forward computes, with it as the anchor. Of a tree, whose columns are no chain, `columns` stand.
+
+        Args:
+            features: Of all columns.
+            num_kept: Tokens that the step gave each row.
+            text: The first row's new tokens, those of this step included.
+            columns: Of a tree, those whose path was taken.
         """
-        width = verified_ids.shape[1]
+        width = features.shape[1]
         if columns is None:
             self.target_cache.rollback([width - kept for kept in num_kept])
         else:
-            kept = columns[: num_kept[0]]
-            self.target_cache.keep_columns(width, kept)
-            features, verified_ids = features[:, kept], verified_ids[:, kept]
-        self.add(Context.first_columns(features, num_kept), verified_ids[:, : num_kept[0]])
+            columns = columns[: num_kept[0]]
+            self.target_cache.keep_columns(width, columns)
+            features = features[:, columns]
+        self.add(Context.first_columns(features, num_kept), text[-1 - num_kept[0] : -1])
 
     def mark_read(self) -> None:
         """The drafter's cache holds the context now."""

@@ -82,7 +82,7 @@ def decode_blocks(
         )
         verdict = judge(logits, rows, proposals)
         blocks = _write(rows, proposals, verdict, cut, logits, keeping)
-        memory.commit(features, [len(block.token_ids) for block in blocks], verified_ids, verdict.columns)
+        memory.commit(features, [len(block.token_ids) for block in blocks], rows[0].new_ids, verdict.columns)
         proposer.record(proposals, [block.num_accepted for block in blocks])
         yield from blocks
 
@@ -108,7 +108,8 @@ def _prefill(
         chunk, is_token = token_ids[:, columns], is_real[:, columns]
         num_real = is_token.sum(dim=1).tolist()
         logits, features = tapped.forward(chunk, memory.target_cache, 1, is_token, num_real)
-        memory.add(Context(features, is_token.to(features.device), num_real, is_packed=len(chunk) == 1), chunk)
+        context = Context(features, is_token.to(features.device), num_real, is_packed=len(chunk) == 1)
+        memory.add(context, chunk[0].tolist())
     return logits
 
 

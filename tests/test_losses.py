@@ -1,110 +1,348 @@
-"""Weights, the chunked cross entropy, and figures that add up however the data was cut."""
+"""Losses, weights and the chunked sum of them against naive ones in float64, and figures that add up however the data was cut."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import dflash.training.losses as losses_module
+from dflash import DFlashConfig
+from dflash.modeling_dflash import CandidateSelector
 from dflash.training.losses import (
+    LOSSES,
+    POSITION_WEIGHTS,
+    Candidates,
     DraftCounts,
-    chunked_cross_entropy,
+    RowLosses,
+    chunked_loss,
     count_drafts,
     default_gamma,
     position_weights,
+    selector_loss,
 )
+
+
+ROWS, WIDTH, VOCAB = 10, 6, 13
 
 
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
 def test_weights_decay_from_the_first_drafted_token(block_size: int, gamma: float) -> None:
     assert default_gamma(block_size) == gamma
-    weights = position_weights(block_size, gamma).tolist()
-    assert weights[0] == 0.0
-    assert weights[1] == 1.0
-    for k in range(1, block_size):
-        assert weights[k] == pytest.approx(math.exp(-(k - 1) / gamma))
+    is_learned = torch.ones(2, block_size - 1, dtype=torch.bool)
+    is_learned[1, 3:] = False
+    weights = position_weights("decay", gamma=gamma)(torch.rand(2, block_size - 1), is_learned)
+    for row in range(2):
+        for k in range(1, block_size):
+            expected = math.exp(-(k - 1) / gamma) if is_learned[row, k - 1] else 0.0
+            assert weights[row, k - 1].item() == pytest.approx(expected)
 
 
-def naive_cross_entropy(
-    hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: torch.Tensor
-) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(len(labels)):
-        logits = head.double() @ hidden[row].double()
-        total = total + weights[row].double() * (logits.exp().sum().log() - logits[labels[row]])
-    return total
+def test_uniform_weights_are_one_where_a_row_is_learned() -> None:
+    is_learned = torch.tensor([[True, True, False]])
+    weights = position_weights("uniform", gamma=1.0)(torch.rand(1, 3), is_learned)
+    assert weights.tolist() == [[1.0, 1.0, 0.0]]
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, 10, 64])
-def test_chunked_loss_and_gradient_equal_the_naive_ones(chunk_rows: int) -> None:
+@pytest.mark.parametrize("alpha", [0.5, 0.1])
+def test_dpace_weights_are_what_confidence_adds_to_the_tokens_accepted(alpha: float) -> None:
+    """Against the gradient of the expected accepted length, of which they are the derivative by the logarithm of a chance."""
     torch.manual_seed(0)
-    hidden = torch.randn(10, 6, requires_grad=True)
-    labels, weights, head = torch.randint(0, 13, (10,)), torch.rand(10), torch.randn(13, 6)
-    losses = chunked_cross_entropy(hidden, labels, weights, lambda states: states @ head.T, chunk_rows)
-    expected = naive_cross_entropy(hidden, labels, weights, head)
-    torch.testing.assert_close(losses.loss_sum, expected.float())
+    confidences = torch.rand(3, 5, dtype=torch.float64)
+    learned = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    weights = position_weights("dpace", gamma=1.0, alpha=alpha)(confidences.requires_grad_(), learned)
+    assert not weights.requires_grad
+    for block in range(3):
+        num = int(learned[block].sum())
+        log_chance = ((1 - alpha) * confidences[block, :num] + alpha).log().detach().requires_grad_()
+        expected_length = sum((log_chance[: m + 1].sum().exp() for m in range(num)), torch.tensor(0.0))
+        expected = [0.0] * 5
+        if num:
+            (gradient,) = torch.autograd.grad(expected_length, log_chance)
+            expected[:num] = gradient.tolist()
+        assert weights[block].tolist() == pytest.approx(expected)
+
+
+def test_unknown_names_and_values_are_refused() -> None:
+    empty = torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    with pytest.raises(ValueError, match=r"loss='mse' is unknown: choose one of ce, argmax, forward_kl"):
+        chunked_loss(*empty, lambda states: states, 8, loss="mse")
+    with pytest.raises(ValueError, match="loss='tv' reads the target's logits"):
+        chunked_loss(*empty, lambda states: states, 8, loss="tv")
+    with pytest.raises(ValueError, match=r"position_weights='linear' is unknown: choose one of decay, dpace, uniform"):
+        position_weights("linear", gamma=1.0)
+    with pytest.raises(ValueError, match=r"gamma=0\.0 is not a decay"):
+        position_weights("decay", gamma=0.0)
+    with pytest.raises(ValueError, match=r"dpace_alpha=0\.0 is outside"):
+        position_weights("dpace", gamma=1.0, alpha=0.0)
+
+
+def naive_row_loss(name: str, logits: torch.Tensor, label: int, teacher: torch.Tensor) -> torch.Tensor:
+    """One row's loss as the formula reads, probability by probability."""
+    q, p = logits.exp() / logits.exp().sum(), teacher.exp() / teacher.exp().sum()
+    ids = range(len(q))
+    losses: dict[str, Callable[[], torch.Tensor]] = {
+        "ce": lambda: -q[label].log(),
+        "argmax": lambda: -q[int(p.argmax())].log(),
+        "forward_kl": lambda: sum((p[i] * (p[i] / q[i]).log() for i in ids), torch.tensor(0.0)),
+        "reverse_kl": lambda: sum((q[i] * (q[i] / p[i]).log() for i in ids), torch.tensor(0.0)),
+        "tv": lambda: sum(((p[i] - q[i]).abs() for i in ids), torch.tensor(0.0)) / 2,
+        "mix": lambda: -0.1 * q[label].log() + 0.9 * sum(((p[i] - q[i]).abs() for i in ids), torch.tensor(0.0)),
+    }
+    return losses[name]()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("weighting", POSITION_WEIGHTS)
+@pytest.mark.parametrize("chunk_rows", [4, 64])
+def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weighting: str, chunk_rows: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+    labels, head = torch.randint(0, VOCAB, (ROWS,)), torch.randn(VOCAB, WIDTH, dtype=torch.float64)
+    teacher_states, teacher_head = torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(VOCAB, 4).double()
+    is_learned = torch.ones(2, 5, dtype=torch.bool)
+    is_learned[1, 3:] = False
+    weigh = position_weights(weighting, gamma=3.0)
+
+    losses = chunked_loss(
+        hidden,
+        labels,
+        lambda log_probs: weigh(log_probs.exp().view(2, 5), is_learned).flatten(),
+        lambda states: states @ head.T,
+        chunk_rows,
+        loss=loss,
+        teacher_states=teacher_states,
+        teacher_head=lambda states: states @ teacher_head.T,
+    )
+    logits, teacher = hidden @ head.T, teacher_states @ teacher_head.T
+    told = teacher.argmax(dim=-1) if loss == "argmax" else labels
+    confidences = logits.detach().softmax(-1)[range(ROWS), told].view(2, 5)
+    weights = weigh(confidences, is_learned).flatten()
+    expected = sum(
+        weights[row] * naive_row_loss(loss, logits[row], int(labels[row]), teacher[row]) for row in range(ROWS)
+    )
+    assert losses.loss_sum.dtype == torch.float64
+    torch.testing.assert_close(losses.loss_sum, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(losses.weights, weights)
     torch.testing.assert_close(losses.weight_sum, weights.sum())
+    (gradient,) = torch.autograd.grad(3 * losses.loss_sum, hidden)
+    (expected_gradient,) = torch.autograd.grad(3 * expected, hidden)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
+    assert torch.equal(losses.is_correct, logits.argmax(dim=-1) == labels)
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "tv"])
+def test_a_drafter_that_says_what_its_target_says_has_no_loss(loss: str) -> None:
+    hidden, head = torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH)
+    losses = chunked_loss(
+        hidden,
+        torch.zeros(ROWS, dtype=torch.long),
+        torch.ones(ROWS),
+        lambda states: states @ head.T,
+        4,
+        loss=loss,
+        teacher_states=hidden,
+        teacher_head=lambda states: states @ head.T,
+    )
+    assert losses.loss_sum.item() == pytest.approx(0.0, abs=1e-5)
+
+
+def test_half_precision_states_get_their_loss_in_fp32() -> None:
+    hidden, head = torch.randn(ROWS, WIDTH).bfloat16().requires_grad_(), torch.randn(VOCAB, WIDTH).bfloat16()
+    labels = torch.randint(0, VOCAB, (ROWS,))
+    losses = chunked_loss(hidden, labels, torch.ones(ROWS), lambda states: states @ head.T, 4)
+    assert losses.loss_sum.dtype == torch.float32
     (gradient,) = torch.autograd.grad(losses.loss_sum, hidden)
-    (expected_gradient,) = torch.autograd.grad(expected, hidden)
-    torch.testing.assert_close(gradient, expected_gradient)
-    assert losses.is_correct.tolist() == [
-        (head @ h).argmax() == label for h, label in zip(hidden, labels, strict=True)
-    ]
+    assert gradient.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("chunk_rows", "num_calls"), [(4, 6), (10, 1)])
-def test_logits_are_computed_again_only_where_there_are_several_chunks(chunk_rows: int, num_calls: int) -> None:
+def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+    head = torch.randn(VOCAB, WIDTH)
+    with torch.no_grad():
+        losses = chunked_loss(
+            torch.randn(ROWS, WIDTH, requires_grad=True),
+            torch.zeros(ROWS, dtype=torch.long),
+            torch.ones(ROWS),
+            lambda states: states @ head.T,
+            4,
+        )
+    assert not losses.loss_sum.requires_grad
+
+
+def test_a_trainable_head_is_refused_because_it_would_not_be_trained() -> None:
+    head = torch.randn(VOCAB, WIDTH, requires_grad=True)
+    with pytest.raises(ValueError, match=r"The head's weights require a gradient.*freeze"):
+        chunked_loss(
+            torch.randn(ROWS, WIDTH, requires_grad=True),
+            torch.zeros(ROWS, dtype=torch.long),
+            torch.ones(ROWS),
+            lambda states: states @ head.T,
+            4,
+        )
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor that an operation made; views of what was there before are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        for made in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.most = max(self.most, made.numel())
+        return result
+
+
+def largest_tensor(loss: str, rows: int, vocab_size: int, chunk_rows: int | None) -> int:
+    """Elements of the largest tensor made in a forward and a backward pass, the weights of the heads aside."""
+    hidden = torch.randn(rows, 4, requires_grad=True)
+    head, teacher_head = torch.randn(4, vocab_size), torch.randn(4, vocab_size)
+    teacher_states, labels, weights = torch.randn(rows, 4), torch.zeros(rows, dtype=torch.long), torch.ones(rows)
+    with LargestTensor() as largest:
+        chunked_loss(
+            hidden,
+            labels,
+            weights,
+            lambda states: states @ head,
+            chunk_rows,
+            loss=loss,
+            teacher_states=teacher_states,
+            teacher_head=lambda states: states @ teacher_head,
+        ).loss_sum.backward()
+    assert hidden.grad is not None
+    return largest.most
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_tensor_is_larger_than_a_chunk_of_logits(loss: str) -> None:
+    """Forward and backward, of the drafter and of the target: more rows make no larger tensor of logits."""
+    assert largest_tensor(loss, rows=10, vocab_size=400, chunk_rows=5) == 5 * 400
+    assert largest_tensor(loss, rows=200, vocab_size=400, chunk_rows=5) == 5 * 400
+    assert (
+        largest_tensor(loss, rows=200, vocab_size=400, chunk_rows=200) == 200 * 400
+    )  # the instrument sees what it should
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_largest_tensor_is_flat_in_the_vocabulary(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless told otherwise a chunk has as many rows as fit a fixed number of logits."""
+    monkeypatch.setattr(losses_module, "CHUNK_LOGITS", 4000)
+    assert {largest_tensor(loss, 100, vocab_size, None) for vocab_size in (50, 400, 2000)} == {4000}
+
+
+def test_what_is_kept_for_the_backward_pass_is_flat_in_the_vocabulary() -> None:
+    """Per row it is the hidden size, whatever the vocabulary: logits are neither kept nor computed again."""
     calls: list[int] = []
+    kept: dict[int, int] = {}
+    for vocab_size in (50, 5000):
+        hidden = torch.randn(20, 4, requires_grad=True)
+        head = torch.randn(vocab_size, 4)
 
-    def head(states: torch.Tensor) -> torch.Tensor:
-        calls.append(len(states))
-        return states @ torch.ones(6, 7)
+        def spying_head(states: torch.Tensor, head: torch.Tensor = head) -> torch.Tensor:
+            calls.append(len(states))
+            return states @ head.T
 
-    hidden = torch.ones(10, 6, requires_grad=True)
-    labels = torch.zeros(10, dtype=torch.long)
-    chunked_cross_entropy(hidden, labels, torch.ones(10), head, chunk_rows).loss_sum.backward()
-    assert len(calls) == num_calls
-    assert max(calls) <= chunk_rows
+        losses = chunked_loss(hidden, torch.zeros(20, dtype=torch.long), torch.ones(20), spying_head, 3)
+        kept[vocab_size] = saved_elements(losses.loss_sum.grad_fn)
+        before = len(calls)
+        losses.loss_sum.backward()
+        assert len(calls) == before
+    assert max(calls) == 3
+    assert kept[50] == kept[5000] <= 20 * 4 + 4 * 20
 
 
-def test_logits_of_more_than_one_chunk_never_exist_at_once() -> None:
-    """Neither in the forward pass nor saved for the backward pass."""
-    rows: list[int] = []
-    hidden = torch.randn(20, 4, requires_grad=True)
-    head = torch.randn(50, 4)
-
-    def spying_head(states: torch.Tensor) -> torch.Tensor:
-        rows.append(len(states))
-        return states @ head.T
-
-    saved: list[int] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = chunked_cross_entropy(hidden, torch.zeros(20, dtype=torch.long), torch.ones(20), spying_head, 3)
-    assert max(rows) == 3
-    assert max(saved, default=0) < 3 * 50
-    losses.loss_sum.backward()
-    assert len(rows) == 2 * 7  # each chunk again
+def saved_elements(node: object) -> int:
+    """Elements that a graph keeps from its node on."""
+    if node is None:
+        return 0
+    own = 0
+    for name in dir(node):
+        if name.startswith("_saved_") and isinstance(value := getattr(node, name), torch.Tensor):
+            own += value.numel()
+    own += sum(tensor.numel() for tensor in getattr(node, "saved_tensors", ()))
+    return own + sum(saved_elements(following) for following, _ in node.next_functions)  # type: ignore[attr-defined]
 
 
 def test_no_rows_give_a_zero_loss() -> None:
     empty = torch.zeros(0, dtype=torch.long)
-    losses = chunked_cross_entropy(torch.zeros(0, 4), empty, torch.zeros(0), lambda states: states, 8)
+    states = torch.zeros(0, 4, requires_grad=True)
+    losses = chunked_loss(states, empty, torch.zeros(0), lambda states: states, 8)
     assert losses.loss_sum.item() == losses.weight_sum.item() == 0.0
+    losses.loss_sum.backward()
+
+
+# --- the selector of DFlash2 ---
+
+
+def make_selector(top_k: int) -> CandidateSelector:
+    torch.manual_seed(1)
+    config = DFlashConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        head_dim=2,
+        block_size=4,
+        selector_rank=3,
+        selector_top_k=top_k,
+    )
+    selector = CandidateSelector(config).double()
+    for parameter in selector.parameters():
+        torch.nn.init.normal_(parameter)
+    return selector
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 64])
+def test_selector_loss_and_gradients_equal_the_naive_ones(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses_module, "CHUNK_LOGITS", chunk_rows * 4 * 3)
+    torch.manual_seed(0)
+    selector = make_selector(top_k=4)
+    hidden, head = torch.randn(ROWS, WIDTH).double().requires_grad_(), torch.randn(VOCAB, WIDTH).double()
+    labels, previous = torch.randint(0, VOCAB, (ROWS,)), torch.randint(0, VOCAB, (ROWS,))
+    weights = torch.rand(ROWS).double()
+    rows: RowLosses = chunked_loss(
+        hidden, labels, weights, lambda states: states @ head.T, chunk_rows, num_candidates=4
+    )
+    candidates = rows.candidates
+    assert isinstance(candidates, Candidates)
+    assert not candidates.logits.requires_grad
+    total = selector_loss(selector, hidden, candidates, labels, previous, weights)
+
+    expected, num_hits = torch.zeros((), dtype=torch.float64), 0
+    for row in range(ROWS):
+        logits = (head @ hidden[row]).detach()
+        ids = logits.topk(4).indices.tolist()
+        if int(labels[row]) not in ids:
+            continue
+        num_hits += 1
+        state = selector.predecessor_codebook[previous[row]] * (
+            selector.hidden_projection.weight @ hidden[row].detach()
+        )
+        scores = torch.stack([logits[i] + (state * selector.successor_codebook[i]).sum() for i in ids])
+        expected = expected - weights[row] * scores.log_softmax(0)[ids.index(int(labels[row]))]
+    assert 0 < num_hits < ROWS
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+    parameters = list(selector.parameters())
+    found = torch.autograd.grad(total, [*parameters, hidden], allow_unused=True)
+    for gradient, theirs in zip(found[:-1], torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(gradient, theirs)
+    assert found[-1] is None or not found[-1].any()  # the drafter learns nothing from it
+
+
+# --- counts ---
 
 
 def blocks_with_runs(runs: list[int], block_size: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks that are right for `runs[i]` tokens, wrong once, and right again."""
-    is_correct = torch.ones(len(runs), block_size, dtype=torch.bool)
+    """Proposals of blocks that are right for `runs[i]` tokens, wrong once, and right again."""
+    is_correct = torch.ones(len(runs), block_size - 1, dtype=torch.bool)
     for block, run in enumerate(runs):
         if run + 1 < block_size:
-            is_correct[block, run + 1] = False
-    is_learned = torch.ones_like(is_correct)
-    is_learned[:, 0] = False
-    return is_correct, is_learned
+            is_correct[block, run] = False
+    return is_correct, torch.ones_like(is_correct)
 
 
 def counts_of(runs: list[int]) -> DraftCounts:
@@ -120,9 +358,9 @@ def test_accepted_runs_have_the_same_mean_for_any_batching(batching: list[list[i
     assert total.summary()["accepted_per_block"] == 1.5
 
 
-def test_accuracy_by_offset_counts_learned_rows_only() -> None:
+def test_accuracy_by_proposal_counts_learned_rows_only() -> None:
     is_correct, is_learned = blocks_with_runs([4, 1, 0])
-    is_learned[0, 3:] = False  # the first response ends inside its block
+    is_learned[0, 2:] = False  # the first response ends inside its block
     summary = count_drafts(is_correct, is_learned, torch.tensor(2.0), torch.tensor(4.0)).summary()
     assert summary["accuracy"] == [pytest.approx(v, abs=1e-4) for v in (2 / 3, 2 / 3, 1.0, 1.0)]
     assert summary["accepted_per_block"] == pytest.approx((2 + 1 + 0) / 3)

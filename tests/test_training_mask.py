@@ -7,7 +7,7 @@ import torch
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.cache_dflash import PreallocatedCache
-from dflash.training.masks import BlockLayout, lay_out_blocks
+from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask
 
 
 MASK_ID = 49
@@ -54,8 +54,8 @@ DOCUMENT_IDS = torch.tensor([[0] * 12, [0] * 5 + [1] * 5 + [-1] * 2])
 ANCHORS = torch.tensor([[4, 5, 9], [2, 7, -1]])
 
 
-def lay_out(config: DFlashConfig) -> BlockLayout:
-    return lay_out_blocks(INPUT_IDS, LOSS_MASK, DOCUMENT_IDS, ANCHORS, config)
+def lay_out(config: DFlashConfig, use_flex: bool = False) -> BlockLayout:
+    return lay_out_blocks(INPUT_IDS, LOSS_MASK, DOCUMENT_IDS, ANCHORS, config, use_flex)
 
 
 def document_start(row: int, column: int) -> int:
@@ -87,6 +87,30 @@ def test_rows_labels_and_positions_equal_a_double_loop() -> None:
                 assert layout.is_learned[row, r] == (is_response and offset > 0)
                 if layout.is_learned[row, r]:
                     assert layout.labels[row, r] == INPUT_IDS[row, column]
+                    assert layout.previous[row, r] == column - 1
+
+
+def test_rows_that_propose_what_stands_behind_them_have_their_labels_there() -> None:
+    """Checkpoints whose anchor row proposes too: trained on the token at their own position, they draft nothing right."""
+    layout = lay_out(drafter_config(sample_from_anchor=True))
+    for row in range(2):
+        for block, anchor in enumerate(ANCHORS[row].tolist()):
+            for offset in range(4):
+                r, column = block * 4 + offset, anchor + offset + 1
+                is_learned = (
+                    anchor >= 0
+                    and column < 12
+                    and bool(LOSS_MASK[row, anchor + 1 : column + 1].all())
+                    and bool(DOCUMENT_IDS[row, column] == DOCUMENT_IDS[row, anchor])
+                )
+                assert layout.is_learned[row, r] == is_learned
+                if is_learned:
+                    assert layout.labels[row, r] == INPUT_IDS[row, column]
+                    assert layout.previous[row, r] == column - 1
+                if anchor >= 0:
+                    assert layout.token_ids[row, r] == (INPUT_IDS[row, anchor] if offset == 0 else MASK_ID)
+                    assert layout.position_ids[row, 12 + r] == anchor + offset - document_start(row, anchor)
+    assert layout.is_learned.view(2, 3, 4).sum(dim=2).tolist() == [[4, 4, 2], [2, 2, 0]]
 
 
 def test_blocks_end_with_the_response() -> None:
@@ -120,6 +144,51 @@ def test_visibility_equals_a_double_loop(shape: str) -> None:
                     if config.layer_window(layer) is not None:
                         sees = sees and abs(distance) < 5
                     assert mask[row, 0, r, key] == sees, (row, r, key)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_target_sees_each_document_as_if_alone(window: int | None) -> None:
+    mask = packed_causal_mask(DOCUMENT_IDS, window, torch.float32)
+    assert mask.shape == (2, 1, 12, 12)
+    for row in range(2):
+        for query in range(12):
+            for key in range(12):
+                sees = key <= query and bool(DOCUMENT_IDS[row, query] == DOCUMENT_IDS[row, key])
+                sees = sees and (window is None or query - key < window)
+                assert mask[row, 0, query, key].item() == (0.0 if sees else torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flex_attention_sees_what_the_dense_mask_shows(shape: str) -> None:
+    """The same predicate builds both; here the blocks it was sorted into are taken apart again."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    config = drafter_config(**SHAPES[shape])
+    dense, flex = lay_out(config).attention_mask, lay_out(config, use_flex=True).attention_mask
+    assert dense.keys() == flex.keys()
+    for name, mask in flex.items():
+        assert mask.shape == (2, 1, 12, 24)
+        assert torch.equal(create_mask(mask.mask_mod, 2, 1, 12, 24, device="cpu"), dense[name])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flex_attention_gives_the_drafters_same_states(shape: str) -> None:
+    torch.manual_seed(0)
+    # Kernels of flex attention ask for heads of 16.
+    config = drafter_config(**SHAPES[shape], head_dim=16)
+    drafter = DFlashDraftModel(config).eval()
+    noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
+    states = {}
+    for attention in ("sdpa", "flex_attention"):
+        layout = lay_out(config, use_flex=attention == "flex_attention")
+        drafter.set_attn_implementation(attention)
+        # Not compiled: what the kernel computes is not asked here, and a compiler may be missing.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            states[attention] = drafter(
+                noise_embeds, features, layout.position_ids, layout.attention_mask
+            ).last_hidden_state
+    exists = (ANCHORS >= 0).repeat_interleave(4, dim=1)  # what rows that nobody sees come to is theirs
+    torch.testing.assert_close(states["flex_attention"][exists], states["sdpa"][exists], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

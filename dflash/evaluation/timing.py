@@ -1,14 +1,16 @@
 """One decode under a clock: plain `target.generate` and DFlash, measured alike.
 
 The loop knows no clock; here `next` is timed from outside. What the caller does with each piece of text (printing it) is
-outside the clock in both. It knows nothing about text, data sets or tables.
+outside the clock in both. Nothing is hooked into the models, so a compiled forward runs as it does for everybody. It
+knows nothing about text, data sets or tables.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +26,12 @@ class TimedRun:
     """What one decode wrote and how long it took.
 
     Attributes:
-        token_ids: The new tokens, prompt excluded.
+        token_ids: The new tokens, prompt excluded; of several rows, one row after the other.
         seconds: From the call to the last token, the prompt's forward included.
         seconds_to_first_token: From the call to the first token.
         num_forwards: Forwards of the target, the prompt's included.
         acceptance_lengths: Per verify step, accepted proposals + 1, before stop and length cuts; empty for plain decoding.
+        num_compilations: Graphs that `torch.compile` made meanwhile: 0 behind a warm-up.
     """
 
     token_ids: list[int]
@@ -36,6 +39,7 @@ class TimedRun:
     seconds_to_first_token: float
     num_forwards: int
     acceptance_lengths: list[int]
+    num_compilations: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,17 +75,17 @@ def timed_generate(
     """
     prompt_ids, attention_mask = read_prompt(input_ids)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
-    with _counted_forwards(target) as forwards:
-        clock = _StreamClock(on_tokens)
-        sequences = generate(
-            prompt_ids.to(target.device),
-            attention_mask=None if attention_mask is None else attention_mask.to(target.device),
-            streamer=clock,
-            **kwargs,
-        )
-        token_ids = sequences[0, prompt_ids.shape[1] :].tolist()  # waits for the device
-        seconds = time.perf_counter() - clock.began - clock.seconds_outside
-    return TimedRun(token_ids, seconds, clock.seconds_to_first_token, len(forwards), [])
+    compiled = _num_graphs()
+    clock = _StreamClock(on_tokens)
+    sequences = generate(
+        prompt_ids.to(target.device),
+        attention_mask=None if attention_mask is None else attention_mask.to(target.device),
+        streamer=clock,
+        **kwargs,
+    )
+    token_ids = sequences[:, prompt_ids.shape[1] :].flatten().tolist()  # waits for the device
+    seconds = time.perf_counter() - clock.began - clock.seconds_outside
+    return TimedRun(token_ids, seconds, clock.seconds_to_first_token, clock.num_forwards, [], _num_graphs() - compiled)
 
 
 def timed_blocks(
@@ -100,54 +104,58 @@ def timed_blocks(
         on_block: Called with each block as it commits; its own time is not counted.
         kwargs: Those of [`generate_blocks`].
     """
-    token_ids: list[int] = []
+    of_rows: dict[int, list[int]] = {}
+    num_steps: Counter[int] = Counter()
     lengths: list[int] = []
+    compiled = _num_graphs()
     seconds = seconds_to_first_token = 0.0
-    with _counted_forwards(target) as forwards:
+    began = time.perf_counter()
+    for block in generate_blocks(drafter, target, input_ids, **kwargs):
+        seconds += time.perf_counter() - began
+        of_rows.setdefault(block.row, []).extend(block.token_ids)
+        if block.is_prefill:
+            seconds_to_first_token = seconds_to_first_token or seconds
+        else:
+            num_steps[block.row] += 1
+            lengths.append(block.acceptance_length)
+        if on_block is not None:
+            on_block(block)
         began = time.perf_counter()
-        for block in generate_blocks(drafter, target, input_ids, **kwargs):
-            seconds += time.perf_counter() - began
-            token_ids += block.token_ids
-            if block.is_prefill:
-                seconds_to_first_token = seconds
-            else:
-                lengths.append(block.acceptance_length)
-            if on_block is not None:
-                on_block(block)
-            began = time.perf_counter()
-    return TimedRun(token_ids, seconds, seconds_to_first_token, len(forwards), lengths)
+    token_ids = [token_id for row in sorted(of_rows) for token_id in of_rows[row]]
+    num_forwards = 1 + max(num_steps.values(), default=0)
+    return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, _num_graphs() - compiled)
 
 
 class _StreamClock:
-    """A `transformers` streamer that notes when the first token came and how long the listener took."""
+    """A `transformers` streamer that notes when the first token came and how long the listener took.
+
+    `generate` hands over what each forward of the target gave, whichever way it decodes: a call is a forward.
+    """
 
     def __init__(self, on_tokens: Callable[[list[int]], None] | None) -> None:
         self.on_tokens = on_tokens
         self.seconds_outside = self.seconds_to_first_token = 0.0
-        self._has_prompt = False
+        self.num_forwards = -1  # the prompt comes first
         self.began = time.perf_counter()
 
     def put(self, token_ids: torch.Tensor) -> None:
         """The prompt at first, then new tokens."""
-        if not self._has_prompt:
-            self._has_prompt = True
+        self.num_forwards += 1
+        if self.num_forwards == 0:
             return
         now = time.perf_counter()
         self.seconds_to_first_token = self.seconds_to_first_token or now - self.began
         if self.on_tokens is not None:
-            self.on_tokens(token_ids.flatten().tolist())
+            with torch._C.DisableTorchFunction():  # who counts what decoding reads does not mean this
+                new_ids = token_ids.flatten().tolist()
+            self.on_tokens(new_ids)
             self.seconds_outside += time.perf_counter() - now
 
     def end(self) -> None:
         """Nothing is held back."""
 
 
-@contextmanager
-def _counted_forwards(target: PreTrainedModel) -> Iterator[list[None]]:
-    """A list that grows by one with each forward of `target` inside the `with`."""
-    forwards: list[None] = []
-    handle = target.register_forward_hook(lambda *args: forwards.append(None))
-    try:
-        yield forwards
-    finally:
-        handle.remove()
+def _num_graphs() -> int:
+    """Graphs that `torch.compile` has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not loaded: it has made none
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]

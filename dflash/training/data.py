@@ -1,77 +1,73 @@
-"""Rows of text as token ids with a loss mask, and batches of them with anchors. It knows no model.
+"""Rows of text as token ids with a loss mask, from any source. It knows no model.
 
-A row is a chat (`messages`), a `prompt` and its `completion`, or what the target itself wrote: `prompt_ids` and
-`response_ids`, which are taken token for token.
+A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or what the target
+itself wrote: `prompt_ids` and `response_ids`, which are taken token for token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
+import os
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .anchors import NO_ANCHOR, sample_anchors
+from jinja2 import TemplateError
 
 
-PADDING_DOCUMENT = -1
-# Batches are a multiple of this wide: few shapes, for each of which kernels are chosen (and on a CPU compiled) anew.
-WIDTH_STEP = 16
+FORMS = "messages, prompt and completion, or text"
+# What ShareGPT calls the roles.
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# What `datasets` calls the files it reads.
+FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
 
 
-@dataclass(frozen=True)
 class Example:
-    """One sequence; `loss_mask` is 1 on the tokens that the drafter learns to propose."""
+    """One sequence; `loss_mask` is 1 on the tokens that the drafter learns to propose. It takes 5 bytes a token."""
 
-    input_ids: list[int]
-    loss_mask: list[int]
+    __slots__ = ("_input_ids", "_loss_mask")
+
+    def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> None:
+        self._input_ids = array("i", input_ids)
+        self._loss_mask = array("b", loss_mask)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The token ids."""
+        return self._input_ids.tolist()
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 for a supervised token, else 0."""
+        return self._loss_mask.tolist()
 
     @property
     def prompt_ids(self) -> list[int]:
         """What stands before the first supervised token."""
-        return self.input_ids[: self.loss_mask.index(1)]
+        return self.input_ids[: self._loss_mask.index(1)]
 
+    def __len__(self) -> int:
+        return len(self._input_ids)
 
-@dataclass(frozen=True)
-class Batch:
-    """Right-padded sequences; behind a causal target, padding on the right changes nothing before it.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Example) and repr(self) == repr(other)
 
-    Attributes:
-        input_ids: Token ids, [B, S].
-        loss_mask: Supervised tokens, bool [B, S].
-        document_ids: 0 for a token and `PADDING_DOCUMENT` for padding, [B, S].
-        anchors: Columns where blocks begin, `NO_ANCHOR` where a sequence has fewer, [B, A].
-    """
+    def __hash__(self) -> int:
+        return hash((self._input_ids.tobytes(), self._loss_mask.tobytes()))
 
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    document_ids: torch.Tensor
-    anchors: torch.Tensor
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
-
-    def share(self, index: int, count: int) -> Batch:
-        """The rows of process `index` of `count`; one without any gets a row to compute on that has no anchor."""
-        if index < len(self.input_ids):
-            return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))
-        return Batch(
-            self.input_ids[:1], self.loss_mask[:1], self.document_ids[:1], torch.full_like(self.anchors[:1], NO_ANCHOR)
-        )
+    def __repr__(self) -> str:
+        return f"Example({self.input_ids}, {self.loss_mask})"
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Example:
     """The token ids of one row of data, written with the tokenizer's chat template.
 
     Args:
-        row: `messages`; or `prompt` and `completion` as text; or `prompt_ids` and `response_ids`.
-        tokenizer: The target's tokenizer.
+        row: `messages` (or `conversations`), all of whose assistant turns are supervised; or `prompt` and `completion`, as text
+            or as lists of messages; or `text`, supervised from its second token on; or `prompt_ids` and `response_ids`.
+        tokenizer: The target's tokenizer. Without a chat template a prompt is written as it is.
         template_kwargs: For the chat template, such as `enable_thinking=False`.
 
     Raises:
@@ -80,35 +76,76 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
     if "response_ids" in row:
         return with_response(row["prompt_ids"], row["response_ids"])
     if "completion" in row:
-        prompt_ids = encode_prompt(row["prompt"], tokenizer, **template_kwargs)
-        completion_ids = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        return with_response(prompt_ids, [*completion_ids, tokenizer.eos_token_id])
-    if "messages" not in row:
-        raise ValueError(
-            f"A row with the columns {sorted(row)} cannot be trained on: give messages, or prompt and completion."
-        )
+        return _encode_completion(row["prompt"], row["completion"], tokenizer, template_kwargs)
+    if "messages" in row:
+        return _encode_chat(row["messages"], tokenizer, template_kwargs)
+    if "conversations" in row:
+        turns = [{"role": turn["from"], "content": turn["value"]} for turn in row["conversations"]]
+        turns = [turn | {"role": SHAREGPT_ROLES.get(turn["role"], turn["role"])} for turn in turns]
+        return _encode_chat(turns, tokenizer, template_kwargs)
+    if isinstance(row.get("text"), str):
+        input_ids = [*tokenizer(row["text"])["input_ids"], *_end(tokenizer)]
+        return Example(input_ids, [0, *[1] * (len(input_ids) - 1)][: len(input_ids)])
+    raise ValueError(f"A row with the columns {sorted(row)} cannot be trained on: give {FORMS}.")
+
+
+def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
+    _check_template(tokenizer)
     encoded = tokenizer.apply_chat_template(
-        row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
     )
     loss_mask = list(map(int, encoded["assistant_masks"]))
-    if not any(loss_mask):
+    if not any(loss_mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
         raise ValueError(
             "The chat template marks no token as the assistant's: wrap what the assistant says in "
             "{% generation %}…{% endgeneration %} in the template, or give rows of prompt and completion."
         )
-    return Example(list(encoded["input_ids"]), loss_mask)
+    return Example(encoded["input_ids"], loss_mask)
 
 
-def encode_prompt(prompt: str, tokenizer: Any, **template_kwargs: Any) -> list[int]:
-    """Token ids of one user message, up to where the assistant begins."""
+def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
+    prompt_ids = encode_prompt(prompt, tokenizer, **template_kwargs)
+    if isinstance(completion, str):
+        return with_response(
+            prompt_ids, [*tokenizer(completion, add_special_tokens=False)["input_ids"], *_end(tokenizer)]
+        )
+    whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True, **template_kwargs)
+    input_ids = list(whole["input_ids"])
+    if input_ids[: len(prompt_ids)] != prompt_ids:
+        raise ValueError(
+            "The chat template writes this prompt differently when an answer follows, so the answer's first token is not "
+            "known: give rows of messages, or prompt and completion as text."
+        )
+    return with_response(prompt_ids, input_ids[len(prompt_ids) :])
+
+
+def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[int]:
+    """Token ids of one user message, or of a list of messages, up to where the assistant begins."""
+    if isinstance(prompt, str):
+        if _has_no_template(tokenizer):
+            return list(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    _check_template(tokenizer)
     encoded = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        **template_kwargs,
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
     )
     return list(encoded["input_ids"])
+
+
+def _has_no_template(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "chat_template", "") is None
+
+
+def _check_template(tokenizer: Any) -> None:
+    if _has_no_template(tokenizer):
+        raise ValueError(
+            "The tokenizer has no chat template, so messages cannot be written: set tokenizer.chat_template, or give rows "
+            "of text, or of prompt and completion as text."
+        )
+
+
+def _end(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def with_response(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Example:
@@ -127,8 +164,93 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
 
 def read_examples(path: Path, tokenizer: Any = None, **template_kwargs: Any) -> list[Example]:
     """Reads JSON lines of any form that `encode` takes; only ids need no tokenizer."""
-    with path.open() as file:
-        return [encode(json.loads(line), tokenizer, **template_kwargs) for line in file]
+    return load_examples(path, tokenizer, **template_kwargs)
+
+
+def load_examples(
+    source: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
+    tokenizer: Any = None,
+    *,
+    split: str = "train",
+    max_length: int | None = None,
+    **template_kwargs: Any,
+) -> list[Example]:
+    """The examples of any source, in its order.
+
+    Args:
+        source: A file of JSON lines; a parquet, csv, arrow or text file, a folder of `Dataset.save_to_disk` or an id on the
+            Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
+        tokenizer: The target's; rows of ids need none.
+        split: Of a data set that has several.
+        max_length: Longer sequences are cut to so many tokens.
+        template_kwargs: For the chat template, such as `enable_thinking=False`.
+
+    Raises:
+        ValueError: for a source without rows, or a row that `encode` refuses, by its number.
+        FileNotFoundError: for a file or data set that does not exist.
+    """
+    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "the data"
+    rows = _read_rows(name, split) if isinstance(source, (str, os.PathLike)) else source
+    examples = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            example = encode(row, tokenizer, **template_kwargs)
+        except (ValueError, KeyError, TypeError) as error:
+            reason = error if isinstance(error, ValueError) else f"it is malformed ({type(error).__name__}: {error})."
+            raise ValueError(f"Row {number} of {name}: {reason}") from error
+        except TemplateError as error:
+            raise ValueError(f"Row {number} of {name}: the chat template does not take it ({error}).") from error
+        if max_length is not None and len(example) > max_length:
+            example = Example(example.input_ids[:max_length], example.loss_mask[:max_length])
+        examples.append(example)
+    if not examples:
+        raise ValueError(f"{name} holds no row: give {FORMS}.")
+    return examples
+
+
+def _read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", ".json") and path.is_file():
+        return _read_json_lines(path)
+    import datasets
+
+    if path.suffix in FILE_FORMATS and path.is_file():
+        return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        found = datasets.load_from_disk(str(path))
+        return _split(found, split, source) if isinstance(found, dict) else found
+    if path.suffix in (".jsonl", ".json", *FILE_FORMATS) and not path.exists():
+        raise FileNotFoundError(f"{source} does not exist: give a file, a folder, or the id of a data set on the Hub.")
+    name, _, configuration = (source, "", "") if path.exists() else source.partition(":")
+    try:
+        return _split(datasets.load_dataset(name, configuration or None), split, source)
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "
+            "folder, or the id of a data set on the Hub."
+        ) from error
+
+
+def _split(found: Mapping[str, Any], split: str, source: str) -> Iterable[Mapping[str, Any]]:
+    if split not in found:
+        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(found)}.")
+    return found[split]
+
+
+def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"Line {number} of {path} is not JSON ({error.msg}): write one object a line."
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(f"Line {number} of {path} is not an object: write one with {FORMS}.")
+            yield row
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
@@ -137,64 +259,3 @@ def fingerprint(examples: Iterable[Example]) -> str:
     for example in examples:
         digest.update(repr((example.input_ids, example.loss_mask)).encode())
     return digest.hexdigest()[:16]
-
-
-def collate(examples: Sequence[Example], anchors: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
-    """Examples and their anchors as tensors, padded to the longest of each, the examples to a `WIDTH_STEP`."""
-    size = len(examples), max(_padded_length(example) for example in examples)
-    batch = Batch(
-        input_ids=torch.full(size, pad_token_id),
-        loss_mask=torch.zeros(size, dtype=torch.bool),
-        document_ids=torch.full(size, PADDING_DOCUMENT),
-        anchors=torch.full((len(examples), max(1, *map(len, anchors), 1)), NO_ANCHOR),
-    )
-    for i, (example, chosen) in enumerate(zip(examples, anchors, strict=True)):
-        length = len(example.input_ids)
-        batch.input_ids[i, :length] = torch.tensor(example.input_ids)
-        batch.loss_mask[i, :length] = torch.tensor(example.loss_mask, dtype=torch.bool)
-        batch.document_ids[i, :length] = 0
-        batch.anchors[i, : len(chosen)] = torch.tensor(chosen, dtype=torch.long)
-    return batch
-
-
-def _padded_length(example: Example) -> int:
-    return -(-len(example.input_ids) // WIDTH_STEP) * WIDTH_STEP
-
-
-def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = 2048) -> list[list[int]]:
-    """One epoch's batches in random order: each of at most `batch_tokens` with padding, or of one longer sequence.
-
-    Shuffled pools are sorted by length and cut, so that little is padding and batches still differ from epoch to epoch.
-    """
-    order = rng.sample(range(len(lengths)), len(lengths))
-    batches: list[list[int]] = []
-    for begin in range(0, len(order), pool):
-        current: list[int] = []
-        for index in sorted(order[begin : begin + pool], key=lambda i: lengths[i]):
-            if current and (len(current) + 1) * lengths[index] > batch_tokens:
-                batches.append(current)
-                current = []
-            current.append(index)
-        batches.append(current)
-    rng.shuffle(batches)
-    return batches
-
-
-def epoch_batches(
-    examples: Sequence[Example],
-    epoch: int,
-    *,
-    num_anchors: int,
-    batch_tokens: int,
-    pad_token_id: int,
-    seed: int,
-) -> Iterator[Batch]:
-    """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches."""
-    rng = random.Random(f"batches-{seed}-{epoch}")
-    for indices in batch_indices([_padded_length(example) for example in examples], batch_tokens, rng):
-        chosen = [examples[i] for i in indices]
-        anchors = [
-            sample_anchors(example.loss_mask, num_anchors, seed=seed, epoch=epoch, index=i)
-            for i, example in zip(indices, chosen, strict=True)
-        ]
-        yield collate(chosen, anchors, pad_token_id)

@@ -1,21 +1,26 @@
 """All blocks of a batch as rows of one forward of the drafter: ids, labels, positions, and who sees whom.
 
 Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N rows. It knows no model; the
-visibility is the predicate that decoding uses (`block_visibility`), so a training forward is many decoding forwards at once.
+visibility is the predicate that decoding uses (`masks_dflash.sees`), so a training forward is many decoding forwards at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dflash.configuration_dflash import DFlashConfig
-from dflash.masks_dflash import block_visibility
+from dflash.masks_dflash import additive_mask, causal_visibility, sees
 
 
 # The document of an absent anchor: no token's, and not that of padding.
 NO_DOCUMENT = -2
+
+# Whether row q of sequence b sees key k: of flex attention's form, with the head in between.
+Visibility = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,17 +29,21 @@ class BlockLayout:
 
     Attributes:
         token_ids: The anchor's token, then mask tokens, [B, R].
-        labels: The token at the row's own position, [B, R]; undefined where `is_learned` is False.
-        is_learned: Rows that are trained, bool [B, R]: behind the anchor, up to the end of the anchor's response.
+        labels: The token that the row proposes, [B, R]: the one at its own position, or behind it if `sample_from_anchor`;
+            undefined where `is_learned` is False.
+        is_learned: Rows that are trained, bool [B, R]: those that propose, up to the end of the anchor's response.
+        previous: Columns of the tokens before the labels, [B, R]: where the target says what the label should be.
         position_ids: Positions of the context, then of the rows, [B, S + R].
-        attention_mask: Per layer type, True where a row sees a key, bool [B, 1, R, S + R].
+        attention_mask: Per layer type, who sees whom: True where a row sees a key, bool [B, 1, R, S + R], or the same as
+            flex attention's `BlockMask`.
     """
 
     token_ids: torch.Tensor
     labels: torch.Tensor
     is_learned: torch.Tensor
+    previous: torch.Tensor
     position_ids: torch.Tensor
-    attention_mask: dict[str, torch.Tensor]
+    attention_mask: dict[str, Any]
 
 
 def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
@@ -45,60 +54,103 @@ def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
     return columns - torch.where(begins, columns, 0).cummax(dim=1).values
 
 
+def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What a causal target sees of documents side by side, each as if alone: additive [B, 1, S, S].
+
+    Padding is a document too, so that no row sees nothing.
+    """
+    positions = positions_in_documents(document_ids)
+    visible = causal_visibility(positions, positions, window)
+    return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
+
+
 def lay_out_blocks(
     input_ids: torch.Tensor,  # [B, S]
     loss_mask: torch.Tensor,  # bool [B, S]
     document_ids: torch.Tensor,  # [B, S], negative for padding
     anchors: torch.Tensor,  # [B, A] columns, negative for none
     config: DFlashConfig,
+    use_flex: bool = False,
 ) -> BlockLayout:
-    """The rows of all blocks that begin at `anchors`.
+    """The rows of all blocks that begin at `anchors`; `use_flex` gives block masks of flex attention.
 
     A row sees the context of its own document strictly before its anchor, and its own block; never another block, which
     may overlap it. Rows of an absent anchor are there to keep the shape: they are not learned and nobody sees them.
     """
     (batch, length), block_size = input_ids.shape, config.block_size
+    ahead = int(config.sample_from_anchor)  # how far behind its own position a row's label stands
     offsets = torch.arange(block_size, device=input_ids.device)  # [N]
     exists = anchors >= 0  # [B, A]
     first = anchors.clamp(min=0)
-    columns = first[:, :, None] + offsets  # [B, A, N]
+    columns = first[:, :, None] + offsets + ahead  # [B, A, N] of the labels
     in_sequence = columns < length
     columns = columns.clamp(max=length - 1)
 
     def at(values: torch.Tensor) -> torch.Tensor:  # [B, S] -> [B, A, N]
         return values.gather(1, columns.flatten(1)).view_as(columns)
 
-    labels, documents = at(input_ids), at(document_ids)
+    anchor_documents = document_ids.gather(1, first)  # [B, A]
     # Past the first token that is not this response's, later ones are not either, be it a next turn or a next document.
-    is_response = in_sequence & at(loss_mask) & (documents == documents[:, :, :1]) & exists[:, :, None]
+    is_response = in_sequence & at(loss_mask) & (at(document_ids) == anchor_documents[:, :, None]) & exists[:, :, None]
     is_learned = is_response.long().cumprod(dim=2).bool()
-    is_learned[:, :, 0] = False  # the anchor is given
+    if not ahead:
+        is_learned[:, :, 0] = False  # the anchor is given
 
     token_ids = torch.full_like(columns, config.mask_token_id)
-    token_ids[:, :, 0] = labels[:, :, 0]
+    token_ids[:, :, 0] = input_ids.gather(1, first)
 
     positions = positions_in_documents(document_ids)  # [B, S]
     anchor_positions = positions.gather(1, first)[:, :, None].expand_as(columns).flatten(1)  # [B, R]
     row_positions = anchor_positions + offsets.repeat(anchors.shape[1])
     row_blocks = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
     row_blocks = row_blocks.expand(batch, -1)  # [B, R]
-    row_documents = torch.where(exists, document_ids.gather(1, first), NO_DOCUMENT).repeat_interleave(block_size, 1)
+    row_documents = torch.where(exists, anchor_documents, NO_DOCUMENT).repeat_interleave(block_size, 1)
 
     position_ids = torch.cat([positions, row_positions], dim=1)
     key_blocks = torch.cat([torch.full_like(document_ids, -1), row_blocks], dim=1)
     key_documents = torch.cat([document_ids, row_documents], dim=1)
-    same_document = row_documents[:, :, None] == key_documents[:, None, :]  # [B, R, S + R]
-    masks: dict[str, torch.Tensor] = {}
+
+    def visibility(is_causal: bool, window: int | None) -> Visibility:
+        def visible(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+            seen = sees(
+                row_positions[b, q],
+                row_blocks[b, q],
+                anchor_positions[b, q],
+                position_ids[b, k],
+                key_blocks[b, k],
+                is_causal,
+                window,
+            )
+            return seen & (row_documents[b, q] == key_documents[b, k])
+
+        return visible
+
+    shape = batch, row_positions.shape[1], position_ids.shape[1]
+    masks: dict[str, Any] = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:
-            visible = block_visibility(
-                row_positions,
-                position_ids,
-                row_blocks,
-                key_blocks,
-                anchor_positions,
-                config.is_layer_causal(layer),
-                config.layer_window(layer),
-            )
-            masks[layer_type] = (visible & same_document)[:, None]
-    return BlockLayout(token_ids.flatten(1), labels.flatten(1), is_learned.flatten(1), position_ids, masks)
+            visible = visibility(config.is_layer_causal(layer), config.layer_window(layer))
+            masks[layer_type] = (_block_mask if use_flex else _dense_mask)(visible, shape, input_ids.device)
+    return BlockLayout(
+        token_ids.flatten(1),
+        at(input_ids).flatten(1),
+        is_learned.flatten(1),
+        (columns - 1).clamp(min=0).flatten(1),
+        position_ids,
+        masks,
+    )
+
+
+def _dense_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """Bool [B, 1, Q, K]."""
+    b, q, k = (torch.arange(size, device=device) for size in shape)
+    return visible(b[:, None, None], None, q[None, :, None], k[None, None, :])[:, None]
+
+
+def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
+    """The same for flex attention, which skips what nobody sees and never holds [Q, K]."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, rows, keys = shape
+    # Uncompiled, it would hold [Q, K] while it is made.
+    return create_block_mask(visible, batch, None, rows, keys, device=device, _compile=device.type == "cuda")

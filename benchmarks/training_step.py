@@ -1,0 +1,242 @@
+"""Tokens per second and memory of training: ours against a plain step, and the loss against whole logits by vocabulary.
+
+    python benchmarks/training_step.py --output benchmarks/results/training_step_tiny_cpu.json
+
+The embedded pair on its held-out problems; one measurement is the forward and backward passes over all of them, and the ways
+take turns. "naive" pads documents in the order they come and holds all logits; "unpacked" sorts them by length; "packed" puts
+them side by side. All three give the same loss, which is checked. Tokens are those of the documents, without padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from records import save
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.target_dflash import TappedTarget
+from dflash.training.anchors import sample_anchors
+from dflash.training.batches import Batch, collate, epoch_batches
+from dflash.training.data import Example, encode
+from dflash.training.losses import chunked_loss, decay_weights, default_gamma
+from dflash.training.masks import lay_out_blocks
+from dflash.training.objective import DrafterLoss
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=64)
+    parser.add_argument("--anchors", type=int, default=16, help="blocks per document")
+    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--pack-length", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[2048, 16384, 131072])
+    parser.add_argument("--rows", type=int, default=2048, help="rows of the loss alone")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    if args.smoke:
+        args.documents, args.anchors, args.repeats, args.rows, args.vocabularies = 6, 4, 1, 64, [512, 1024]
+    return args
+
+
+def naive_batches(examples: list[Example], args: argparse.Namespace) -> Iterator[Batch]:
+    """Documents in the order they come, as many to a batch as fit its tokens when padded to the longest of all."""
+    count = max(1, args.batch_tokens // max(map(len, examples)))
+    for begin in range(0, len(examples), count):
+        chosen = range(begin, min(begin + count, len(examples)))
+        anchors = [sample_anchors(examples[i].loss_mask, args.anchors, seed=0, epoch=0, index=i) for i in chosen]
+        yield collate([examples[i] for i in chosen], anchors, 0, width=max(map(len, examples)))
+
+
+class NaiveLoss:
+    """The same loss as it is first written: the logits of all rows at once, and all that autograd keeps of them."""
+
+    def __init__(self, drafter: Any, tapped: TappedTarget) -> None:
+        self.drafter, self.tapped = drafter, tapped
+        self.weigh = decay_weights(default_gamma(drafter.config.block_size))
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, None]:
+        config = self.drafter.config
+        layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config)
+        with torch.no_grad():
+            cache = self.tapped.new_cache(batch.input_ids.shape[1])
+            _, features = self.tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])
+            noise_embeds = self.tapped.embed(layout.token_ids)
+        hidden_states = self.drafter(
+            noise_embeds, features, layout.position_ids, layout.attention_mask
+        ).last_hidden_state
+        logits = self.tapped.head(hidden_states).flatten(0, 1).float()
+        losses = torch.nn.functional.cross_entropy(logits, layout.labels.flatten(), reduction="none")
+        learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
+        weights = torch.nn.functional.pad(self.weigh(learned.float(), learned), (1, 0)).flatten()
+        return (losses * weights).sum(), None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made inside the `with` that are alive, and the most there were: counted, not sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {part.untyped_storage()._cdata for part in tree_leaves(args) if isinstance(part, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and (key := made.untyped_storage()._cdata) not in given | self._known:
+                storage = made.untyped_storage()
+                self._known.add(key)
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._forget, key, storage.nbytes())
+        return result
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most bytes of tensors that `run` made and had alive at a time."""
+    with LiveBytes() as live:
+        run()
+    return live.peak
+
+
+def measure_steps(
+    target: Any, drafter: Any, examples: list[Example], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every way of training over all examples."""
+    tapped = TappedTarget(target, drafter)
+    settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
+    ours, naive = DrafterLoss(drafter, tapped), NaiveLoss(drafter, tapped)
+    ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
+        "naive": (naive, list(naive_batches(examples, args))),
+        "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),
+        "packed": (ours, list(epoch_batches(examples, 0, **settings, pack_length=args.pack_length))),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    losses, peaks = {}, {}
+    for repeat in track(range(args.repeats + 1), description="steps"):  # the first warms up
+        for name in sorted(ways, reverse=bool(repeat % 2)):
+            loss_of, batches = ways[name]
+            drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
+
+            def run(loss_of: Any = loss_of, batches: list[Batch] = batches) -> float:
+                loss = 0.0
+                for batch in batches:
+                    loss_sum, _ = loss_of(batch)
+                    loss_sum.backward()
+                    loss += loss_sum.item()
+                return loss
+
+            began = time.perf_counter()
+            losses[name] = run()
+            if repeat:
+                seconds[name].append(time.perf_counter() - began)
+            else:
+                largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
+                peaks[name] = peak_bytes(lambda run=run, largest=largest: run(batches=[largest]))
+    if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
+        raise SystemExit(f"The ways do not compute the same loss: {losses}.")
+    num_tokens = sum(map(len, examples))
+    return [
+        {
+            "way": name,
+            "batches": len(batches),
+            "columns": sum(batch.input_ids.numel() for batch in batches),
+            "tokens": num_tokens,
+            "tokens_per_second": round(num_tokens / median(seconds[name]), 1),
+            "speedup": round(median(seconds["naive"]) / median(seconds[name]), 4),
+            "peak_memory_bytes": peaks[name],
+            "loss": round(losses[name], 4),
+        }
+        for name, (_, batches) in ways.items()
+    ]
+
+
+def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The loss alone over a random head: in chunks, and with the logits of all rows at once."""
+    rows = []
+    for vocab_size in args.vocabularies:
+        hidden = torch.randn(args.rows, hidden_size, requires_grad=True)
+        head = torch.randn(vocab_size, hidden_size) / hidden_size**0.5
+        labels = torch.randint(0, vocab_size, (args.rows,))
+
+        def whole(
+            hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels
+        ) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(hidden @ head.T, labels, reduction="sum")
+
+        def chunked(
+            hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels
+        ) -> torch.Tensor:
+            chunk_rows = max(1, args.rows * min(args.vocabularies) // (4 * len(head)))
+            weights = torch.ones(args.rows)
+            return chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum
+
+        for name, compute in (("whole", whole), ("chunked", chunked)):
+            seconds = []
+            compute().backward()
+            for _ in range(args.repeats):
+                began = time.perf_counter()
+                compute().backward()
+                seconds.append(time.perf_counter() - began)
+            rows.append(
+                {
+                    "loss": name,
+                    "vocabulary": vocab_size,
+                    "rows": args.rows,
+                    "ms": round(1000 * median(seconds), 2),
+                    "peak_memory_bytes": peak_bytes(lambda compute=compute: compute().backward()),
+                }
+            )
+    return rows
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(*(name.replace("_", " ").replace("bytes", "MiB") for name in rows[0]), title=title)
+    for row in rows:
+        shown = row | {"peak_memory_bytes": round(row["peak_memory_bytes"] / 2**20)}
+        table.add_row(*map(str, shown.values()))
+    Console().print(table)
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    target, drafter, tokenizer = load_embedded_pair()
+    problems = heldout_problems()
+    examples = [
+        encode({"prompt": problem.question, "completion": problem.answer}, tokenizer)
+        for problem in (problems * (1 + args.documents // len(problems)))[: args.documents]
+    ]
+    drafter.train()
+    steps = measure_steps(target, drafter, examples, args)
+    show("all documents, forward and backward", steps)
+    losses = measure_loss(drafter.config.hidden_size, args)
+    show("the loss alone", losses)
+    if args.output is not None:
+        names = ("documents", "anchors", "batch_tokens", "pack_length", "repeats", "rows", "threads")
+        settings = {name: getattr(args, name) for name in names}
+        save(args.output, target, drafter, kind="training_step", training=settings, summary=steps, losses=losses)
+
+
+if __name__ == "__main__":
+    main()

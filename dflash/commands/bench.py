@@ -1,0 +1,195 @@
+"""`dflash bench`: how fast each way of decoding is with a pair, on the same prompts, in one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from dflash.commands.common import Dtype, Pair, encode, hide_loading_bars, load_pair, torch_dtype
+
+
+def bench(
+    target: Annotated[
+        str | None, typer.Option(help="The target: a local folder or an id on the Hub. Default: the embedded pair.")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A text file, one prompt a line. Default: the embedded word problems.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="So many prompts of it.")] = 40,
+    methods: Annotated[
+        str | None, typer.Option(help="Names with commas between, besides target.generate. Default: all.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each method answers; the median counts.")] = 3,
+    profiled: Annotated[int, typer.Option(min=0, help="Prompts that are looked into; 0 for none.")] = 4,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: as each checkpoint is stored; the embedded pair: float32.")
+    ] = Dtype.auto,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, auto … Default: CUDA if there is one.")
+    ] = None,
+    chat_template: Annotated[bool, typer.Option(help="Ask in the target's chat template.")] = True,
+    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write; plots as PNG stand beside it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts."""
+    if (target is None) != (drafter is None):
+        raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
+    names = {role: name for role, name in (("target", target), ("drafter", drafter)) if name is not None}
+    texts = None if prompts is None else read_prompts(prompts)[:limit]
+    hide_loading_bars()
+    import torch
+
+    from dflash.embedded import heldout_problems, load_embedded_pair
+    from dflash.evaluation import Prompt, run_bench, save_plots, write_aside
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if target is not None and drafter is not None:
+        pair = load_pair(target, drafter, dtype, device)
+    else:
+        pair = Pair(*load_embedded_pair(torch.float32 if dtype is Dtype.auto else torch_dtype(dtype)))
+    texts = texts or [problem.question for problem in heldout_problems()[:limit]]
+    task = "held-out templates" if prompts is None else prompts.stem
+    result = run_bench(
+        pair.target,
+        pair.drafter,
+        [Prompt(task, encode(pair, text, chat_template, thinking)) for text in texts],
+        max_new_tokens,
+        repeats,
+        None if methods is None else [name.strip() for name in methods.split(",") if name.strip()],
+        profiled,
+        {
+            **{role: Path(name).name if Path(name).is_dir() else name for role, name in names.items()},
+            "enable_thinking": thinking,
+            "chat_template": pair.tokenizer.chat_template if chat_template else None,
+        },
+        bar,
+    )
+    if as_json:
+        print(json.dumps({name: value for name, value in result.items() if name not in RAW}))
+    else:
+        show(result)
+    if output is None:
+        return
+    write_aside(output, result)
+    written = [output]
+    try:
+        written += save_plots(result, output)
+    except ValueError as error:  # the figures are safe, and the plots are made out of them at any time
+        Console(stderr=True, highlight=False).print(f"{error} Then: dflash report {output}", soft_wrap=True)
+    if not as_json:
+        print("\n".join(map(str, written)))
+
+
+# Fields of a result that hold one entry per prompt.
+RAW = ("measurements", "profiles")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: its lines, or the `prompt` or `question` of those that are JSON objects."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        prompt: Any = line
+        if line.lstrip().startswith("{"):
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"--prompts {path}, line {number} is no JSON ({error}): correct it.") from error
+            prompt = fields.get("prompt", fields.get("question"))
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f"--prompts {path}, line {number} holds no text: give a prompt or a question.")
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"--prompts {path} is empty: write one prompt a line.")
+    return prompts
+
+
+def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
+    """A bar on standard error, gone at the end. No thread of its own draws it: that would take time from what is measured."""
+    console = Console(stderr=True)
+    return track(
+        list(items), what, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    )
+
+
+def show(result: dict[str, Any]) -> None:
+    """Both tables on standard output, and what their figures depend on."""
+    console = Console(highlight=False)
+    rows, setup, decoding = result["summary"], result["environment"], result["decoding"]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        of_task = [row for row in rows if row["task"] == task]
+        console.print(speed_table(of_task))
+        if any("profiled_prompts" in row for row in of_task):
+            console.print(step_table(of_task))
+    place = f"{setup['threads']} threads" if setup["device"] == "cpu" else setup["device"]
+    facts = (
+        f"{setup['target_dtype']}, {place}, block {setup['block_size']}, greedy, batch 1, at most "
+        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats"
+    )
+    console.print(Text(facts, "dim"))
+
+
+def speed_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line per method: what the clock says."""
+    table = _table(
+        f"{rows[0]['task']}, {rows[0]['prompts']} prompts; speed-up (10th to 90th percentile of the prompts)"
+    )
+    for name in ("same", "tok/s", "speed-up", "tau", "tok/step", "ms/step", "TTFT ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["method"],
+            f"{row['identical']}/{row['prompts']}",
+            _figure(row["tokens_per_second"], 0),
+            f"{_figure(row['speedup'])} ({_figure(row['speedup_p10'], 1)}-{_figure(row['speedup_p90'], 1)})",
+            _figure(row["tau_micro"]),
+            _figure(row["tokens_per_step"]),
+            _figure(row["ms_per_step"]),
+            _figure(row["ms_to_first_token"], 1),
+        )
+    return table
+
+
+def step_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line per method: what the passes beside the clock say of a step."""
+    prompts = rows[0]["profiled_prompts"]
+    table = _table(f"A step, looked into on {prompts} prompts (slower than on the clock); compilations on the clock")
+    for name in ("draft ms", "verify ms", "rest ms", "syncs", "peak MiB", "compilations"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["method"],
+            _figure(row["profiled_ms_draft"]),
+            _figure(row["profiled_ms_verify"]),
+            _figure(row["profiled_ms_rest"]),
+            _figure(row["profiled_host_syncs_per_step"], 1),
+            _figure(row["peak_memory_bytes"] / 2**20, 1),
+            str(row["compilations"]),
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+    table.add_column("method", no_wrap=True)
+    return table
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

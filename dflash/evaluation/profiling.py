@@ -1,0 +1,336 @@
+"""Where a step's time goes, how often the host waits for the device, how much memory a decode takes.
+
+Each is a pass of its own beside the timed ones: what looks inside slows down, or hooks into what `torch.compile` would
+rather find untouched. The figures are per verify step, without the prompt's forward and all that comes before it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.drafting_dflash import Proposer
+from dflash.evaluation.timing import TimedRun
+from dflash.target_dflash import TappedTarget
+
+
+# Python-level calls on a tensor that wait for its value.
+READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+}
+# Operations whose result, or its shape, the host has to know.
+READING_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the passes beside the clock say of one method on one prompt.
+
+    Attributes:
+        task: The prompt's.
+        prompt_index: Its place.
+        method: How it was decoded.
+        num_steps: Verify steps behind the first token.
+        ms_draft: Milliseconds of a step from asking for proposals to having them: the drafter's forward, the head over its
+            rows, the choice. 0 where nothing is drafted.
+        ms_verify: Milliseconds of a step in the target's forward.
+        ms_rest: All others.
+        host_syncs: How often in a step the host reads a value that the device computes. On a device without a queue, what
+            would wait on one that has it.
+        peak_memory_bytes: Tensors allocated at once beyond what stood before, at most.
+    """
+
+    task: str
+    prompt_index: int
+    method: str
+    num_steps: int
+    ms_draft: float
+    ms_verify: float
+    ms_rest: float
+    host_syncs: float
+    peak_memory_bytes: int
+
+
+def profile(
+    methods: Mapping[str, Callable[..., TimedRun]],
+    prompts: Sequence[Any],
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    progress: Callable[[Sequence[Any]], Any] = iter,
+) -> list[Profile]:
+    """Every method on every prompt (with `task` and `input_ids`), once per pass. The methods have been warmed up before.
+
+    Args:
+        methods: As `decoding_methods` gives them.
+        prompts: A few are enough: nothing here is noisy but the split of a step's time.
+        target: Whose forward is a verify step.
+        drafter: Whose forward is a draft.
+        progress: Shows a bar.
+    """
+    profiles = []
+    for index, prompt in enumerate(progress(prompts)):
+        for name, run in methods.items():
+            num_steps, split = step_split(run, prompt.input_ids, target, drafter)
+            profiles.append(
+                Profile(
+                    task=prompt.task,
+                    prompt_index=index,
+                    method=name,
+                    num_steps=num_steps,
+                    ms_draft=split["draft"],
+                    ms_verify=split["verify"],
+                    ms_rest=split["rest"],
+                    host_syncs=host_syncs(run, prompt.input_ids, target.device),
+                    peak_memory_bytes=peak_memory(partial(run, prompt.input_ids), target.device),
+                )
+            )
+    return profiles
+
+
+def step_split(
+    run: Callable[..., TimedRun], input_ids: torch.Tensor, target: PreTrainedModel, drafter: PreTrainedModel
+) -> tuple[int, dict[str, float]]:
+    """The verify steps of a decode, and the milliseconds of one in "draft", "verify" and "rest".
+
+    On CUDA the device's own times, taken by events in its stream: nothing waits, so steps overlap as they otherwise do.
+    """
+    # Our loop is watched around its own two parts, which may be compiled and are left alone; a loop that has none of
+    # them is of transformers, and is watched around the models' forwards.
+    for watch in (_watched_loop(), _watched_models(target, drafter)):
+        marks: list[tuple[str, Any]] = []
+        starts: list[int] = []
+        with watch as listeners:
+            listeners.append(partial(_mark, marks, target.device))
+            timed = run(input_ids, partial(_note_length, starts, marks))
+            _mark(marks, target.device, "end")
+        if len(marks) > 1:
+            break
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    num_steps = timed.num_forwards - 1
+    split = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
+    behind_first_token = marks[max(0, starts[0] - 1) :]
+    for (part, began), (_, ended) in pairwise(behind_first_token):
+        split[part] += _milliseconds(began, ended)
+    return num_steps, {part: total / max(num_steps, 1) for part, total in split.items()}
+
+
+@contextmanager
+def _watched_loop() -> Iterator[list[Callable[[str], None]]]:
+    """Tells the listeners which part of a step begins, in our loop."""
+    listeners: list[Callable[[str], None]] = []
+    depth = 0
+
+    def around(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth:  # what a part runs inside belongs to it
+                return work(*args, **kwargs)
+            depth += 1
+            _tell(listeners, part)
+            try:
+                return work(*args, **kwargs)
+            finally:
+                depth -= 1
+                _tell(listeners, "rest")
+
+        return marked
+
+    propose, forward = Proposer.propose, TappedTarget.forward
+    seams: Any = ((Proposer, "propose", propose, "draft"), (TappedTarget, "forward", forward, "verify"))
+    try:
+        for owner, name, work, part in seams:
+            setattr(owner, name, around(part, work))
+        yield listeners
+    finally:
+        for owner, name, work, _ in seams:
+            setattr(owner, name, work)
+
+
+@contextmanager
+def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel) -> Iterator[list[Callable[[str], None]]]:
+    """Tells the listeners which part of a step begins, by the models' forwards: a draft lasts until the target's begins."""
+    listeners: list[Callable[[str], None]] = []
+    handles = [
+        drafter.register_forward_pre_hook(lambda *_: _tell(listeners, "draft")),
+        target.register_forward_pre_hook(lambda *_: _tell(listeners, "verify")),
+        target.register_forward_hook(lambda *_: _tell(listeners, "rest")),
+    ]
+    try:
+        yield listeners
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(marks: list[tuple[str, Any]], device: torch.device, part: str) -> None:
+    marks.append((part, _now(device)))
+
+
+def _note_length(lengths: list[int], marks: list[tuple[str, Any]], *_: Any) -> None:
+    lengths.append(len(marks))
+
+
+def _tell(listeners: Sequence[Callable[[str], None]], part: str) -> None:
+    for listener in listeners:
+        listener(part)
+
+
+def host_syncs(run: Callable[..., TimedRun], input_ids: torch.Tensor, device: torch.device) -> float:
+    """How often in a verify step the host waits for a value.
+
+    On CUDA as the driver sees it; elsewhere every read of a tensor's value counts. Plain decoding is watched through a
+    streamer, for which `generate` reads each token: one of its waits.
+    """
+    count = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
+    seen: list[int] = []
+
+    def on_step(*_: Any) -> None:
+        seen.append(count.total())
+
+    with count:
+        num_steps = run(input_ids, on_step).num_forwards - 1
+    return (count.total() - seen[0]) / max(num_steps, 1)
+
+
+class _ReadCounter(TorchFunctionMode):
+    """Counts reads of a tensor's value: calls from Python, and operations inside others that need one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside = self._num_reads = 0
+        self._operations = _OperationCounter(lambda: self._inside > 0)
+
+    def total(self) -> int:
+        """Reads until now."""
+        return self._num_reads + self._operations.num_reads
+
+    def __enter__(self) -> _ReadCounter:
+        self._operations.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._operations.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts and calls."""
+        if func not in READS:
+            return func(*args, **(kwargs or {}))
+        self._num_reads += 1
+        self._inside += 1  # the operation that it comes down to is the same read
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._inside -= 1
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Counts operations that read, but for those inside a read that was counted."""
+
+    def __init__(self, is_counted: Callable[[], bool]) -> None:
+        super().__init__()
+        self.num_reads = 0
+        self._is_counted = is_counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Counts and calls."""
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        self.num_reads += (name in READING_OPERATIONS or by_mask) and not self._is_counted()
+        return func(*args, **(kwargs or {}))
+
+
+class _DriverSyncs:
+    """Counts what PyTorch warns of as a synchronisation of the current CUDA device."""
+
+    def __enter__(self) -> _DriverSyncs:
+        self._before = torch.cuda.get_sync_debug_mode()
+        self._catching = warnings.catch_warnings(record=True)
+        self._caught: Any = self._catching.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.set_sync_debug_mode(self._before)
+        self._catching.__exit__(None, None, None)
+
+    def total(self) -> int:
+        """Synchronisations until now."""
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in self._caught)
+
+
+def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
+    """Bytes of tensors that `work()` holds at once beyond what stood before, at most.
+
+    By the allocator's own count: on CUDA its peak; on the CPU the sum of what its profiler reports, exact to the byte and
+    without the pages that a process keeps.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():  # the profiler's library writes a line at either end
+        profiler.__enter__()
+    try:
+        work()
+    finally:
+        with _silent_stderr():
+            profiler.__exit__(None, None, None)
+    results: Any = profiler.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _milliseconds(began: Any, ended: Any) -> float:
+    return 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)

@@ -1,0 +1,102 @@
+"""What a step costs as the work grows: a simulated pair at one context, length, batch, width and tree budget at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from dflash.evaluation.harness import GREEDY, PLAIN, VARIANTS, Measurement, Method, Prompt, compare
+from dflash.evaluation.scripted import scripted_prompt
+from dflash.evaluation.timing import timed_blocks, timed_generate
+
+
+EAGERLY = "dflash eager"
+
+
+def measure_point(
+    target: Any,
+    drafter: Any,
+    context: int = 256,
+    new_tokens: int = 64,
+    batch_size: int = 1,
+    width: int | None = None,
+    budget: int = 0,
+    methods: Sequence[str] = (EAGERLY,),
+    repeats: int = 3,
+    plain: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Plain decoding and ours on one prompt, in turns: a row per method, marked as simulated.
+
+    The rows hold what was measured, milliseconds, and what follows from it at the script's tau, which was not. A batch's step
+    is one forward of the target for all rows; towards the end, where rows stop one by one, fewer take part.
+
+    Args:
+        target: Of a `scripted_pair`.
+        drafter: Its drafter.
+        context: Tokens of the prompt.
+        new_tokens: Written behind it.
+        batch_size: Prompts at once.
+        width: Tokens verified at once, anchor included; `None`: the drafter's block.
+        budget: Nodes of a draft tree; 0: a chain. A tree has no scripted tau: its rows say what it would have to reach.
+        methods: Of `VARIANTS`.
+        repeats: Of each; the median counts.
+        plain: More keywords for `target.generate`.
+    """
+    limit = {} if width is None else {"max_draft_tokens": width - 1}
+    tree = {"draft_tree": budget} if budget else {}
+    common = {"max_new_tokens": new_tokens, "temperature": 0.0}
+
+    def ours(options: dict[str, Any]) -> Method:
+        return lambda ids, on_step=None: timed_blocks(drafter, target, ids, on_step, **options)
+
+    ways: dict[str, Method] = {
+        PLAIN: lambda ids, on_step=None: timed_generate(
+            target, ids, on_step, max_new_tokens=new_tokens, **GREEDY, **(plain or {})
+        ),
+        **{name: ours({**common, **VARIANTS[name], **limit, **tree}) for name in methods},
+    }
+    prompt = Prompt("simulated", scripted_prompt(target, context, batch_size))
+    measurements = compare(ways, [prompt], repeats)
+    plain_ms = milliseconds(measurements[0])["ms_per_step"]
+    tau = drafter.script.tau(drafter.config.block_size if width is None else width)
+    rows = []
+    for measurement in measurements:
+        times = milliseconds(measurement)
+        step = times["ms_per_step"]
+        is_plain, has_tau = measurement.method == PLAIN, not budget
+        stated = 1.0 if is_plain else tau if has_tau else None
+        rows.append(
+            {
+                "method": measurement.method,
+                "is_simulated": True,
+                "context_tokens": context,
+                "new_tokens": new_tokens,
+                "batch_size": batch_size,
+                "width": 1 if is_plain else width or drafter.config.block_size,
+                "budget": 0 if is_plain else budget,
+                "is_identical": measurement.is_identical,
+                **times,
+                "stated_tau": None if stated is None else round(stated, 4),
+                "ms_per_token": None if stated is None else round(step / stated, 4),
+                "speedup_at_stated_tau": None if stated is None else round(plain_ms * stated / step, 4),
+                "tau_to_match_plain": round(step / plain_ms, 4),
+                "compilations": measurement.num_compilations,
+            }
+        )
+    return rows
+
+
+def milliseconds(measurement: Measurement) -> dict[str, float]:
+    """Of one step and to the first token, as the median of the repeats; the step's fastest and slowest repeat beside it."""
+    steps = measurement.num_forwards - 1
+    each = [
+        1e3 * (total - first) / steps
+        for total, first in zip(measurement.seconds, measurement.seconds_to_first_token, strict=True)
+    ]
+    return {
+        "ms_per_step": round(median(each), 4),
+        "ms_per_step_fastest": round(min(each), 4),
+        "ms_per_step_slowest": round(max(each), 4),
+        "ms_to_first_token": round(1e3 * median(measurement.seconds_to_first_token), 4),
+    }

@@ -1,0 +1,161 @@
+"""The drafter's loss on a batch: states from the target, blocks through the drafter, rows through the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dflash.modeling_dflash import DFlashDraftModel
+from dflash.target_dflash import TappedTarget
+
+from .batches import Batch
+from .losses import (
+    DraftCounts,
+    chunked_loss,
+    count_drafts,
+    default_gamma,
+    position_weights,
+    reads_target,
+    selector_loss,
+)
+from .masks import lay_out_blocks
+from .targets import FrozenTarget, TargetStates
+
+
+# Rows of the head come in multiples of this: few shapes, for each of which kernels are chosen (and on a CPU compiled) anew.
+ROW_STEP = 256
+
+
+class DrafterLoss:
+    """The drafter's loss on a batch, features and head taken from the target that `tapped` holds.
+
+    Args:
+        drafter: The drafter.
+        tapped: Its target; frozen here.
+        gamma: Decay of the weights called "decay"; `None` is the paper's for the block size.
+        chunk_rows: Rows whose logits exist at a time; `None`: as many as `losses.CHUNK_LOGITS` allows.
+        network: What computes the drafter's forward, if not the drafter itself: a compiled one.
+        loss: A key of `losses.LOSSES`.
+        weights: A key of `losses.POSITION_WEIGHTS`.
+        dpace_alpha: Smoothing of the weights called "dpace".
+        selector_weight: Weight of a DFlash2 selector's own loss beside the drafter's.
+
+    Raises:
+        ValueError: for an unknown loss or weights, or a drafter with a head of its own, which would not be trained.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDraftModel,
+        tapped: TappedTarget,
+        gamma: float | None = None,
+        chunk_rows: int | None = None,
+        network: Callable[..., Any] | None = None,
+        *,
+        loss: str = "ce",
+        weights: str = "decay",
+        dpace_alpha: float = 0.5,
+        selector_weight: float = 1.0,
+    ) -> None:
+        self.drafter = drafter
+        self.tapped = tapped
+        self.target = FrozenTarget(tapped)
+        self.chunk_rows = chunk_rows
+        self.config = drafter.config
+        self.network = drafter if network is None else network
+        self.loss = loss
+        self.reads_target = reads_target(loss)
+        gamma = default_gamma(self.config.block_size) if gamma is None else gamma
+        self.weights = position_weights(weights, gamma=gamma, alpha=dpace_alpha)
+        self.selector_weight = selector_weight
+        if drafter.lm_head is not None:
+            raise ValueError(
+                f"The drafter has a head of its own over {self.config.draft_vocab_size} tokens, which is not trained here: "
+                "start from one that speaks through its target's head."
+            )
+
+    def __call__(self, batch: Batch, states: TargetStates | None = None) -> tuple[torch.Tensor, DraftCounts]:
+        """The loss, summed over the batch's blocks, and its counts; `states` are what the target says, if known already."""
+        use_flex = self._use_flex(batch.input_ids.device)
+        layout = lay_out_blocks(
+            batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config, use_flex
+        )
+        if states is None:
+            states = self.target(batch, wants_states=self.reads_target)
+        with torch.no_grad():
+            noise_embeds = self.tapped.embed(layout.token_ids)
+        with _attention(self.drafter, "flex_attention" if use_flex else None):
+            hidden_states = self.network(
+                noise_embeds=noise_embeds,
+                context_hidden_states=states.features,
+                position_ids=layout.position_ids,
+                attention_mask=layout.attention_mask,
+            ).last_hidden_state.flatten(0, 1)  # [B * R, D]
+
+        block_size = self.config.block_size
+        first = block_size - self.config.num_proposals  # the anchor's row proposes nothing, as a rule
+        is_learned = layout.is_learned.view(-1, block_size)  # [G, N]
+        rows = layout.is_learned.flatten().nonzero().flatten()  # [M]
+        num_learned = len(rows)
+        # Filled up with a row of any kind, whose weight is 0.
+        rows = torch.cat([rows, rows.new_zeros(-len(rows) % ROW_STEP)])
+        length = batch.input_ids.shape[1]
+        begins = torch.arange(len(batch.input_ids), device=rows.device)[:, None] * length
+        labels, previous = layout.labels.flatten()[rows], (layout.previous + begins).flatten()[rows]
+
+        def weigh(log_probs: torch.Tensor) -> torch.Tensor:  # [M] -> [M]
+            confidences = log_probs.new_zeros(is_learned.numel())
+            confidences[rows[:num_learned]] = log_probs[:num_learned].exp()
+            weights = torch.zeros_like(confidences).view_as(is_learned)
+            weights[:, first:] = self.weights(confidences.view_as(is_learned)[:, first:], is_learned[:, first:])
+            weights = weights.flatten()[rows]
+            weights[num_learned:] = 0.0
+            return weights
+
+        teacher = states.last_hidden_state
+        selector: Any = self.drafter.candidate_selector
+        learned_states = hidden_states.index_select(0, rows)
+        losses = chunked_loss(
+            learned_states,
+            labels,
+            weigh,
+            self._head,
+            self.chunk_rows,
+            loss=self.loss,
+            teacher_states=None if teacher is None else teacher.flatten(0, 1)[previous],
+            teacher_head=self.target.logits,
+            num_candidates=0 if selector is None else selector.top_k,
+        )
+        loss_sum = losses.loss_sum
+        if losses.candidates is not None:
+            before = batch.input_ids.flatten()[previous]
+            loss_sum = loss_sum + self.selector_weight * selector_loss(
+                selector, learned_states, losses.candidates, labels, before, losses.weights
+            )
+        is_correct = torch.zeros_like(is_learned).flatten()
+        is_correct[rows[:num_learned]] = losses.is_correct[:num_learned]
+        counts = count_drafts(
+            is_correct.view_as(is_learned)[:, first:], is_learned[:, first:], loss_sum, losses.weight_sum
+        )
+        return loss_sum, counts
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        return self.drafter.compute_logits(states, self.tapped.head)
+
+    def _use_flex(self, device: torch.device) -> bool:
+        """On a GPU, where a dense mask would be large and mostly empty; its kernels take no dropout and no narrow heads."""
+        return device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
+
+
+@contextmanager
+def _attention(drafter: DFlashDraftModel, implementation: str | None) -> Iterator[None]:
+    """The drafter with another attention inside the `with`; decoding keeps its own."""
+    own = drafter.config._attn_implementation
+    drafter.config._attn_implementation = implementation or own
+    try:
+        yield
+    finally:
+        drafter.config._attn_implementation = own

@@ -1,0 +1,149 @@
+"""What the frozen target says of a batch: the features that the drafter reads and, for some losses, its last states.
+
+It runs the target without a cache and with at most one column of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.recurrent_dflash import LINEAR_TYPES
+from dflash.target_dflash import TappedTarget
+from dflash.validation_dflash import decoder_layers
+
+from .batches import Batch
+from .masks import packed_causal_mask, positions_in_documents
+
+
+# Attention that takes a 4-D mask, and so documents side by side.
+PACKING_ATTENTION = ("eager", "sdpa")
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What a target says of a batch, on the drafter's device.
+
+    Attributes:
+        features: The tapped layers' states, concatenated in their order, [B, S, L * D].
+        last_hidden_state: What its head reads, [B, S, D], where it was asked for.
+    """
+
+    features: torch.Tensor
+    last_hidden_state: torch.Tensor | None = None
+
+
+def can_pack(target: PreTrainedModel) -> bool:
+    """Whether documents may stand side by side: a running state would go on into the next one, as would some attention."""
+    config = target.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or ())
+    return not types - {"full_attention", "sliding_attention"} and config._attn_implementation in PACKING_ATTENTION
+
+
+class FrozenTarget:
+    """Reads batches with the target that `tapped` holds, and freezes it."""
+
+    def __init__(self, tapped: TappedTarget) -> None:
+        self.tapped = tapped
+        self.target: Any = tapped.target.requires_grad_(False)
+        self.config = self.target.config.get_text_config(decoder=True)
+        layers = decoder_layers(tapped.target)
+        self._taps = [layers[i] for i in tapped.drafter.config.target_layer_ids]
+        self._decoder = next(m for m in tapped.target.modules() if getattr(m, "layers", None) is layers)
+        self._is_head_known = False
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, wants_states: bool = False) -> TargetStates:
+        """The states of every column of `batch`; each of its documents is read as if it stood alone.
+
+        Raises:
+            ValueError: for documents side by side that this target cannot keep apart, or if the last states are wanted and
+                the target's logits are not what `logits` makes of them.
+        """
+        drafter = self.tapped.drafter
+        batch = batch.to(self.target.device)
+        placed = self._placed(batch.document_ids)
+        if getattr(
+            self.config, "num_kv_shared_layers", 0
+        ):  # layers that take keys from the cache, or would make up others
+            placed["past_key_values"] = self.tapped.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
+        last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
+        with _outputs_of([*self._taps, self._decoder]) as outputs:
+            logits = self.target(
+                input_ids=batch.input_ids,
+                use_cache="past_key_values" in placed,
+                logits_to_keep=last,
+                return_dict=True,
+                **placed,
+            ).logits[:, -1]
+        *states, last_hidden_state = (output.to(drafter.device) for output in outputs)
+        features = torch.cat([state.to(drafter.dtype) for state in states], dim=-1)
+        if not wants_states:
+            return TargetStates(features)
+        self._check_head(last_hidden_state[:, -1], logits)
+        return TargetStates(features, last_hidden_state)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's logits [M, V] of its last states [M, D]."""
+        logits, config = self.tapped.head(states), self.config
+        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _placed(self, document_ids: torch.Tensor) -> dict[str, Any]:
+        """Positions and masks of documents side by side. One document to a row needs none: padding follows it."""
+        if not (document_ids > 0).any():
+            return {}
+        if not can_pack(self.target):
+            linear = sorted(set(getattr(self.config, "layer_types", None) or ()) & set(LINEAR_TYPES))
+            raise ValueError(
+                f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}"
+                f"{', layers of type ' + ', '.join(linear) if linear else ''}) cannot keep documents of one row apart: leave "
+                "pack_length out, or load it with attn_implementation='sdpa' if it has attention layers only."
+            )
+        dtype, window = self.target.dtype, getattr(self.config, "sliding_window", None)
+        types = set(getattr(self.config, "layer_types", None) or ())
+        by_type = {
+            name: packed_causal_mask(document_ids, window if name == "sliding_attention" else None, dtype)
+            for name in types or {"sliding_attention"}  # without types, a window is every layer's
+        }
+        mask: Any = by_type if len(types) > 1 else next(iter(by_type.values()))
+        return {"position_ids": positions_in_documents(document_ids), "attention_mask": mask}
+
+    def _check_head(self, states: torch.Tensor, logits: torch.Tensor) -> None:
+        """Once: a family whose forward does more to its logits would be learned from wrongly."""
+        if self._is_head_known:
+            return
+        ours = self.logits(states).float()
+        error = (ours - logits.to(ours.device).float()).abs().max()
+        if error > 0.05 * logits.float().std():
+            raise ValueError(
+                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
+                f"{error.item():.3g}): train with loss='ce', which does not read them."
+            )
+        self._is_head_known = True
+
+
+@contextmanager
+def _outputs_of(modules: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """The first output of each of `modules` in the forward inside the `with`."""
+    outputs: list[torch.Tensor] = [torch.empty(0)] * len(modules)
+
+    def keep(slot: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[slot] = output if isinstance(output, torch.Tensor) else output[0]
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(slot)) for slot, module in enumerate(modules)]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

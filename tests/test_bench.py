@@ -1,0 +1,523 @@
+"""The benchmark: what is counted, and that watching changes nothing. No test here asserts a time."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import (
+    BLOCK_SIZE,
+    MASK_TOKEN_ID,
+    ScriptedDrafter,
+    counted_forwards,
+    greedy,
+    make_drafter,
+    make_prompt,
+    make_target,
+    num_hooks,
+)
+from typer.testing import CliRunner
+
+from dflash import generate_blocks
+from dflash.cli import app
+from dflash.drafting_dflash import Proposer
+from dflash.evaluation import Prompt, profiling, run_bench, save_plots, timed_blocks, timed_generate
+from dflash.evaluation.harness import (
+    GREEDY,
+    NATIVE,
+    OURS,
+    PLAIN,
+    PROMPT_LOOKUP,
+    RANDOM_DRAFTER,
+    Measurement,
+    compare,
+    decoding_methods,
+    summarise,
+    untrained,
+)
+from dflash.evaluation.profiling import Profile, host_syncs, peak_memory, step_split
+from dflash.evaluation.records import command
+from dflash.evaluation.results import read_result
+from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_prompt
+from dflash.evaluation.sweep import measure_point, milliseconds
+from dflash.evaluation.timing import TimedRun
+from dflash.target_dflash import TappedTarget
+
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="transformers has native DFlash from 5.15 on")
+CPU = torch.device("cpu")
+SCRIPT = [3, 0, 5, 1]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target, a drafter that is right now and then, and a prompt."""
+    target, prompt_ids = make_target(), make_prompt()
+    return target, ScriptedDrafter(target, greedy(target, prompt_ids, max_new_tokens=60), SCRIPT), prompt_ids
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return module
+
+
+# The clock
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prompt_lookup_num_tokens": 3, "eos_token_id": MASK_TOKEN_ID},  # which 4.57 asks for
+        pytest.param({"assistant_model": True, "speculation_type": "dflash"}, marks=needs_native),
+    ],
+    ids=["plain", "prompt lookup", "native"],
+)
+def test_forwards_are_counted_without_a_hook(pair, options):
+    target, drafter, prompt_ids = pair
+    options = {**options, "assistant_model": drafter} if "assistant_model" in options else options
+    with counted_forwards(target) as forwards:
+        run = timed_generate(target, prompt_ids, max_new_tokens=24, **GREEDY, **options)
+    assert run.num_forwards == len(forwards) <= len(run.token_ids) == 24
+
+
+def test_blocks_are_counted_and_nothing_stands_on_the_models_meanwhile(pair):
+    target, drafter, prompt_ids = pair
+    request = {"max_new_tokens": 24, "temperature": 0.0}
+    untimed = [num_hooks(target) for _ in generate_blocks(drafter, target, prompt_ids, **request)]
+    timed = []
+    timed_blocks(drafter, target, prompt_ids, lambda _: timed.append(num_hooks(target)), **request)
+    assert timed == untimed
+    with counted_forwards(target) as forwards:
+        run = timed_blocks(drafter, target, prompt_ids, **request)
+    assert run.num_forwards == len(forwards)
+    assert run.token_ids == greedy(target, prompt_ids, max_new_tokens=24)[0, 9:].tolist()
+
+
+def test_rows_of_a_batch_are_one_step(pair):
+    target, *_ = pair
+    prompts = torch.cat([make_prompt(seed=seed) for seed in (2, 3)])
+    run = timed_blocks(make_drafter(), target, prompts, max_new_tokens=6, temperature=0.0)
+    assert run.num_forwards == 6, "a random drafter: the prompts' forward and five steps, each for both rows"
+    assert run.token_ids == target.generate(prompts, do_sample=False, max_new_tokens=6)[:, 9:].flatten().tolist()
+    assert len(timed_generate(target, prompts, max_new_tokens=6, **GREEDY).token_ids) == 12
+
+
+def test_what_is_compiled_meanwhile_is_counted(pair):
+    import torch._dynamo.utils
+
+    target, drafter, prompt_ids = pair
+    stats = torch._dynamo.utils.counters["stats"]
+
+    def compile_something(_):
+        stats["unique_graphs"] += 1
+
+    before = dict(stats)
+    run = timed_blocks(drafter, target, prompt_ids, compile_something, max_new_tokens=2, temperature=0.0)
+    plain = timed_generate(target, prompt_ids, max_new_tokens=2, **GREEDY)
+    stats.clear()
+    stats.update(before)
+    assert run.num_compilations == 2
+    assert plain.num_compilations == 0
+
+
+# Methods, turns, rows
+
+
+def test_methods_give_the_targets_text(pair):
+    target, drafter, prompt_ids = pair
+    methods = decoding_methods(target, drafter, 12)
+    assert next(iter(methods)) == PLAIN
+    assert set(methods) >= {PROMPT_LOOKUP, OURS, "dflash compiled", "dflash tree", RANDOM_DRAFTER}
+    assert (NATIVE in methods) == HAS_NATIVE
+    del methods["dflash compiled"]  # tests of its own
+    texts = {name: run(prompt_ids).token_ids for name, run in methods.items()}
+    assert set(map(tuple, texts.values())) == {tuple(texts[PLAIN])}
+
+
+def test_the_loop_that_drafts_nothing_runs_no_drafter(pair):
+    target, drafter, prompt_ids = pair
+    methods = decoding_methods(target, drafter, 12, ["dflash drafting nothing"])
+    with counted_forwards(drafter) as drafts:
+        run = methods["dflash drafting nothing"](prompt_ids)
+    assert not drafts
+    assert run.num_forwards == len(run.token_ids) == 12
+
+
+def test_the_random_drafter_has_the_shape_and_not_the_weights():
+    drafter = make_drafter()
+    before = torch.random.get_rng_state()
+    other = untrained(drafter)
+    assert torch.equal(before, torch.random.get_rng_state()), "the caller's noise is left alone"
+    assert other.config.to_dict() == drafter.config.to_dict()
+    assert not torch.equal(other.fc.weight, drafter.fc.weight)
+
+
+def test_unknown_method_is_refused(pair):
+    target, drafter, _ = pair
+    with pytest.raises(ValueError, match=r"Unknown methods \['magic'\]: choose from .*dflash tree.*random drafter"):
+        decoding_methods(target, drafter, 8, ["magic"])
+
+
+def test_methods_are_warmed_up_and_take_turns():
+    calls = []
+
+    def method(name):
+        def run(ids, on_step=None):
+            calls.append((name, ids.shape[1]))
+            return TimedRun([1], 1.0, 1.0, 1, [])
+
+        return run
+
+    prompts = [Prompt("t", torch.zeros(1, length, dtype=torch.long)) for length in (5, 3, 9)]
+    compare({"a": method("a"), "b": method("b")}, prompts, repeats=2)
+    assert calls[:6] == [("a", 5), ("a", 3), ("a", 9), ("b", 5), ("b", 3), ("b", 9)], "first, shortest, longest"
+    assert calls[6:10] == [("a", 5), ("b", 5), ("b", 5), ("a", 5)]
+    assert len(calls) == 6 + 3 * 2 * 2
+
+
+def test_a_row_says_both_spreads_and_what_was_compiled():
+    slow, fast = Measurement("t", 0, PLAIN, 5, 5, [], True, [4.0, 6.0, 4.0], [1.0] * 3), None
+    fast = Measurement("t", 0, OURS, 5, 3, [2, 3], True, [2.0, 2.0, 1.0], [1.0] * 3, num_compilations=1)
+    plain, ours = summarise([slow, fast])
+    assert plain["speedup_by_repeat"] == [1.0, 1.0, 1.0]
+    assert ours["speedup"] == 2.0
+    assert ours["speedup_by_repeat"] == [2.0, 3.0, 4.0]
+    assert ours["compilations"] == 1
+    assert (ours["tau_micro"], ours["tokens_per_step"], ours["ms_per_step"]) == (2.5, 2.0, 500.0)
+    assert ours["acceptance_histogram"] == [0, 1, 1]
+    assert "profiled_ms_draft" not in ours
+
+
+def test_a_text_of_one_token_has_no_step():
+    (row,) = summarise([Measurement("t", 0, PLAIN, 1, 1, [], True, [2.0], [2.0])])
+    assert row["tokens_per_step"] is None
+    assert row["ms_per_step"] is None
+
+
+def test_profiles_count_by_their_steps():
+    measured = [Measurement("t", i, OURS, 9, 3, [1], True, [2.0], [1.0]) for i in range(2)]
+    profiles = [Profile("t", 0, OURS, 1, 4.0, 2.0, 0.0, 2.0, 10), Profile("t", 1, OURS, 3, 0.0, 2.0, 4.0, 1.0, 30)]
+    (row,) = summarise(measured, profiles)
+    assert row["profiled_ms_draft"] == 1.0
+    assert row["profiled_ms_rest"] == 3.0
+    assert row["profiled_host_syncs_per_step"] == 1.25
+    assert row["peak_memory_bytes"] == 30
+
+
+# Passes beside the clock
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"), [(PLAIN, 0.0), (OURS, 5.0), pytest.param(NATIVE, 5.0, marks=needs_native)], ids=str
+)
+def test_a_step_is_split_where_the_models_spend_the_time(pair, monkeypatch, name, draft):
+    """The drafter's forward takes 5 ms of a fake clock, the target's 3 ms, and all else nothing."""
+    target, drafter, prompt_ids = pair
+    run = decoding_methods(target, drafter, 24, [name])[name]
+    expected = run(prompt_ids)
+    now = [0.0]
+    monkeypatch.setattr(profiling, "_now", lambda device: now[0])
+
+    def lasting(milliseconds):
+        def advance(*_):
+            now[0] += milliseconds / 1e3
+
+        return advance
+
+    handles = [target.register_forward_hook(lasting(3)), drafter.register_forward_hook(lasting(5))]
+    try:
+        num_steps, split = step_split(run, prompt_ids, target, drafter)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert num_steps == expected.num_forwards - 1
+    assert split["verify"] == pytest.approx(3)
+    # The last token of all may need no draft.
+    assert split["draft"] == pytest.approx(draft, rel=1.5 / num_steps)
+    assert split["rest"] == pytest.approx(0, abs=1e-9)
+
+
+def test_what_was_watched_is_left_as_it_was(pair):
+    target, drafter, prompt_ids = pair
+    before = Proposer.propose, TappedTarget.forward, num_hooks(target), num_hooks(drafter)
+    run = decoding_methods(target, drafter, 8, [OURS])[OURS]
+    step_split(run, prompt_ids, target, drafter)
+
+    def fails(ids, on_step=None):
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError):
+        step_split(fails, prompt_ids, target, drafter)
+    assert (Proposer.propose, TappedTarget.forward, num_hooks(target), num_hooks(drafter)) == before
+
+
+@pytest.mark.parametrize(
+    ("read", "count"),
+    [
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.sum().item(), 1),
+        (lambda x: bool(x.any()), 1),
+        (lambda x: int(x[0]), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 1], 1),
+        (lambda x: torch.equal(x, x), 1),
+        (lambda x: [0, 1, 2][x[1]], 1),
+        (lambda x: x.argmax(dim=-1) + x.cumsum(0), 0),
+        (lambda x: x[:2], 0),
+        (lambda x: x.shape[0] + len(x), 0),
+    ],
+    ids=["tolist", "item", "bool", "int", "cpu", "nonzero", "mask", "equal", "index", "compute", "slice", "shape"],
+)
+def test_reads_of_values_are_counted_once_each(read, count):
+    values = torch.tensor([0, 1, 2])
+
+    def run(ids, on_step):
+        values.tolist()  # before the first token: not a step's
+        on_step(None)
+        for _ in range(4):
+            read(values)
+            on_step(None)
+        return TimedRun([], 1.0, 1.0, 5, [])
+
+    assert host_syncs(run, values[None], CPU) == count
+
+
+def test_the_clocks_own_reads_are_not_counted(pair):
+    target, _, prompt_ids = pair
+    totals, tokens = [], []
+    for listener in (None, tokens.append):
+        with profiling._ReadCounter() as reads:
+            timed_generate(target, prompt_ids, listener, max_new_tokens=8, **GREEDY)
+        totals.append(reads.total())
+    assert len(tokens) == 8
+    assert totals[0] == totals[1] >= 16, "at least the token for the streamer, and whether to stop"
+
+
+def test_peak_memory_is_what_stands_at_once():
+    held = torch.zeros(1_000_000)
+
+    def work():
+        first = torch.ones(500_000)  # 2 MB
+        del first
+        second = torch.ones(750_000)  # 3 MB
+        third = second * 2  # 3 MB
+        return third + held[0]
+
+    assert 6_000_000 <= peak_memory(work, CPU) <= 9_100_000
+    assert peak_memory(lambda: None, CPU) == 0
+
+
+# From a pair and prompts to a file
+
+
+def test_a_result_holds_what_its_readers_need(pair, tmp_path):
+    target, drafter, prompt_ids = pair
+    methods = [OURS, "dflash drafting nothing"]
+    result = run_bench(target, drafter, [Prompt("t", prompt_ids)], 12, 2, methods, 1, {"chat_template": "x"})
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    read = read_result(path)
+    assert read["kind"] == "decode"
+    assert read["decoding"]["chat_template"] == "x"
+    assert [row["method"] for row in read["summary"]] == [PLAIN, *methods]
+    for row in read["summary"]:
+        assert row["identical"] == row["prompts"] == 1
+        assert {"profiled_ms_verify", "profiled_host_syncs_per_step", "peak_memory_bytes", "compilations"} <= set(row)
+    assert [row["width"] for row in read["widths"]] == [1, 2, 4, BLOCK_SIZE]
+    assert read["widths"][0]["ms_draft"] is None
+    assert len(read["measurements"][0]["seconds"]) == 2
+
+    pytest.importorskip("matplotlib")
+    names = {plot.name for plot in save_plots(result, path)}
+    assert names == {"result_speedup.png", "result_acceptance.png", "result_step_time.png"}
+    assert all((tmp_path / name).stat().st_size > 5_000 for name in names)
+
+
+def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["/opt/bin/dflash", "bench", "--target", "/home/me/models/t", "--drafter", "org/d"]
+    )
+    assert command() == "dflash bench --target t --drafter org/d"
+    monkeypatch.setattr(sys, "argv", ["/work/benchmarks/decode.py", "--prompts", "3"])
+    assert command() == "benchmarks/decode.py --prompts 3"
+
+
+def test_bench_on_the_command_line(tmp_path):
+    prompts, output = tmp_path / "mine.txt", tmp_path / "out.json"
+    prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens."}\nnever read\n')
+    options = ["--limit", "2", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
+    options += ["--prompts", str(prompts), "--output", str(output)]
+    outcome = CliRunner().invoke(app, ["bench", *options])
+    assert outcome.exit_code == 0, outcome.output
+    assert "2/2" in outcome.output
+    assert "verify ms" in outcome.output
+    summary = json.loads(output.read_text())["summary"]
+    assert [(row["task"], row["method"], row["identical"]) for row in summary] == [
+        ("mine", m, 2) for m in (PLAIN, OURS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("", [], "is empty: write one prompt a line"),
+        ('{"question"\n', [], "line 1 is no JSON"),
+        ('{"answer": "4"}\n', [], "line 1 holds no text: give a prompt or a question"),
+        ("x", ["--target", "t"], "--target and --drafter go together"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, text, options, said):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(text)
+    outcome = CliRunner().invoke(app, ["bench", "--prompts", str(prompts), *options])
+    assert isinstance(outcome.exception, ValueError)
+    assert said in str(outcome.exception)
+
+
+# Simulated pairs
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    return scripted_pair("smoke", 4.0)
+
+
+def test_a_simulated_target_counts(simulated):
+    target, _ = simulated
+    ids = scripted_prompt(target, 12)
+    new = target.generate(ids, max_new_tokens=540, do_sample=False)[0, 12:]
+    assert torch.equal(new, (ids[0, -1] + 1 + torch.arange(540)) % target.config.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_script_decides_what_is_accepted(dtype):
+    target, drafter = scripted_pair("smoke", 4.0, dtype)
+    ids = scripted_prompt(target, 12)
+    run = timed_blocks(drafter, target, ids, max_new_tokens=120, temperature=0.0)
+    assert run.token_ids == target.generate(ids, max_new_tokens=120, do_sample=False)[0, 12:].tolist()
+    anchor = run.token_ids[0]
+    for length in run.acceptance_lengths[:-4]:  # the last ones are cut by what is still wanted
+        assert length == drafter.runs[anchor] + 1
+        anchor = (anchor + length) % target.config.vocab_size
+
+
+def test_a_simulated_batch_is_each_row_alone(simulated):
+    target, drafter = simulated
+    prompts = scripted_prompt(target, 12, 3)
+    together = timed_blocks(drafter, target, prompts, max_new_tokens=20, temperature=0.0).token_ids
+    alone = [timed_blocks(drafter, target, row[None], max_new_tokens=20, temperature=0.0) for row in prompts]
+    assert together == [token_id for run in alone for token_id in run.token_ids]
+
+
+def test_a_script_has_the_mean_that_it_states():
+    script = Script(6.5, 16)
+    assert script.tau(16) == pytest.approx(6.5)
+    assert 1 < script.tau(4) < 4
+    assert script.tau(1) == 1
+    lengths = script.runs(200_000).double() + 1
+    assert lengths.mean() == pytest.approx(6.5, abs=0.05)
+    assert lengths.max() == 16
+    assert Script(1, 16).runs(1000).max() == 0
+    assert Script(16, 16).runs(1000).min() == 15
+
+
+def test_confidences_are_right_on_average(simulated):
+    target, drafter = simulated
+    states = torch.zeros(1, 15, target.config.hidden_size)
+    head = target.get_output_embeddings()
+    proposals = drafter.propose(states, torch.tensor([[7]]), head, with_confidences=True)
+    assert proposals.confidences.unique().item() == pytest.approx(drafter.script.chance)
+    assert drafter.propose(states, torch.tensor([[7]]), head).confidences is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tau", "said"), [("qwen9", 4, "choose from qwen3-8b"), ("smoke", 17, "tau 17 cannot")]
+)
+def test_what_cannot_be_simulated_is_refused(name, tau, said):
+    with pytest.raises(ValueError, match=said):
+        scripted_pair(name, tau)
+
+
+def test_the_published_shape_has_the_published_size():
+    target, drafter = scripted_pair("qwen3-8b", 6.5, torch.bfloat16, "meta")
+    assert target.num_parameters() == 8_190_735_360
+    assert drafter.config.target_layer_ids == [1, 9, 17, 25, 33]
+    assert 1.0e9 < drafter.num_parameters() < 1.1e9
+    assert SHAPES["small"].target["max_position_embeddings"] >= 8192 + 1024
+
+
+# The sweep and the accelerator's figures
+
+
+def test_a_point_states_tau_and_never_measures_it(simulated):
+    target, drafter = simulated
+    plain, ours = measure_point(target, drafter, context=16, new_tokens=12, width=4, repeats=1)
+    assert ours["stated_tau"] == pytest.approx(drafter.script.tau(4), abs=1e-4)
+    assert plain["stated_tau"] == 1.0
+    assert ours["is_simulated"]
+    assert ours["is_identical"]
+    assert not any("tau_micro" in row or "acceptance_histogram" in row for row in (plain, ours))
+    assert ours["ms_per_token"] == pytest.approx(ours["ms_per_step"] / ours["stated_tau"], abs=1e-3)
+    speedup = plain["ms_per_step"] * ours["stated_tau"] / ours["ms_per_step"]
+    assert ours["speedup_at_stated_tau"] == pytest.approx(speedup, abs=1e-3)
+
+
+def test_a_tree_has_no_scripted_tau(simulated):
+    _, ours = measure_point(*simulated, context=16, new_tokens=6, budget=8, repeats=1)
+    assert ours["stated_tau"] is ours["ms_per_token"] is ours["speedup_at_stated_tau"] is None
+    assert ours["tau_to_match_plain"] > 0
+    assert ours["is_identical"]
+
+
+def test_milliseconds_are_those_behind_the_first_token():
+    times = milliseconds(Measurement("t", 0, OURS, 9, 5, [], True, [5.0, 9.0, 3.0], [1.0, 1.0, 1.0]))
+    assert (times["ms_per_step"], times["ms_per_step_fastest"], times["ms_per_step_slowest"]) == (
+        1000.0,
+        500.0,
+        2000.0,
+    )
+    assert times["ms_to_first_token"] == 1000.0
+
+
+def test_the_floor_counts_every_matrix_but_the_embedding(simulated):
+    target, drafter = simulated
+    counted = load("gpu").bytes_per_step(target, drafter)
+    embedding = target.get_input_embeddings().weight
+    assert counted == 4 * (target.num_parameters() + drafter.num_parameters() - embedding.numel())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--smoke", "--output", "x.json"], "the figures of --smoke mean nothing and are not kept"),
+        pytest.param(
+            [],
+            "There is no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_the_accelerators_script_refuses(monkeypatch, capsys, options, said):
+    gpu = load("gpu")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    with pytest.raises(SystemExit):
+        gpu.arguments()
+    assert said in capsys.readouterr().err
+
+
+def test_the_accelerators_shell_script_is_well_formed():
+    subprocess.run(["bash", "-n", str(BENCHMARKS / "gpu.sh")], check=True)

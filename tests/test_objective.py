@@ -1,0 +1,226 @@
+"""The whole loss of a batch, from the target's states to the sum, against block-by-block decoding with whole logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_target
+from transformers import PreTrainedModel
+
+from dflash import DFlashConfig, DFlashDraftModel
+from dflash.target_dflash import TappedTarget
+from dflash.training.batches import Batch, collate
+from dflash.training.data import Example
+from dflash.training.losses import LOSSES
+from dflash.training.objective import DrafterLoss
+
+
+VOCAB, BLOCK, MASK_ID = 48, 5, 47
+SELECTOR = {"selector_rank": 3, "selector_top_k": 24, "conv_kernel_size": 2, "conv_group_size": 8}
+# Two turns, of which the first ends inside a block; the second reaches the end.
+EXAMPLE = Example([3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 32, 38, 41, 6], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
+ANCHORS = [2, 3, 8, 9, 12]
+
+
+def make_drafter(**fields: Any) -> DFlashDraftModel:
+    torch.manual_seed(1)
+    drafter = DFlashDraftModel(
+        DFlashConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            initializer_range=0.2,
+            block_size=BLOCK,
+            mask_token_id=MASK_ID,
+            target_layer_ids=[0, 2],
+            num_target_layers=4,
+            **fields,
+        )
+    )
+    return drafter.double().eval()
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_target("qwen3", vocab_size=VOCAB).double()
+
+
+def batch_of(*examples: Example) -> Batch:
+    return collate(examples, [ANCHORS] * len(examples), pad_token_id=0)
+
+
+def decoded_rows(
+    drafter: DFlashDraftModel, target: PreTrainedModel, anchor: int, ahead: int
+) -> list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]]:
+    """Of each learned row of the block at `anchor`: the drafter's and the target's logits, the label's column, its state."""
+    ids, learned = EXAMPLE.input_ids, EXAMPLE.loss_mask
+    input_ids = torch.tensor([ids])
+    output = target(input_ids, output_hidden_states=True)
+    features = torch.cat([output.hidden_states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+    block_ids = torch.tensor([[ids[anchor]] + [MASK_ID] * (BLOCK - 1)])
+    hidden = drafter(
+        noise_embeds=target.get_input_embeddings()(block_ids), context_hidden_states=features[:, :anchor].double()
+    ).last_hidden_state[0]
+    logits = target.get_output_embeddings()(hidden)
+    if drafter.config.output_multiplier is not None:
+        logits = logits * drafter.config.output_multiplier
+    rows = []
+    for offset in range(1 - ahead, BLOCK):
+        column = anchor + offset + ahead
+        if column >= len(ids) or not learned[column]:
+            break
+        # What the target says of a column stands at the one before it.
+        rows.append((logits[offset], output.logits[0, column - 1], column, hidden[offset]))
+    return rows
+
+
+def row_loss(name: str, q: torch.Tensor, p: torch.Tensor, label: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a row by its logits, and the probability of what it was told."""
+    log_q, log_p = q.log_softmax(0), p.log_softmax(0)
+    told = int(p.argmax()) if name == "argmax" else label
+    distance = (log_q.exp() - log_p.exp()).abs().sum()
+    losses = {
+        "ce": -log_q[label],
+        "argmax": -log_q[told],
+        "forward_kl": (log_p.exp() * (log_p - log_q)).sum(),
+        "reverse_kl": (log_q.exp() * (log_q - log_p)).sum(),
+        "tv": distance / 2,
+        "mix": -0.1 * log_q[label] + 0.9 * distance,
+    }
+    return losses[name], log_q[told].exp().detach()
+
+
+def naive_loss(
+    drafter: DFlashDraftModel, target: PreTrainedModel, loss: str, weights: str, gamma: float
+) -> tuple[torch.Tensor, float, list[int]]:
+    """Sum, weight, and by block how many proposals are right in a row."""
+    ahead = int(drafter.config.sample_from_anchor)
+    total, weight_sum, runs = torch.zeros((), dtype=torch.float64), 0.0, []
+    for anchor in ANCHORS:
+        rows = decoded_rows(drafter, target, anchor, ahead)
+        found = [row_loss(loss, q, p, EXAMPLE.input_ids[column]) for q, p, column, _ in rows]
+        chances = [0.5 * confidence.item() + 0.5 for _, confidence in found]
+        for k, (value, _) in enumerate(found):
+            weight = {
+                "decay": 2.718281828459045 ** (-k / gamma),
+                "uniform": 1.0,
+                "dpace": sum(torch.tensor(chances[: m + 1]).prod().item() for m in range(k, len(rows))),
+            }[weights]
+            total, weight_sum = total + weight * value, weight_sum + weight
+        right = [int(q.argmax()) == EXAMPLE.input_ids[column] for q, _, column, _ in rows]
+        runs.append(right.index(False) if False in right else len(right))
+    return total, weight_sum, runs
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("weights", "fields"),
+    [
+        ("decay", {}),
+        ("dpace", {}),
+        ("uniform", {"sample_from_anchor": True}),
+        ("dpace", {"sample_from_anchor": True, "output_multiplier": 0.5}),
+    ],
+    ids=["decay", "dpace", "uniform, from the anchor", "dpace, from the anchor, scaled"],
+)
+def test_loss_equals_the_loss_of_decoded_blocks(
+    loss: str, weights: str, fields: dict[str, Any], target: PreTrainedModel
+) -> None:
+    """Labels, the target's columns and the drafter's rows: one of them off by one shows here."""
+    drafter = make_drafter(**fields)
+    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), 3.0, 4, loss=loss, weights=weights)
+    found, counts = loss_of(batch_of(EXAMPLE))
+    expected, weight_sum, runs = naive_loss(drafter, target, loss, weights, 3.0)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert counts.weight_sum.item() == pytest.approx(weight_sum, rel=1e-6)
+    assert counts.accepted.item() == sum(runs)
+    assert counts.blocks.item() == len(ANCHORS)
+    parameters = list(drafter.parameters())
+    ours, theirs = torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters)
+    for gradient, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)  # norms compute in fp32
+
+
+def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: PreTrainedModel) -> None:
+    """DFlash2: cross entropy among the row's candidates behind the true token, rows without the label left out."""
+    drafter = make_drafter(**SELECTOR)
+    selector: Any = drafter.candidate_selector
+    for parameter in selector.parameters():
+        torch.nn.init.normal_(parameter)
+    tapped = TappedTarget(target, drafter)
+    found, counts = DrafterLoss(drafter, tapped, 3.0, selector_weight=0.25)(batch_of(EXAMPLE))
+    without, _ = DrafterLoss(drafter, tapped, 3.0, selector_weight=0.0)(batch_of(EXAMPLE))
+
+    expected, num_hits = torch.zeros((), dtype=torch.float64), 0
+    for anchor in ANCHORS:
+        for k, (q, _, column, state) in enumerate(decoded_rows(drafter, target, anchor, 0)):
+            ids, label = q.topk(24).indices.tolist(), EXAMPLE.input_ids[column]
+            if label not in ids:
+                continue
+            num_hits += 1
+            before = selector.predecessor_codebook[EXAMPLE.input_ids[column - 1]]
+            projected = selector.hidden_projection.weight @ state.detach()
+            scores = torch.stack(
+                [q[i].detach() + (before * projected * selector.successor_codebook[i]).sum() for i in ids]
+            )
+            expected = expected - 2.718281828459045 ** (-k / 3.0) * scores.log_softmax(0)[ids.index(label)]
+    assert 0 < num_hits < counts.rows.sum()
+    assert (found - without).item() == pytest.approx(0.25 * expected.item(), rel=1e-5)
+    own = list(selector.parameters())
+    others = [parameter for name, parameter in drafter.named_parameters() if "candidate_selector" not in name]
+    gradients = torch.autograd.grad(found, own + others)
+    for gradient, other in zip(gradients, torch.autograd.grad(0.25 * expected, own), strict=False):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+    for gradient, other in zip(gradients[len(own) :], torch.autograd.grad(without, others), strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_states_read_before_give_the_same_loss(target: PreTrainedModel) -> None:
+    drafter = make_drafter()
+    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), loss="tv")
+    batch = batch_of(EXAMPLE)
+    states, online = loss_of.target(batch, wants_states=True), loss_of(batch)[0]
+    target.forward = None  # it is not read again
+    assert torch.equal(loss_of(batch, states)[0], online)
+
+
+def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedModel) -> None:
+    """A process with no share of a batch must still meet the others."""
+    drafter = make_drafter()
+    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), weights="dpace")
+    loss, counts = loss_of(batch_of(EXAMPLE).share(3, 4))
+    loss.backward()
+    assert loss.item() == counts.weight_sum.item() == 0.0
+    assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+
+
+def test_decoding_keeps_its_own_attention(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU blocks are trained with flex attention, and drafted with what the drafter was loaded with."""
+    drafter = make_drafter()
+    drafter.set_attn_implementation("eager")
+    seen = []
+    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter))
+    monkeypatch.setattr(DrafterLoss, "_use_flex", lambda *_: True)
+
+    class Seen(Exception):
+        pass
+
+    def network(**kwargs: Any) -> Any:
+        seen.append((drafter.config._attn_implementation, type(kwargs["attention_mask"]["full_attention"]).__name__))
+        raise Seen
+
+    loss_of.network = network
+    with pytest.raises(Seen):
+        loss_of(batch_of(EXAMPLE))
+    assert seen == [("flex_attention", "BlockMask")]
+    assert drafter.config._attn_implementation == "eager"
+
+
+def test_a_drafter_with_a_head_of_its_own_is_refused(target: PreTrainedModel) -> None:
+    drafter = make_drafter(draft_vocab_size=20)
+    with pytest.raises(ValueError, match=r"a head of its own over 20 tokens, which is not trained here"):
+        DrafterLoss(drafter, TappedTarget(target, drafter))
