@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import runpy
 import sys
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.embedded import export_embedded_pair, heldout_problems, load_embedded_pair
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -21,6 +23,8 @@ SHARED = "pair.py"  # no example itself
 # What an example must print beside the text.
 SAID = {
     "batch.py": [r"2 answers, tau \d"],
+    "chat.py": [r"tau \d\.\d\d, 0 of \d+ prompt", r"tau \d\.\d\d, [1-9]\d+ of \d+ prompt"],
+    "evaluation.py": [r"dflash: \d+% right", r"tau \d\.\d\d", "2 of 2 texts identical, the same score: True"],
     "native_generate.py": ["custom_generate writes the same: True"]
     + ["speculation_type='dflash' writes the same: True"] * HAS_NATIVE,
     "pipeline.py": ["the same without the drafter: True"],
@@ -28,8 +32,14 @@ SAID = {
     "sampling.py": [r"the same in blocks of \d+: True"],
     "streaming.py": [r"\[.+\]", r"[1-9]\d* steps behind the prompt"],
     "text_iterator_streamer.py": [r"[1-9]\d* pieces"],
+    "training.py": [r"step 2: loss \d+\.\d+, tau \d", r"my-DFlash: tau \d\.\d\d over [1-9]\d* verify steps"],
+    "vllm_serving.py": [
+        r"# vLLM: works",
+        r"vllm serve \S+/demo/tiny-target --speculative-config '.*\"num_speculative_tokens\": 15}' --port 8000",
+        r"# curl http://localhost:8000/v1/chat/completions",
+    ],
 }
-SAMPLES = {"sampling.py"}  # its text is no greedy one
+ANSWERS_NOT = {"evaluation.py", "sampling.py", "training.py", "vllm_serving.py"}  # what they print is no greedy answer
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +62,15 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str
 
 @pytest.mark.parametrize("name", SAID)
 def test_example_runs(
-    name: str, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Promise: the command in the docstring works as it stands, and what it prints is there."""
+    monkeypatch.chdir(tmp_path)  # some write a checkpoint
     run(name, monkeypatch, "--tiny")
     printed = capsys.readouterr().out
     for said in SAID[name]:
         assert re.search(said, printed), printed
-    if name not in SAMPLES:
+    if name not in ANSWERS_NOT:
         assert answer in printed
 
 
@@ -83,3 +94,27 @@ def test_half_a_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: a drafter without its target is one sentence, not a wrong pair."""
     with pytest.raises(SystemExit, match="go together"):
         run("quickstart.py", monkeypatch, "--tiny", "--drafter", "some/drafter")
+
+
+def test_chat_reads_lines_until_an_empty_one(
+    answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: what is typed is answered, each turn behind the ones before, and nothing after an empty line."""
+    typed = [heldout_problems()[0].question, "And twice that?", "", "never read"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
+    run("chat.py", monkeypatch)
+    printed = capsys.readouterr().out
+    assert answer in printed
+    (first, _), (reused, length) = re.findall(r"(\d+) of (\d+) prompt tokens", printed)
+    assert first == "0"
+    assert 0 < int(reused) < int(length)
+
+
+def test_serving_refuses_what_vllm_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a drafter that vLLM would misread is refused before a command is printed."""
+    target, drafter = export_embedded_pair(tmp_path / "demo")
+    config = json.loads((drafter / "config.json").read_text())
+    config["sample_from_anchor"] = config["dflash_config"]["sample_from_anchor"] = True
+    (drafter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="vLLM cannot serve"):
+        run("vllm_serving.py", monkeypatch, "--tiny", "--target", str(target), "--drafter", str(drafter))

@@ -273,6 +273,7 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         },
         show_progress=sys.stderr.isatty(),
         on_point=lambda point: print(json.dumps(point), flush=True),
+        overwrite=True,
     )
     trained = time.monotonic()
 

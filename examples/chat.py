@@ -1,0 +1,69 @@
+"""A chat in the terminal: answers stream in, and each turn computes its new tokens alone.
+
+    python examples/chat.py
+    python examples/chat.py --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
+
+Type a message and press enter; an empty line or Ctrl-D ends the chat. Behind each answer stands its tau, and how many of
+the prompt's tokens both caches held from the turns before. (The embedded pair answers word problems, one at a time; the
+earlier ones are in its prompt all the same.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pair import load, options, questions
+from transformers import TextStreamer
+
+from dflash import Conversation
+
+
+def messages(is_tiny: bool) -> Iterator[str]:
+    """What the user says: lines of standard input, or two questions where nobody types."""
+    if is_tiny:
+        yield from questions(2)
+        return
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return
+        if not text:
+            return
+        yield text
+
+
+def main() -> None:
+    """Chats until there is nothing more to answer."""
+    arguments = options(__doc__).parse_args()
+    target, drafter, tokenizer = load(arguments)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    conversation = Conversation()
+    turns: list[dict[str, Any]] = []
+    for text in messages(arguments.tiny):
+        turns.append({"role": "user", "content": text})
+        # The whole chat, each time: what of it the caches hold is found by its ids.
+        prompt = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(target.device)
+        prompt_length = inputs["input_ids"].shape[1]
+        output = drafter.spec_generate(
+            inputs,
+            target=target,
+            conversation=conversation,
+            streamer=streamer,
+            max_new_tokens=16 if arguments.tiny else 512,
+            temperature=0.0,
+            return_dict_in_generate=True,
+        )
+        answer = tokenizer.decode(output.sequences[0, prompt_length:], skip_special_tokens=True)
+        turns.append({"role": "assistant", "content": answer})
+        print(
+            f"[tau {output.tau:.2f}, {conversation.num_reused} of {prompt_length} prompt tokens were computed before]\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

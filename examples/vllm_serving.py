@@ -1,0 +1,48 @@
+"""The same pair behind an OpenAI-compatible server: vLLM's own command line for it, printed and then run.
+
+    python examples/vllm_serving.py
+    python examples/vllm_serving.py --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --port 8001
+
+vLLM is installed in an environment of its own; where it is not on the PATH, what is printed can be pasted there. Prints the
+command, and a request for the server that it starts. The embedded pair is written to `demo/` for it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from pair import options, questions
+
+from dflash.checking import check
+from dflash.embedded import export_embedded_pair
+from dflash.serving import declared_block_size, launch, refuse_unfit, run
+
+
+def main() -> None:
+    """Prints how the pair is served, then becomes the server."""
+    parser = options(__doc__)
+    parser.add_argument("--port", type=int, default=8000)
+    arguments = parser.parse_args()
+    if (arguments.target is None) != (arguments.drafter is None):
+        raise SystemExit("--target and --drafter go together: a drafter is trained for one target.")
+    target, drafter = arguments.target, arguments.drafter
+    if target is None:
+        target, drafter = map(str, export_embedded_pair("demo"))
+        (verdict,) = check(drafter, target, ("vllm",)).verdicts
+        print(f"# {verdict.name}: {verdict.verdict}")
+
+    refuse_unfit("vllm", target, drafter)  # a checkpoint that vLLM would misread is refused here, with the remedy
+    plan = launch("vllm", target, drafter, declared_block_size(drafter), ["--port", str(arguments.port)])
+    print(plan.script())
+
+    request = {"model": target, "temperature": 0, "messages": [{"role": "user", "content": questions(1)[0]}]}
+    address = f"http://localhost:{arguments.port}/v1/chat/completions"
+    words = ["curl", address, "-H", "Content-Type: application/json", "-d", json.dumps(request)]
+    print(f"# once it is up:\n# {shlex.join(words)}", flush=True)
+    if not arguments.tiny:
+        run(plan, "vllm")
+
+
+if __name__ == "__main__":
+    main()
