@@ -1,0 +1,252 @@
+"""`dflash eval`: the paper's tasks with any pair, plain decoding beside DFlash, answers scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from dflash.commands.common import Dtype, checkpoint, hide_loading_bars, load_pair, named
+
+
+def evaluate(
+    target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
+    drafter: Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")],
+    tasks: Annotated[str, typer.Option(help="Names with commas between: gsm8k,math500,humaneval,mt-bench …")],
+    prompts: Annotated[int, typer.Option(min=0, help="Prompts per task; 0 for all.")] = 80,
+    seed: Annotated[int, typer.Option(min=0, help="Which prompts: the same for the same seed.")] = 0,
+    data_root: Annotated[Path | None, typer.Option(help="Read the tasks from files below this folder.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 2048,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each method answers; the median counts.")] = 1,
+    methods: Annotated[
+        str, typer.Option(help="Beside target.generate: dflash, 'native dflash', 'prompt lookup'; commas between.")
+    ] = "dflash",
+    dtype: Annotated[Dtype, typer.Option(help="auto: as each checkpoint is stored.")] = Dtype.auto,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, auto … Default: a GPU per process if there are any.")
+    ] = None,
+    chat_template: Annotated[bool, typer.Option(help="Ask in the target's chat template.")] = True,
+    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
+    score: Annotated[bool, typer.Option(help="Score the answers; runs code that the target wrote.")] = True,
+    url: Annotated[
+        str | None, typer.Option(help="Ask this server (vLLM, SGLang), which serves the pair; nothing is loaded here.")
+    ] = None,
+    baseline_url: Annotated[str | None, typer.Option(help="… and this one, which serves the target alone.")] = None,
+    model: Annotated[str | None, typer.Option(help="The served model's name. Default: the only one.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="What the servers run on, for the record.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file to write; a run that was stopped goes on from its .jsonl.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
+
+    With --url and --baseline-url two servers answer, and only the target's tokenizer is read here.
+    In several processes, each with its share of the prompts: accelerate launch -m dflash.cli eval …, or torchrun.
+    """
+    hide_loading_bars()
+    if data_root is not None:
+        _hide_reading_bars()
+    from dflash.evaluation import Plan, Processes, questions_of, run_backend, run_plan
+
+    if (url is None) != (baseline_url is None):
+        raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
+    if url is not None and methods != "dflash":
+        raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
+    plan = Plan(
+        target=checkpoint(target, "--target"),
+        drafter=checkpoint(drafter, "--drafter"),
+        tasks=_names(tasks, "--tasks"),
+        num_prompts=prompts or None,
+        seed=seed,
+        data_root=data_root,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        methods=_names(methods, "--methods"),
+        thinking=thinking,
+        chat_template=chat_template,
+        score=score,
+    )
+    processes = Processes()
+    if url is not None and processes.count > 1:
+        raise ValueError(
+            f"--url asks one question at a time, and {processes.count} processes would ask more: start one."
+        )
+    questions = questions_of(plan)
+    answer: Callable[..., dict[str, Any]]
+    if url is not None and baseline_url is not None:
+        answer = partial(run_backend, plan, questions, *_served(plan, url, baseline_url, model, hardware))
+    else:
+        answer = partial(
+            run_plan, plan, questions, *load_pair(target, drafter, dtype, device or _own_device(processes))
+        )
+    error = Console(stderr=True, highlight=False)
+    with _progress(error, processes.is_first) as progress:
+        result = answer(output=output, processes=processes, on_begin=progress.begin, on_question=progress.done)
+    if not processes.is_first:
+        return
+    if as_json:
+        print(json.dumps({name: value for name, value in result.items() if name != "measurements"}))
+    else:
+        _show(result)
+    if output is not None:
+        error.print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", soft_wrap=True)
+
+
+def _served(plan: Any, url: str, baseline_url: str, model: str | None, hardware: str | None) -> tuple[Any, Any]:
+    """Two servers as a backend, and the target's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from dflash.evaluation import Server, server_backend
+
+    with named("--target", plan.target):
+        tokenizer = AutoTokenizer.from_pretrained(plan.target)
+    servers = Server(url), Server(baseline_url)
+    return server_backend(*servers, tokenizer, plan.max_new_tokens, model, hardware), tokenizer
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
+    return names
+
+
+def _hide_reading_bars() -> None:
+    """Local rows are read in no time, and what is wrong with them is said in a sentence of ours."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+
+
+def _own_device(processes: Any) -> str | None:
+    """The GPU of this process among several on one machine; `None` leaves the choice."""
+    import torch
+
+    if processes.count == 1 or not torch.cuda.is_available():
+        return None
+    return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
+
+
+class _Bar:
+    """Progress over one process's share, with the speed-up and tau so far."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress, self._console = progress, console
+        self._task = progress.add_task("", total=None)
+        self._answers: list[Any] = []
+
+    def begin(self, share: int, done: int) -> None:
+        if done:
+            self._console.print(f"{done} questions were answered before.")
+        self._progress.update(self._task, total=share, refresh=True)
+
+    def done(self, answers: Sequence[Any]) -> None:
+        self._answers += answers
+        said = f"{self._answers[-1].task} {self._so_far()}" if self._answers else ""
+        self._progress.update(self._task, advance=1, description=said, refresh=True)
+
+    def _so_far(self) -> str:
+        from statistics import median
+
+        names = list(dict.fromkeys(answer.method for answer in self._answers))
+        seconds = {
+            name: sum(median(a.seconds) for a in self._answers if a.method == name) for name in (names[0], names[-1])
+        }
+        lengths = [length for a in self._answers if a.method == names[-1] for length in a.acceptance_lengths]
+        tau = f", tau {sum(lengths) / len(lengths):.2f}" if lengths else ""
+        return f"{seconds[names[0]] / seconds[names[-1]]:.2f}x{tau}"
+
+
+@contextmanager
+def _progress(console: Console, is_first: bool) -> Iterator[_Bar]:
+    """A bar on standard error, gone at the end; hidden off a terminal and in all processes but the first."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    quiet = Console(stderr=True, quiet=True)
+    shown = is_first and console.is_terminal
+    # No thread of its own draws the bar: it would take time from what is measured.
+    with Progress(*columns, console=console, transient=True, disable=not shown, auto_refresh=False) as progress:
+        yield _Bar(progress, console if is_first else quiet)
+
+
+def _show(result: dict[str, Any]) -> None:
+    """The table, and what its figures depend on."""
+    console = Console(highlight=False)
+    console.print(summary_table(result["summary"]))
+    decoding, setup = result["decoding"], result["environment"]
+    facts = [
+        setup.get("engine"),
+        setup.get("target_dtype"),
+        f"{setup['threads']} threads" if setup["device"] == "cpu" else setup["device"],
+        f"{setup['processes']} processes" if setup["processes"] > 1 else "",
+        f"block size {setup['block_size']}" if "block_size" in setup else "",
+        "greedy, batch 1",
+        f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
+        f"at most {decoding['max_new_tokens']} tokens",
+    ]
+    console.print(Text(", ".join(filter(None, facts)), "dim"))
+    for task in result["tasks"]:
+        if task["too_long"]:
+            console.print(
+                f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out: with the answer they are "
+                "longer than the target's positions."
+            )
+
+
+def summary_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line per task and method, a section per task, and the mean of the tasks at the end."""
+    table = Table(
+        title="Everything counted, the prompt's forward too; TTFT and TPOT in ms, peak memory in GB",
+        title_justify="left",
+        title_style="dim",
+        padding=(0, 1, 0, 0),
+        box=None,
+    )
+    table.add_column("task", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    for name in ("same", "score", "tok/s", "speed-up", "tau", "TTFT", "TPOT", "GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for task in tasks:
+        mine = [row for row in rows if row["task"] == task]
+        for row in mine:
+            table.add_row(task if row is mine[0] else "", *_cells(row), end_section=row is mine[-1])
+    for method in dict.fromkeys(row["method"] for row in rows[1:]) if len(tasks) > 1 else ():
+        chosen = [row for row in rows if row["method"] == method]
+        if any(row["tau_micro"] is not None for row in chosen):
+            table.add_row("mean", method, "", "", "", f"{_mean(chosen, 'speedup')}x", _mean(chosen, "tau_micro"))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def figure(name: str, digits: int, unit: str = "") -> str:
+        return "-" if row[name] is None else f"{row[name]:.{digits}f}{unit}"
+
+    return [
+        row["method"].removeprefix("target."),
+        f"{row['identical']}/{row['prompts']}",
+        "-" if row["score"] is None else f"{100 * row['score']:.1f}%",
+        figure("tokens_per_second", 0),
+        figure("speedup", 2, "x"),
+        figure("tau_micro", 2),
+        figure("ms_to_first_token", 1),
+        figure("ms_per_output_token", 2),
+        f"{row['peak_memory_bytes'] / 1e9:.2f}" if row["peak_memory_bytes"] else "-",
+    ]
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
+    values = [row[name] for row in rows if row[name] is not None]
+    return f"{sum(values) / len(values):.2f}"

@@ -1,0 +1,233 @@
+"""What an operator asks before switching DFlash on: one server with it and one without, under the same growing load.
+
+It knows the client (`server`) and nothing about files, pages or the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from dflash.evaluation.harness import SCHEMA_VERSION
+from dflash.evaluation.records import command, revision
+from dflash.evaluation.results import Row
+from dflash.evaluation.server import Message, Reply, Server, drafting
+
+
+WITH, WITHOUT = "dflash", "baseline"
+FEWEST_REQUESTS = 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of each server.
+
+    Attributes:
+        concurrency: How many requests are under way at once, level by level; a finished one makes room for the next.
+        rounds: Requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all).
+        max_new_tokens: Longest answer.
+        temperature: 0 decodes greedily, and texts of both servers are compared.
+        thinking: What the chat template is told; `None` tells it nothing.
+        seed: Which prompts come when, and the servers' sampling noise.
+        price_per_hour: Of one server, in any currency.
+        target_ms_per_output_token: Longest wait for a token that 99 of 100 requests may have.
+        target_ms_to_first_token: Longest wait for the first token that 99 of 100 requests may have.
+    """
+
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    rounds: int = 4
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    thinking: bool | None = False
+    seed: int = 0
+    price_per_hour: float | None = None
+    target_ms_per_output_token: float | None = None
+    target_ms_to_first_token: float | None = None
+
+    def requests(self, concurrency: int) -> int:
+        """How many requests a level has."""
+        return max(FEWEST_REQUESTS, self.rounds * concurrency)
+
+
+def run_canary(
+    servers: dict[str, tuple[Server, str]],
+    prompts: Sequence[Sequence[Message]],
+    load: Load,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Puts every server under every level of the load, and gives a result of kind "serving".
+
+    At each level the servers take turns, get the same prompts in the same order, and are warmed up by as many unmeasured
+    requests as are under way at once. Prompts are dealt out without repeating one as long as there are enough, because a
+    repeated prompt is in the server's prefix cache.
+
+    Args:
+        servers: By name ([`WITH`], [`WITHOUT`]), a server and its model's name.
+        prompts: Chat messages of each prompt.
+        load: What is asked.
+        progress: Called after each server at each level.
+
+    Raises:
+        ValueError: if a server fails a warm-up, or every request of a level; a single failed request is counted.
+    """
+    needed = sum(load.requests(level) + level for level in load.concurrency)
+    order = _dealt(len(prompts), needed, load.seed)
+    rows: list[Row] = []
+    measurements: list[Row] = []
+    dealt = 0
+    for level in load.concurrency:
+        chosen = order[dealt : dealt + level + load.requests(level)]
+        dealt += len(chosen)
+        texts: dict[str, list[str | None]] = {}
+        for name, (server, model) in servers.items():
+
+            def ask(index: int, server: Server = server, model: str = model) -> Reply | str:
+                try:
+                    return server.stream(
+                        model, prompts[index], load.max_new_tokens, load.temperature, load.seed, load.thinking
+                    )
+                except ValueError as error:
+                    return str(error)
+
+            row, replies = _under_load(ask, server, chosen[:level], chosen[level:], level)
+            texts[name] = [reply.text if isinstance(reply, Reply) else None for reply in replies]
+            rows.append({"server": name, **row, **_cost(row, load)})
+            measurements += [
+                {"server": name, "concurrency": level, "prompt_index": index, **_measured(reply)}
+                for index, reply in zip(chosen[level:], replies, strict=True)
+            ]
+            progress()
+        _compare(rows[-len(servers) :], texts, load)
+    engines = {name: server.engine() for name, (server, _) in servers.items()}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "serving",
+        "command": command(),
+        "revision": revision(),
+        "environment": {
+            "python": platform.python_version(),
+            "dflash": metadata.version("dflash-transformers"),
+            "target": " / ".join(dict.fromkeys(model for _, model in servers.values())),
+            "engine": " / ".join(dict.fromkeys(engine for engine in engines.values() if engine)) or None,
+            "servers": {
+                name: {"url": server.url, "model": model, "engine": engines[name]}
+                for name, (server, model) in servers.items()
+            },
+        },
+        "decoding": {**asdict(load), "prompts": len(prompts), "prompts_repeat": needed > len(prompts)},
+        "summary": rows,
+        "at_target": at_target(rows, load),
+        "measurements": measurements,
+    }
+
+
+def at_target(rows: Sequence[Row], load: Load) -> dict[str, Row | None]:
+    """By server, the row of the highest throughput whose p99 waits are within the load's targets, `None` if none is.
+
+    Measured levels alone; nothing is interpolated. Empty without a target.
+    """
+    limits = {
+        "ms_per_output_token_p99": load.target_ms_per_output_token,
+        "ms_to_first_token_p99": load.target_ms_to_first_token,
+    }
+    wanted = {key: limit for key, limit in limits.items() if limit is not None}
+    if not wanted:
+        return {}
+    best: dict[str, Row | None] = dict.fromkeys(row["server"] for row in rows)
+    for row in rows:
+        within = not row["failed"] and all(row[key] is not None and row[key] <= limit for key, limit in wanted.items())
+        so_far = best[row["server"]]
+        if within and (so_far is None or row["tokens_per_second"] > so_far["tokens_per_second"]):
+            best[row["server"]] = row
+    return best
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of all values do not exceed (nearest rank), `None` of none."""
+    ordered = sorted(value for value in values if math.isfinite(value))
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else None
+
+
+def _under_load(
+    ask: Callable[[int], Reply | str], server: Server, warm_up: Sequence[int], measured: Sequence[int], level: int
+) -> tuple[Row, list[Reply | str]]:
+    """One level of one server."""
+    with ThreadPoolExecutor(level) as pool:
+        for reply in pool.map(ask, warm_up):
+            if isinstance(reply, str):
+                raise ValueError(reply)
+        before = server.counters()
+        began = time.perf_counter()
+        replies = list(pool.map(ask, measured))
+        seconds = time.perf_counter() - began
+        drafts = drafting(before, server.counters())
+    good = [reply for reply in replies if isinstance(reply, Reply)]
+    if not good:
+        raise ValueError(next(reply for reply in replies if isinstance(reply, str)))
+    tokens = sum(reply.num_tokens for reply in good)
+    first = [1e3 * reply.seconds_to_first_token for reply in good]
+    each = [1e3 * reply.seconds_per_output_token for reply in good]
+    row = {
+        "concurrency": level,
+        "requests": len(replies),
+        "failed": len(replies) - len(good),
+        "tokens": tokens,
+        "seconds": _rounded(seconds),
+        "tokens_per_second": _rounded(tokens / seconds),
+        "ms_to_first_token_p50": _rounded(percentile(first, 0.5)),
+        "ms_to_first_token_p99": _rounded(percentile(first, 0.99)),
+        "ms_per_output_token_p50": _rounded(percentile(each, 0.5)),
+        "ms_per_output_token_p99": _rounded(percentile(each, 0.99)),
+        "tau": _rounded(drafts.tau) if drafts else None,
+        "accepted_per_position": [_rounded(share) for share in drafts.per_position] if drafts else None,
+        "tau_source": drafts.source if drafts else None,
+    }
+    return row, replies
+
+
+def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load) -> None:
+    """Adds to the rows of one level what they are beside the baseline's: the speed-up, and greedy texts that are equal."""
+    base = next((row for row in rows if row["server"] == WITHOUT), None)
+    if base is None or len(rows) < 2:
+        return
+    for row in rows:
+        row["speedup"] = _rounded(row["tokens_per_second"] / base["tokens_per_second"])
+        if load.temperature == 0:
+            pairs = zip(texts[row["server"]], texts[WITHOUT], strict=True)
+            row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
+
+
+def _cost(row: Row, load: Load) -> Row:
+    if load.price_per_hour is None:
+        return {}
+    return {"cost_per_million_tokens": round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)}
+
+
+def _measured(reply: Reply | str) -> Row:
+    if isinstance(reply, str):
+        return {"error": reply}
+    return {
+        "num_tokens": reply.num_tokens,
+        "seconds": _rounded(reply.seconds),
+        "seconds_to_first_token": _rounded(reply.seconds_to_first_token),
+    }
+
+
+def _dealt(count: int, needed: int, seed: int) -> list[int]:
+    """`needed` prompts' indices: all of them shuffled, then all of them again."""
+    draw = random.Random(seed)
+    dealt: list[int] = []
+    while len(dealt) < needed:
+        dealt += draw.sample(range(count), count)
+    return dealt[:needed]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -1,0 +1,205 @@
+"""One HTML page out of result files: a table per task, figures, and what each depends on; all inside the one file.
+
+It draws nothing itself (`plots`) and measures nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash.evaluation import plots
+from dflash.evaluation.harness import PLAIN
+from dflash.evaluation.results import Row, published, read_result, setup
+from dflash.evaluation.tables import Table, any_table, decode_table, markdown, method_table, with_table
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NOTE_WIDTH = 150  # letters in one line below a figure
+LONGEST_SHOWN = 40  # letters of a chat template that is written out
+STATED = ("pair", "hardware", "dtype", "attention", "thinking", "temperature", "chat template", "versions")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure to be: its name in file names, what it shows, and how to draw it in a theme."""
+
+    name: str
+    shows: str
+    draw: Callable[[plots.Theme], Figure]
+
+
+def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
+    """Writes `index.html` and one PNG per figure and theme into `folder`, and gives the page's path.
+
+    Raises:
+        ValueError: for a file that is no result, before anything is written.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    results = {name: read_result(path) for name, path in _names(paths).items()}
+    folder = Path(folder)
+    sections = [_section(name, result, folder) for name, result in results.items()]
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = folder / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(templates.get_template("page.html").render(sections=sections), encoding="utf-8")
+    return page
+
+
+def drawings(result: dict[str, Any]) -> list[Drawing]:
+    """The figures that a result's rows have something for."""
+    rows = result["summary"]
+    note = "\n".join(textwrap.wrap(in_one_line(result), NOTE_WIDTH))
+    paper = published(result)
+    found = []
+
+    def add(name: str, shows: str, chosen: list[Row], draw: Callable[..., Figure], **options: Any) -> None:
+        if chosen:
+            found.append(Drawing(name, shows, lambda theme: draw(chosen, note, theme, **options)))
+
+    compared = [row for row in _having(rows, "task", "method", "speedup") if row["method"] != PLAIN]
+    source = "" if paper is None else f" Hatched: {paper[1]}."
+    add(
+        "speedup", f"Speed-up over plain decoding in the same run, by task and method.{source}",
+        compared, plots.speedups, paper=paper and paper[0],
+    )  # fmt: skip
+    accepting = [
+        row for row in _having(rows, "task", "method", "acceptance_histogram") if row["acceptance_histogram"][1:]
+    ]
+    add(
+        "acceptance", "How often the proposal at each position is accepted: of all verify steps, and of those that got there.",
+        accepting, plots.acceptance_by_position,
+    )  # fmt: skip
+    add("lengths", "How many tokens a verify step gives; τ (micro) marked.", accepting, plots.acceptance_lengths)
+    add(
+        "step-time",
+        "Time of one forward by its width.",
+        _having(result.get("widths", rows), "width", "ms_verify"),
+        plots.step_time,
+    )
+    swept = [
+        row
+        for row in _having(rows, "context_tokens", "method", "ms_per_token")
+        if row.get("axis", "context") == "context"
+    ]
+    simulated = (
+        " Simulated: tau is stated, milliseconds are measured."
+        if any(row.get("is_simulated") for row in swept)
+        else ""
+    )
+    add("growth", f"Time per token as the context grows.{simulated}", swept, plots.growth)
+    add(
+        "latency-throughput", "Throughput of all requests against the wait of one, by the number of requests at once.",
+        _having(rows, "server", "concurrency", "tokens_per_second", "ms_per_output_token_p50", "ms_per_output_token_p99"), plots.latency_throughput,
+        target_ms=result.get("decoding", {}).get("target_ms_per_output_token"),
+    )  # fmt: skip
+    return found
+
+
+def save_drawing(result: dict[str, Any], name: str, path: str | Path) -> Path:
+    """Writes one of a result's figures as a PNG."""
+    return plots.save(next(drawing for drawing in drawings(result) if drawing.name == name).draw(plots.LIGHT), path)
+
+
+def in_one_line(result: dict[str, Any]) -> str:
+    """What the figures of a result depend on; of a long chat template the start of its SHA-256, and the command left out."""
+    facts = setup(result)
+    unnamed = {"hardware", "versions", "pair"}
+    facts["chat template"] = _template_name(facts["chat template"])
+    return " · ".join(
+        facts[name] if name in unnamed and facts[name] != "not recorded" else f"{name} {facts[name]}"
+        for name in STATED
+    )
+
+
+def readme_table(result: dict[str, Any]) -> str:
+    """A result's table in Markdown, and under it what its figures depend on and the command that gives them."""
+    rows = result["summary"]
+    if _having(rows, "task", "method", "speedup", "tokens_per_second"):
+        table = decode_table(rows)
+    elif _having(rows, "server", "concurrency"):
+        table = method_table(rows)
+    else:
+        table = any_table(rows)
+    return f"{markdown(table)}\n\n{in_one_line(result)}. `{setup(result)['command']}`"
+
+
+def write_readme(readme: str | Path, name: str, path: str | Path) -> None:
+    """Writes the table of one result between the markers of `name` in a README; ValueError if there are none."""
+    readme = Path(readme)
+    text = with_table(readme.read_text(encoding="utf-8"), name, readme_table(read_result(path)))
+    readme.write_text(text, encoding="utf-8")
+
+
+def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the template shows of one result; draws and saves its figures."""
+    facts = setup(result)
+    figures = []
+    for drawing in drawings(result):
+        light, dark = (
+            plots.save(drawing.draw(theme), folder / f"{name}-{drawing.name}{suffix}.png")
+            for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "-dark"))
+        )
+        figures.append({"shows": drawing.shows, "light": _embedded(light), "dark": _embedded(dark)})
+    return {
+        "name": name,
+        "kind": result.get("kind", ""),
+        "tables": _tables(result["summary"]),
+        "figures": figures,
+        "facts": {key: value for key, value in facts.items() if key != "chat template"},
+        "chat_template": facts["chat template"],
+        "template_name": _template_name(facts["chat template"]),
+        "stated": in_one_line(result),
+        "command": facts["command"],
+    }
+
+
+def _template_name(template: str) -> str:
+    """A short template as it is, of a long one the start of its SHA-256."""
+    return (
+        template if len(template) <= LONGEST_SHOWN else f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}"
+    )
+
+
+def _tables(rows: Sequence[Row]) -> list[tuple[str, Table]]:
+    """Title and table: one per task where rows have tasks."""
+    if _having(rows, "task", "method"):
+        tasks = list(dict.fromkeys(row["task"] for row in rows))
+        return [(task, method_table([row for row in rows if row["task"] == task])) for task in tasks]
+    if _having(rows, "server", "concurrency"):
+        return [("", method_table(rows))]
+    return [("", any_table(rows))]
+
+
+def _having(rows: Sequence[Row], *keys: str) -> list[Row]:
+    return [row for row in rows if all(row.get(key) is not None for key in keys)]
+
+
+def _names(paths: Sequence[str | Path]) -> dict[str, str | Path]:
+    """A name per file, from its own; told apart by a number where two files have the same."""
+    names: dict[str, str | Path] = {}
+    for path in dict.fromkeys(map(str, paths)):
+        stem, number = Path(path).stem, 2
+        name = stem
+        while name in names:
+            name, number = f"{stem}-{number}", number + 1
+        names[name] = path
+    return names
+
+
+def _embedded(png: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode("ascii")

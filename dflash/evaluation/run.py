@@ -1,0 +1,251 @@
+"""One evaluation from names to a result: questions loaded, shared out, answered, kept, gathered, summarised."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.evaluation.evaluate import (
+    Answer,
+    as_measurements,
+    by_category,
+    chat_encoder,
+    evaluate,
+    numbered,
+    summarise_answers,
+)
+from dflash.evaluation.harness import OURS, SCHEMA_VERSION, environment
+from dflash.evaluation.journal import Journal, key, unfinished, write_aside
+from dflash.evaluation.memory import PeakMemory
+from dflash.evaluation.processes import Processes
+from dflash.evaluation.scoring import check_scorers
+from dflash.evaluation.sessions import Backend, keeping_methods, pair_sessions
+from dflash.evaluation.tasks import TASKS, Question, known_task, load_questions
+from dflash.validation_dflash import max_positions
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated, and how.
+
+    Attributes:
+        target: What the target is called: a Hub id, or its folder.
+        drafter: What the drafter is called.
+        tasks: Names out of [`TASKS`].
+        num_prompts: Rows per task, `None` for all.
+        seed: Which rows.
+        data_root: A folder of local rows.
+        max_new_tokens: The longest answer.
+        repeats: How often each method answers each question.
+        methods: Besides plain decoding, which always runs.
+        thinking: Whether the chat template asks for thinking.
+        chat_template: Whether it is used.
+        score: Whether answers are scored; code that the target wrote runs then, under limits.
+    """
+
+    target: str
+    drafter: str
+    tasks: tuple[str, ...]
+    num_prompts: int | None = None
+    seed: int = 0
+    data_root: Path | None = None
+    max_new_tokens: int = 2048
+    repeats: int = 1
+    methods: tuple[str, ...] = (OURS,)
+    thinking: bool = False
+    chat_template: bool = True
+    score: bool = True
+
+
+# Called with a process's share at its start (how many questions it has, how many are done already) and at each answer.
+Begun = Callable[[int, int], None]
+Done = Callable[[list[Answer]], None]
+
+
+def questions_of(plan: Plan) -> list[Question]:
+    """All questions of a plan, task by task; raises as [`load_questions`] does, before any model is needed."""
+    scorers = {known_task(name).scorer for name in plan.tasks}
+    if plan.score:
+        check_scorers(scorer for scorer in scorers if scorer is not None)
+    return [
+        question if plan.score else replace(question, reference=None)
+        for name in plan.tasks
+        for question in load_questions(name, plan.num_prompts, plan.seed, plan.data_root)
+    ]
+
+
+def run_plan(
+    plan: Plan,
+    questions: Sequence[Question],
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    tokenizer: Any,
+    output: Path | None = None,
+    processes: Processes | None = None,
+    on_begin: Begun = lambda share, done: None,
+    on_question: Done = lambda answers: None,
+) -> dict[str, Any]:
+    """Answers the questions with a pair in this process; see [`run_backend`]."""
+    begin = pair_sessions(target, drafter, plan.max_new_tokens, plan.methods)
+    kept = [name for name in begin() if name in keeping_methods(target)]
+    backend = Backend(
+        begin,
+        environment(target, drafter),
+        {"caches_kept_between_turns": kept},
+        PeakMemory(on_cuda=target.device.type == "cuda"),
+        _longest_prompt(plan, target),
+    )
+    return run_backend(plan, questions, backend, tokenizer, output, processes, on_begin, on_question)
+
+
+def run_backend(
+    plan: Plan,
+    questions: Sequence[Question],
+    backend: Backend,
+    tokenizer: Any,
+    output: Path | None = None,
+    processes: Processes | None = None,
+    on_begin: Begun = lambda share, done: None,
+    on_question: Done = lambda answers: None,
+) -> dict[str, Any]:
+    """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
+
+    Beside `output` stands a journal (`.jsonl`) of finished questions and their texts. What it holds is not measured again.
+
+    Raises:
+        ValueError: if the journal was begun with other settings.
+    """
+    processes = processes or Processes()
+    begin, memory, longest, setup = backend.begin, backend.memory, backend.max_prompt_tokens, backend.environment
+    decoding = {
+        "target": _public(plan.target),
+        "drafter": _public(plan.drafter),
+        "temperature": 0.0,
+        "batch_size": 1,
+        "max_new_tokens": plan.max_new_tokens,
+        "repeats": plan.repeats,
+        "methods": list(begin()),
+        "enable_thinking": plan.thinking,
+        "chat_template": tokenizer.chat_template if plan.chat_template else None,
+        "peak_memory": memory.kind,
+        **backend.decoding,
+    }
+    journal = (
+        None if output is None else Journal(output.with_suffix(".jsonl"), _settings(setup, decoding), processes.rank)
+    )
+    done: dict[str, list[Answer]] = {}
+    if journal is not None:
+        journal.path.parent.mkdir(parents=True, exist_ok=True)
+        done = dict(processes.gather(list(journal.read().items())))
+        journal.mend()
+    share = processes.share(unfinished(questions, done))
+    on_begin(len(share), len(questions) - len(unfinished(questions, done)))
+    encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
+    made = []
+    for question, answers in zip(
+        share, evaluate(share, begin, encode, tokenizer, memory, plan.repeats, longest), strict=True
+    ):
+        if journal is not None:
+            journal.append(question, answers)
+        made.append((key(question), answers))
+        on_question(answers)
+    done |= dict(processes.gather(made))
+    answers = numbered(answer for question in questions for answer in done[key(question)])
+    if not answers:
+        raise ValueError(
+            f"No prompt fits: with --max-new-tokens {plan.max_new_tokens} the target's positions leave room for {longest} "
+            "tokens, lower it."
+        )
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "eval",
+        "command": _command(),
+        "revision": _revision(),
+        "environment": {**setup, "dflash": _version(), "processes": processes.count},
+        "decoding": {**decoding, "prompts_per_task": plan.num_prompts, "seed": plan.seed},
+        "tasks": [_described(name, questions, answers) for name in plan.tasks],
+        "summary": summarise_answers(answers),
+        "categories": by_category(answers),
+        "measurements": as_measurements(answers),
+    }
+    if output is not None and journal is not None and processes.is_first:
+        journal.join()
+        write_aside(output, result)
+    return result
+
+
+def _longest_prompt(plan: Plan, target: PreTrainedModel) -> int | None:
+    """The most tokens of a prompt that leave room for the whole answer; `None` for any."""
+    limit = max_positions(target)
+    if limit is not None and plan.max_new_tokens >= limit:
+        raise ValueError(
+            f"--max-new-tokens {plan.max_new_tokens} leaves no room for a prompt: the target can tell {limit} positions apart, "
+            "use fewer."
+        )
+    return None if limit is None else limit - plan.max_new_tokens
+
+
+def _described(name: str, questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, Any]:
+    task = TASKS[name]
+    mine = [question for question in questions if question.task == name]
+    return {
+        "task": name,
+        "data_set": task.address,
+        "config": task.config,
+        "split": task.split,
+        "source": task.source,
+        "scorer": task.scorer,
+        "prompts": len(mine),
+        "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
+        "with_answers": sum(question.reference is not None for question in mine),
+    }
+
+
+def _settings(setup: dict[str, Any], decoding: dict[str, Any]) -> dict[str, Any]:
+    """What a kept answer depends on: a run that goes on must have the same."""
+    names = (
+        "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
+        "target_parameters", "drafter_parameters", "block_size",
+    )  # fmt: skip
+    template = decoding["chat_template"]
+    digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
+    return {**{name: setup.get(name) for name in names}, **decoding, "chat_template": digest}
+
+
+def _public(name: str) -> str:
+    """A folder's name without the path to it, which is this machine's; a Hub id as it is."""
+    path = os.path.expanduser(name)
+    return os.path.basename(os.path.abspath(path)) if os.path.isdir(path) else name
+
+
+def _command() -> str:
+    """How this was called, without the paths of this machine."""
+    script = Path(sys.argv[0])
+    words = [Path(word).name if os.path.isabs(os.path.expanduser(word)) else word for word in sys.argv[1:]]
+    return " ".join(["dflash" if script.stem in {"dflash", "cli"} else script.name, *words])
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("dflash-transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _revision() -> str:
+    """The commit of this code, empty where it is installed and no checkout."""
+    place = Path(__file__).parent
+    asked = ["git", "-C", str(place), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""

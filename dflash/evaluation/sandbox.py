@@ -1,0 +1,99 @@
+"""Runs code that a model wrote, in a process of its own that cannot hang, fill or end the caller.
+
+What the process may do is set in `confined.py`; here are the wall clock, the empty folder and the end of it. It knows
+nothing about tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        wall_seconds: From start to end, after which it is killed.
+        cpu_seconds: Of processor time.
+        memory_bytes: Of address space.
+        file_bytes: That its output may have.
+    """
+
+    wall_seconds: float = 20.0
+    cpu_seconds: int = 10
+    memory_bytes: int = 2**30
+    file_bytes: int = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        status: Its exit status; negative for the signal that killed it, `None` if its time was over.
+        output: What it wrote to standard output, at most `file_bytes`.
+        errors: The last of what it wrote to standard error.
+    """
+
+    status: int | None
+    output: str
+    errors: str
+
+
+CONFINED = Path(__file__).with_name("confined.py")
+
+# Libraries that start a thread per core would meet the limits before the program does anything.
+ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
+    """Runs `source` as a Python program in an empty folder, with `stdin` as its whole input. POSIX alone."""
+    with tempfile.TemporaryDirectory(prefix="dflash-") as folder, contextlib.ExitStack() as stack:
+        place = Path(folder)
+        program, work = place / "program.py", place / "work"
+        work.mkdir()
+        program.write_text(source, encoding="utf-8", errors="replace")
+        (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        given = stack.enter_context((place / "stdin").open("rb"))
+        output = stack.enter_context((place / "stdout").open("w+b"))
+        errors = stack.enter_context((place / "stderr").open("w+b"))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(CONFINED), json.dumps(asdict(limits)), str(program)],
+            stdin=given,
+            stdout=output,
+            stderr=errors,
+            cwd=work,
+            env=ENVIRONMENT,
+            start_new_session=True,
+            close_fds=True,
+        )
+        try:
+            status: int | None = process.wait(limits.wall_seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+        return Outcome(status, _text(output, 0, limits.file_bytes), _text(errors, -2000, 2000))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left of the session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _text(file: object, start: int, length: int) -> str:
+    """Up to `length` bytes of a file from `start` on, behind its end if negative."""
+    handle: int = file.fileno()  # type: ignore[attr-defined]
+    size = os.fstat(handle).st_size
+    return os.pread(handle, length, max(size + start, 0) if start < 0 else start).decode("utf-8", errors="replace")

@@ -1,0 +1,360 @@
+"""The tasks of the DFlash paper, and NVIDIA's SPEED-Bench: where their rows are, and how a row becomes a question.
+
+Prompts are those of the paper's published benchmark. It knows nothing about models, tokens or clocks, and of the answers
+only what a scorer will need.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of a task, as it is asked.
+
+    Attributes:
+        task: The task's name.
+        index: The row's place in the data set.
+        turns: What the user says, turn by turn; each sees the answers before it.
+        reference: What the scorer compares the last answer with, `None` if this row has no answer.
+        category: The row's kind, in tasks of several kinds.
+    """
+
+    task: str
+    index: int
+    turns: tuple[str, ...]
+    reference: Any = None
+    category: str | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a task's rows are published.
+
+    Attributes:
+        columns: Those a row must have.
+        turns: What the user says; a row for which this is empty is not asked.
+        reference: What the scorer needs; a row for which this is `None` is not scored.
+    """
+
+    columns: tuple[str, ...]
+    turns: Callable[[Row], Sequence[str]]
+    reference: Callable[[Row], Any] = lambda row: None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set, and what is asked of its rows.
+
+    Attributes:
+        local_file: Where its rows are below a `--data-root`; `NAME.jsonl` is looked for too.
+        forms: How its rows may look, the published ones first.
+        source: Whom to cite.
+        hub_id: The data set on the Hub.
+        config: Its configuration there, if it has several.
+        split: Its split there.
+        files: Addresses of JSONL files to read instead, where the Hub has no rows or a loading script alone.
+        scorer: The name of what scores its answers (`dflash.evaluation.scoring`), `None` for open questions.
+    """
+
+    name: str
+    local_file: str
+    forms: tuple[Form, ...]
+    source: str
+    hub_id: str | None = None
+    config: str | None = None
+    split: str = "test"
+    files: tuple[str, ...] = ()
+    scorer: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Where its rows are published."""
+        return self.hub_id or self.files[0]
+
+
+def known_task(name: str) -> Task:
+    """The task of that name; ValueError with those that exist."""
+    if name not in TASKS:
+        raise ValueError(f"There is no task {name!r}: choose from {', '.join(TASKS)}.")
+    return TASKS[name]
+
+
+def load_questions(
+    name: str, num_prompts: int | None = None, seed: int = 0, data_root: Path | None = None
+) -> list[Question]:
+    """A task's questions in the data set's order: all, or those `num_prompts` that `seed` chooses on every machine alike.
+
+    Fewer prompts of the same seed are a part of more. A task that has fewer rows gives all.
+
+    Args:
+        name: One of [`TASKS`].
+        num_prompts: How many rows.
+        seed: Which rows.
+        data_root: A folder that holds the rows as files; without it they come from the Hub.
+
+    Raises:
+        ValueError: for an unknown task, with those that exist; for rows without the columns that the task reads, with
+            the columns that are there.
+        OSError: for rows that are not there.
+    """
+    task = known_task(name)
+    rows = _published_rows(task) if data_root is None else _local_rows(task, Path(data_root).expanduser())
+    form = _form(task, rows.column_names)
+    rows = rows.select_columns([column for column in rows.column_names if column in {*form.columns, "category"}])
+    order = random.Random(seed).sample(range(len(rows)), len(rows)) if num_prompts is not None else range(len(rows))
+    questions: list[Question] = []
+    for index in order:
+        if len(questions) == num_prompts:
+            break
+        row = rows[index]
+        turns = tuple(form.turns(row))
+        if turns:
+            questions.append(Question(name, index, turns, form.reference(row), row.get("category")))
+    if not questions:
+        raise ValueError(f"None of the {len(rows)} rows of {name} can be asked: see {task.source}.")
+    return sorted(questions, key=lambda question: question.index)
+
+
+def _published_rows(task: Task) -> Any:
+    """The rows as they are published, or in the cache here."""
+    import datasets
+
+    try:
+        if task.files:
+            return datasets.load_dataset("json", data_files=list(task.files), split="train")
+        return datasets.load_dataset(task.hub_id, task.config, split=task.split)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise OSError(
+            f"The data set {task.address} of {task.name} cannot be read ({reason}): pass --data-root with a folder that "
+            f"holds {task.local_file}."
+        ) from error
+
+
+def _local_rows(task: Task, root: Path) -> Any:
+    """The rows of a file below `root`."""
+    import datasets
+
+    candidates = (task.local_file, f"{task.name}.jsonl")
+    path = next((root / name for name in candidates if (root / name).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{root} holds no rows of {task.name}: put them into {' or '.join(candidates)} there.")
+    try:
+        return datasets.load_dataset("json", data_files=str(path), split="train")
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(f"{path} is not JSON, a row a line: get the data set {task.address} again.") from error
+
+
+def _form(task: Task, columns: Sequence[str]) -> Form:
+    """The form that rows of these columns have."""
+    for form in task.forms:
+        if set(form.columns) <= set(columns):
+            return form
+    wanted = " or ".join(", ".join(form.columns) for form in task.forms)
+    raise ValueError(
+        f"The rows of {task.name} have no columns {wanted}; there are {', '.join(columns)}: get {task.address} again."
+    )
+
+
+def _step_by_step(problem: str) -> list[str]:
+    return [f"{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."]
+
+
+def _behind_hashes(solution: str) -> str | None:
+    """GSM8K's way to say the answer: `#### n` at the end."""
+    return solution.rsplit("####", 1)[1].strip().replace(",", "") if "####" in solution else None
+
+
+def _unwrapped(prompt: str) -> str:
+    """What the user says in a prompt that is already in the ChatML template; thinking and template are ours to choose."""
+    spoken = re.findall(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", prompt, re.DOTALL)
+    return spoken[-1].strip() if spoken else prompt
+
+
+def _alpaca(row: Row) -> list[str]:
+    return [f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]]
+
+
+def _humaneval(row: Row) -> list[str]:
+    return [
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        f"```python\n{row['prompt']}\n```"
+    ]
+
+
+def _livecodebench(row: Row) -> list[str]:
+    wanted, code = "Write your code in the following format:", "# YOUR CODE HERE"
+    if row["starter_code"]:
+        wanted, code = "Use the following code structure:", row["starter_code"]
+    return [
+        "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+        "correct Python program that matches the specification and passes all tests. You will NOT return anything "
+        f"except for the program\n\n### Question:\n{row['question_content']}\n\n### Format: {wanted}\n"
+        f"```python\n{code}\n```\n\n### Answer: (use the provided format with backticks)"
+    ]
+
+
+def _mbpp_test_split(row: Row) -> list[str]:
+    """The file with all 974 rows holds every split; 11 to 510 are the test's."""
+    return [row["text"]] if 11 <= row["task_id"] <= 510 else []
+
+
+def _spec_bench_reference(row: Row) -> str | None:
+    """Its `math_reasoning` rows are GSM8K's."""
+    return _behind_hashes(row["reference"][0]) if row["category"] == "math_reasoning" and row["reference"] else None
+
+
+# What stands in SPEED-Bench's public rows for text that its licence keeps away; NVIDIA's specdec_bench fetches it.
+SPEED_BENCH_MASK = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+
+
+def _speed_bench(row: Row) -> Sequence[str]:
+    return [] if any(SPEED_BENCH_MASK in turn for turn in row["turns"]) else row["turns"]
+
+
+def _only(*columns: str) -> Callable[[Row], dict[str, Any]]:
+    return lambda row: {column: row[column] for column in columns}
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            name="gsm8k",
+            hub_id="openai/gsm8k",
+            config="main",
+            local_file="gsm8k/test.jsonl",
+            forms=(
+                Form(
+                    ("question", "answer"),
+                    lambda row: _step_by_step(row["question"]),
+                    lambda row: _behind_hashes(row["answer"]),
+                ),
+            ),
+            scorer="math",
+            source="Cobbe et al. 2021, arXiv 2110.14168",
+        ),
+        Task(
+            name="math500",
+            hub_id="HuggingFaceH4/MATH-500",
+            local_file="math500/math500.jsonl",
+            forms=(Form(("problem", "answer"), lambda row: _step_by_step(row["problem"]), lambda row: row["answer"]),),
+            scorer="math",
+            source="Hendrycks et al. 2021, arXiv 2103.03874; the 500 of Lightman et al. 2023, arXiv 2305.20050",
+        ),
+        Task(
+            name="aime25",
+            hub_id="MathArena/aime_2025",
+            split="train",
+            local_file="aime25/aime25_promptcot.jsonl",
+            forms=(
+                Form(("problem", "answer"), lambda row: _step_by_step(row["problem"]), lambda row: str(row["answer"])),
+                Form(
+                    ("prompt", "reference_solution"),
+                    lambda row: [_unwrapped(row["prompt"])],
+                    lambda row: _behind_hashes(row["reference_solution"]),
+                ),
+            ),
+            scorer="math",
+            source="AIME 2025, Mathematical Association of America; MathArena, arXiv 2505.23281",
+        ),
+        Task(
+            name="humaneval",
+            hub_id="openai/openai_humaneval",
+            local_file="humaneval/HumanEval.jsonl.gz",
+            forms=(Form(("prompt", "test", "entry_point"), _humaneval, _only("prompt", "test", "entry_point")),),
+            scorer="humaneval",
+            source="Chen et al. 2021, arXiv 2107.03374",
+        ),
+        Task(
+            # The paper's prompt does not say the name that the tests call: scores compare decoders, not models.
+            name="mbpp",
+            hub_id="google-research-datasets/mbpp",
+            config="sanitized",
+            local_file="mbpp/mbpp.jsonl",
+            forms=(
+                Form(
+                    ("prompt", "test_imports", "test_list"),
+                    lambda row: [row["prompt"]],
+                    lambda row: {"setup": "\n".join(row["test_imports"]), "tests": row["test_list"]},
+                ),
+                Form(
+                    ("text", "task_id", "test_setup_code", "test_list"),
+                    _mbpp_test_split,
+                    lambda row: {"setup": row["test_setup_code"], "tests": row["test_list"]},
+                ),
+            ),
+            scorer="mbpp",
+            source="Austin et al. 2021, arXiv 2108.07732",
+        ),
+        Task(
+            name="livecodebench",
+            files=tuple(
+                f"hf://datasets/livecodebench/code_generation_lite/test{number}.jsonl"
+                for number in ("", 2, 3, 4, 5, 6)
+            ),
+            local_file="livecodebench/lcb_v6_prompts.jsonl",
+            forms=(
+                Form(
+                    (
+                        "question_content",
+                        "starter_code",
+                        "public_test_cases",
+                        "private_test_cases",
+                        "metadata",
+                    ),
+                    _livecodebench,
+                    _only("public_test_cases", "private_test_cases", "metadata"),
+                ),
+                Form(("prompt",), lambda row: [_unwrapped(row["prompt"])]),
+            ),
+            scorer="livecodebench",
+            source="Jain et al. 2024, arXiv 2403.07974",
+        ),
+        Task(
+            name="mt-bench",
+            hub_id="HuggingFaceH4/mt_bench_prompts",
+            split="train",
+            local_file="mt_bench/question.jsonl",
+            forms=(
+                Form(("prompt", "category"), lambda row: row["prompt"]),
+                Form(("turns", "category"), lambda row: row["turns"]),
+            ),
+            source="Zheng et al. 2023, arXiv 2306.05685",
+        ),
+        Task(
+            name="spec-bench",
+            files=("https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",),
+            local_file="spec_bench/question.jsonl",
+            forms=(Form(("turns", "category", "reference"), lambda row: row["turns"], _spec_bench_reference),),
+            scorer="math",
+            source="Xia et al. 2024, arXiv 2401.07851",
+        ),
+        Task(
+            name="alpaca",
+            hub_id="tatsu-lab/alpaca",
+            split="train",
+            local_file="alpaca/alpaca.jsonl",
+            forms=(Form(("instruction", "input"), _alpaca),),
+            source="Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca",
+        ),
+        Task(
+            name="speed-bench",
+            hub_id="nvidia/SPEED-Bench",
+            config="qualitative",
+            local_file="speed_bench/qualitative.jsonl",
+            forms=(Form(("turns", "category"), _speed_bench),),
+            source="NVIDIA 2026, arXiv 2604.09557; its public rows mask what specdec_bench fetches",
+        ),
+    )
+}

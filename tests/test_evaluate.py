@@ -1,0 +1,466 @@
+"""Tasks in, a result out: dialogues, scores, speeds and memory; going on where a run stopped; several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
+from transformers import DynamicCache
+
+from dflash import cli
+from dflash.evaluation import Plan, Processes, Question, TimedRun, processes, questions_of, run_plan
+from dflash.evaluation.evaluate import Answer, chat_encoder, evaluate, numbered, summarise_answers
+from dflash.evaluation.journal import Journal, key
+from dflash.evaluation.memory import PeakMemory
+from dflash.evaluation.sessions import PlainDialogue, keeps_plain_cache, pair_sessions
+
+
+PLAN = Plan("t", "d", ("gsm8k",), max_new_tokens=8)
+# Rows of GSM8K's and MT-Bench's form that a tokenizer of one token per character can read.
+GSM8K = [{"question": f"{n} and 1?", "answer": f"#### {n + 1}"} for n in range(6)]
+MT_BENCH = [{"turns": [f"say {n}", "again"], "category": "writing" if n else "maths"} for n in range(2)]
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, rows in (("gsm8k", GSM8K), ("mt-bench", MT_BENCH)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any, Any]:
+    return make_target(), make_drafter(), make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folders(pair: tuple[Any, Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pair")
+    target, drafter, tokenizer = pair
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    drafter.save_pretrained(folder / "drafter")
+    return str(folder / "target"), str(folder / "drafter")
+
+
+class Saying:
+    """A tokenizer of numbers for methods that say what the test wants."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def said(token_ids: list[int], seconds: float = 1.0, lengths: list[int] | None = None) -> TimedRun:
+    return TimedRun(token_ids, seconds, 0.25, len(token_ids), lengths or [])
+
+
+def run_scripted(
+    question: Question, methods: dict[str, Callable[[torch.Tensor], TimedRun]], asked: list[Any], **options: Any
+) -> list[Answer]:
+    """One question answered by `methods`; every dialogue that is encoded is noted in `asked`."""
+
+    def encode(messages: list[dict[str, str]]) -> torch.Tensor:
+        asked.append([message["content"] for message in messages])
+        return torch.ones(1, 3 * len(messages), dtype=torch.long)
+
+    (answers,) = evaluate([question], lambda: methods, encode, Saying(), PeakMemory(on_cuda=False), **options)
+    return answers
+
+
+def test_second_turn_sees_the_first_methods_answer() -> None:
+    """Promise: every method is asked the same; what plain decoding answered stands in the next turn's prompt."""
+    asked: list[Any] = []
+    methods = {"plain": lambda ids: said([1, 2]), "other": lambda ids: said([9])}
+    answers = run_scripted(Question("mt-bench", 4, ("a", "b")), methods, asked)
+    assert asked[1:] == [["a"], ["a", "1 2", "b"]]
+    assert [(a.method, a.turn, a.row, a.is_identical) for a in answers] == [
+        ("plain", 0, 4, True), ("other", 0, 4, False), ("plain", 1, 4, True), ("other", 1, 4, False)
+    ]  # fmt: skip
+
+
+def test_both_answers_are_scored_at_the_last_turn_alone() -> None:
+    methods = {"plain": lambda ids: said([35]), "other": lambda ids: said([36])}
+    question = Question("gsm8k", 0, ("a", "b"), "35")
+    encoded: list[Any] = []
+    tokenizer = Saying()
+    tokenizer.decode = lambda ids, **options: f"#### {ids[0]}"  # type: ignore[method-assign]
+    (answers,) = evaluate(
+        [question], lambda: methods, lambda m: encoded.append(m) or torch.ones(1, 2), tokenizer, PeakMemory(False)
+    )
+    assert [answer.score for answer in answers] == [None, None, True, False]
+    assert [row["score"] for row in summarise_answers(numbered(answers))] == [1.0, 0.0]
+    assert [row["scored"] for row in summarise_answers(numbered(answers))] == [1, 1]
+
+
+def test_question_without_an_answer_has_no_score() -> None:
+    answers = run_scripted(Question("gsm8k", 0, ("a",), None), {"plain": lambda ids: said([1])}, [])
+    assert answers[0].score is None
+    row = summarise_answers(numbered(answers))[0]
+    assert (row["score"], row["scored"]) == (None, 0)
+
+
+def test_time_per_token_counts_everything_behind_the_first() -> None:
+    """Promise: (all seconds - seconds to the first token) / (tokens - 1), over all prompts together."""
+    answers = run_scripted(Question("mt-bench", 0, ("a", "b")), {"plain": lambda ids: said([1, 2, 3], 2.0)}, [])
+    row = summarise_answers(numbered(answers))[0]
+    assert row["ms_per_output_token"] == 1000 * 2 * 1.75 / 4
+    assert row["ms_to_first_token"] == 250
+
+
+def test_methods_take_turns_and_keep_their_order_in_the_result() -> None:
+    order: list[str] = []
+
+    def method(name: str) -> Callable[[torch.Tensor], TimedRun]:
+        return lambda ids: order.append(name) or said([1, 2])  # type: ignore[func-returns-value]
+
+    methods = {name: method(name) for name in "abc"}
+    answers = run_scripted(Question("mt-bench", 0, ("x",)), methods, [], repeats=3)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # once unmeasured
+    assert [answer.method for answer in answers] == ["a", "b", "c"]
+    assert all(len(answer.seconds) == 3 for answer in answers)
+
+
+def test_every_repeat_is_a_dialogue_of_its_own() -> None:
+    """Promise: no repeat finds in its caches what an earlier one computed."""
+    begun: list[list[int]] = []
+
+    def begin() -> dict[str, Callable[[torch.Tensor], TimedRun]]:
+        begun.append([])
+        mine = begun[-1]
+        return {"plain": lambda ids: mine.append(ids.shape[1]) or said([1, 2])}  # type: ignore[func-returns-value]
+
+    question = Question("mt-bench", 0, ("a", "b"))
+    list(evaluate([question], begin, lambda m: torch.ones(1, len(m)), Saying(), PeakMemory(False), repeats=2))
+    assert begun == [[1], [1, 3], [1, 3]]
+
+
+def test_dialogue_ends_before_a_prompt_that_is_too_long() -> None:
+    methods = {"plain": lambda ids: said([1, 2])}
+    question = Question("mt-bench", 0, ("a", "b"))  # of 3, then 9 tokens
+    assert len(run_scripted(question, methods, [], max_prompt_tokens=9)) == 2
+    assert len(run_scripted(question, methods, [], max_prompt_tokens=8)) == 1
+    assert run_scripted(question, methods, [], max_prompt_tokens=2) == []
+
+
+def test_thinking_and_template_reach_the_prompt(pair: tuple[Any, Any, Any]) -> None:
+    tokenizer, messages = pair[2], [{"role": "user", "content": "abc"}]
+    on, off = (tokenizer.decode(chat_encoder(tokenizer, thinking)(messages)[0]) for thinking in (True, False))
+    assert on != off
+    assert "abc" in on
+    assert "abc" in off
+    plain = chat_encoder(tokenizer, chat_template=False)([*messages, *messages])
+    assert plain.tolist() == tokenizer("abc\n\nabc", return_tensors="pt")["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_plain_dialogue_writes_what_generate_writes(kind: str) -> None:
+    """Promise: the cache kept between turns saves the prompt's forward and changes no token, also where turns differ."""
+    target = make_target(kind)
+    calls: list[int] = []
+    target.register_forward_hook(lambda m, a, k, o: calls.append(k["input_ids"].shape[1]), with_kwargs=True)
+    from dflash.evaluation.harness import decoding_methods
+
+    dialogue = PlainDialogue(target, decoding_methods(target, make_drafter(), 6, [])["target.generate"])
+    first = torch.arange(5, 14)[None]
+    written = dialogue(first).token_ids
+    follow_up = torch.cat([first, torch.tensor([[*written[:3], 7, 8, 9, 10]])], dim=1)  # half of the answer, then else
+    for ids, most in ((follow_up, 4), (follow_up[:, 4:], 12), (follow_up[:, 4:], 1)):
+        expected = greedy(target, ids, max_new_tokens=6)[0, ids.shape[1] :].tolist()
+        calls.clear()
+        assert dialogue(ids).token_ids == expected
+        assert calls[0] == most
+
+
+def test_targets_whose_cache_cannot_go_back_keep_nothing() -> None:
+    """Promise: then ours keeps nothing either, so that later turns compare decoders and not caches."""
+    target = make_target("qwen3", layer_types=["sliding_attention"] * 4, sliding_window=4, use_sliding_window=True)
+    assert any(layer.is_sliding for layer in DynamicCache(config=target.config).layers)
+    assert not keeps_plain_cache(target)
+    assert keeps_plain_cache(make_target())
+    methods = pair_sessions(target, make_drafter(), 4, ["dflash"])()
+    ids = torch.arange(5, 14)[None]
+    assert methods["dflash"](ids).token_ids == methods["target.generate"](ids).token_ids
+
+
+def test_result_holds_what_its_figures_depend_on(pair: tuple[Any, Any, Any], data_root: Path) -> None:
+    plan = replace(PLAN, tasks=("mt-bench", "gsm8k"), num_prompts=2, data_root=data_root, thinking=True)
+    result = run_plan(plan, questions_of(plan), *pair)
+    assert (result["schema_version"], result["kind"]) == (1, "eval")
+    decoding = result["decoding"]
+    assert decoding["enable_thinking"] is True
+    assert decoding["chat_template"] == pair[2].chat_template
+    assert decoding["peak_memory"] == "process resident"
+    assert decoding["caches_kept_between_turns"] == ["target.generate", "dflash"]
+    assert {"torch", "transformers", "dflash", "processes", "cpu", "device", "target_dtype"} <= set(
+        result["environment"]
+    )
+    rows = {(row["task"], row["method"]): row for row in result["summary"]}
+    assert list(rows) == [(t, m) for t in ("gsm8k", "mt-bench") for m in ("target.generate", "dflash")]
+    for row in rows.values():
+        assert row["identical"] == row["prompts"] == (2 if row["task"] == "gsm8k" else 4)
+        assert row["peak_memory_bytes"] > 10**7
+        assert row["ms_per_output_token"] > 0
+    assert rows["gsm8k", "dflash"]["scored"] == 2
+    assert rows["gsm8k", "dflash"]["score"] == rows["gsm8k", "target.generate"]["score"]
+    assert rows["mt-bench", "dflash"]["score"] is None
+    assert {(row["task"], row["category"]) for row in result["categories"]} == {
+        ("mt-bench", "writing"),
+        ("mt-bench", "maths"),
+    }
+    assert [task["prompts"] for task in result["tasks"]] == [2, 2]
+    assert len({m["prompt_index"] for m in result["measurements"]}) == 6
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_known_acceptance_gives_known_figures(data_root: Path) -> None:
+    """Promise: tau, micro and macro, and the histogram are those of the blocks that were accepted."""
+    target, tokenizer = make_target(), make_tokenizer()
+    plan = replace(PLAN, data_root=data_root, num_prompts=1, chat_template=False, max_new_tokens=11)
+    questions = questions_of(plan)
+    ids = tokenizer(questions[0].turns[0], return_tensors="pt")["input_ids"]
+    drafter = ScriptedDrafter(target, greedy(target, ids, max_new_tokens=40), [3, 0, 1])
+    row = run_plan(plan, questions, target, drafter, tokenizer)["summary"][1]
+    lengths = expected_lengths([3, 0, 1], num_new_tokens=11)
+    assert row["acceptance_histogram"] == [lengths.count(n) for n in range(1, max(lengths) + 1)]
+    assert row["tau_micro"] == row["tau_macro"] == round(sum(lengths) / len(lengths), 4)
+    assert row["identical"] == 1
+
+
+def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Path, tmp_path: Path) -> None:
+    """Promise: what is done is not done again, half a line does not count, and more prompts may follow."""
+    plan, output = replace(PLAN, data_root=data_root, num_prompts=4), tmp_path / "deep" / "r.json"
+    done: list[Any] = []
+    shares: list[tuple[int, int]] = []
+
+    def run(plan: Plan) -> dict[str, Any]:
+        done.clear()
+        return run_plan(
+            plan,
+            questions_of(plan),
+            *pair,
+            output=output,
+            on_question=done.append,
+            on_begin=lambda *n: shares.append(n),
+        )
+
+    def fail(answers: list[Answer]) -> None:
+        done.append(answers)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, questions_of(plan), *pair, output=output, on_question=fail)
+    assert not output.exists()
+    journal = output.with_suffix(".jsonl")
+    journal.write_bytes(journal.read_bytes() + b'{"key": "gsm8k/3')
+    first = run(plan)
+    assert len(done) == 2
+    assert shares == [(2, 2)]
+    assert [m["row"] for m in first["measurements"][::2]] == [q.index for q in questions_of(plan)]
+    assert first == {**run(plan), "command": first["command"]}
+    assert done == []
+    assert json.loads(output.read_text()) == first
+    run(replace(plan, num_prompts=6))
+    assert len(done) == 2
+    assert sorted(path.name for path in output.parent.iterdir()) == ["r.json", "r.jsonl"]
+
+
+def test_changed_setting_is_refused_by_name(pair: tuple[Any, Any, Any], data_root: Path, tmp_path: Path) -> None:
+    plan = replace(PLAN, data_root=data_root, num_prompts=1)
+    run_plan(plan, questions_of(plan), *pair, output=tmp_path / "r.json")
+    for change, message in (
+        ({"max_new_tokens": 9}, r"max_new_tokens 8, now 9\)"),
+        ({"thinking": True}, r"enable_thinking false, now true\)"),
+        ({"repeats": 2, "drafter": "e"}, r'drafter "d", now "e", repeats 1, now 2\)'),
+        ({"chat_template": False}, r"chat_template \"\w+\", now null\)"),
+    ):
+        changed = replace(plan, **change)
+        with pytest.raises(ValueError, match=message):
+            run_plan(changed, questions_of(changed), *pair, output=tmp_path / "r.json")
+
+
+def test_changed_rows_are_asked_again(tmp_path: Path) -> None:
+    """Promise: a question is known by its text, not by its place in a file that may have changed."""
+    question = Question("gsm8k", 0, ("a",), "1")
+    journal = Journal(tmp_path / "r.jsonl", {"a": 1})
+    journal.append(question, [])
+    assert set(journal.read()) == {key(question)}
+    assert key(question) not in {key(replace(question, turns=("b",))), key(replace(question, reference="2"))}
+
+
+class Sibling(Processes):
+    """One of two processes, whose sibling's items are known."""
+
+    def __init__(self, rank: int, of_sibling: list[list[Any]]) -> None:
+        self.rank, self.local_rank, self.count = rank, rank, 2
+        self._of_sibling = of_sibling
+
+    def gather(self, items: Any) -> list[Any]:
+        return [*items, *self._of_sibling.pop(0)]
+
+
+def test_processes_share_the_questions_and_the_first_writes(
+    pair: tuple[Any, Any, Any], data_root: Path, tmp_path: Path
+) -> None:
+    """Promise: each question is answered by one process; the first one's result holds all, in one file and one journal."""
+    plan, output = replace(PLAN, data_root=data_root, num_prompts=5), tmp_path / "r.json"
+    questions = questions_of(plan)
+    made: list[list[Answer]] = []
+    second = Sibling(1, [[], [(key(q), []) for q in questions[::2]]])
+    run_plan(plan, questions, *pair, output=output, processes=second, on_question=made.append)
+    assert [answers[0].row for answers in made] == [q.index for q in questions[1::2]]
+    assert not output.exists()
+    assert (tmp_path / "r.part1.jsonl").exists()
+
+    mine: list[list[Answer]] = []
+    of_second = [(key(q), answers) for q, answers in zip(questions[1::2], made, strict=True)]
+    first = Sibling(0, [[], of_second])
+    (tmp_path / "r.part1.jsonl").rename(tmp_path / "aside")  # the first came before the second wrote
+    result = run_plan(
+        plan, questions, *pair, output=output, processes=first,
+        on_begin=lambda *n: (tmp_path / "aside").rename(tmp_path / "r.part1.jsonl"), on_question=mine.append,
+    )  # fmt: skip
+    assert [answers[0].row for answers in mine] == [q.index for q in questions[::2]]
+    assert [m["row"] for m in result["measurements"][::2]] == [q.index for q in questions]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.jsonl"]
+    assert (
+        len(
+            Journal(
+                output.with_suffix(".jsonl"),
+                json.loads(output.with_suffix(".jsonl").read_text().split("\n")[0])["settings"],
+            ).read()
+        )
+        == 5
+    )
+
+
+def test_answer_that_leaves_no_room_for_a_prompt_is_refused(pair: tuple[Any, Any, Any], data_root: Path) -> None:
+    plan = replace(PLAN, data_root=data_root, max_new_tokens=10**6)
+    with pytest.raises(ValueError, match="1000000 leaves no room for a prompt: the target can tell"):
+        run_plan(plan, questions_of(plan), *pair)
+
+
+def test_peak_memory_is_that_of_the_run() -> None:
+    memory = PeakMemory(on_cuda=False)
+    memory.reset()
+    small = memory.read()
+    held = torch.ones(40_000_000)  # 160 MB
+    large = memory.read()
+    assert large - small > 100e6
+    del held
+    if os.path.exists("/proc/self/clear_refs"):
+        memory.reset()
+        assert memory.read() < large - 100e6
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", "eval", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return (stopped.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def test_command_ends_with_a_table_and_a_file(
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "r.json"
+    asked = (
+        "--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--prompts", 2, "--max-new-tokens", 8,
+        "--output", output, "--tasks",
+    )  # fmt: skip
+    status, out, err = run(*asked, "gsm8k,mt-bench")
+    assert status == 0, err
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    assert [line.split()[:3] for line in out.splitlines() if "/" in line and "x" in line] == [
+        ["gsm8k", "generate", "2/2"], ["dflash", "2/2", "0.0%"], ["mt-bench", "generate", "4/4"], ["dflash", "4/4", "-"],
+    ]  # fmt: skip
+    assert "thinking off, at most 8" in out
+    result = json.loads(output.read_text())
+    assert result["command"].startswith("dflash eval --target target --drafter drafter --data-root data")
+    assert result["decoding"]["target"] == "target"
+    assert str(data_root) not in output.read_text()
+
+    status, out, err = run(*asked, "gsm8k", "--json")
+    assert json.loads(out)["summary"] == [row for row in result["summary"] if row["task"] == "gsm8k"]
+    assert "2 questions were answered before." in err
+    assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tasks", "gsm9k"), "no task 'gsm9k': choose from gsm8k, "),
+        (("--tasks", " ,"), "--tasks ' ,' names nothing"),
+        (("--tasks", "humaneval"), "holds no rows of humaneval"),
+        (("--tasks", "gsm8k", "--methods", "fast"), "Unknown methods ['fast']: choose from ['target.generate', "),
+    ],
+)
+def test_command_refuses_in_a_sentence(
+    run: Any, folders: tuple[str, str], data_root: Path, options: tuple[str, ...], message: str
+) -> None:
+    status, out, err = run(
+        "--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--max-new-tokens", 8, *options
+    )
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.startswith("dflash: ")
+    assert len(err.strip().splitlines()) == 1
+
+
+SIBLING = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("processes", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+processes = module.Processes()
+share = list(processes.share(range(5)))
+print(json.dumps([processes.rank, processes.local_rank, processes.is_first, share, processes.gather([{"of": share}])]))
+"""
+
+
+def test_siblings_find_each_other_and_gather_what_each_has() -> None:
+    """Promise: with the variables that `accelerate launch` and torchrun set, two processes share and gather."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SIBLING, processes.__file__],
+            stdout=subprocess.PIPE, text=True,
+            env={
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    everything = [{"of": [0, 2, 4]}, {"of": [1, 3]}]
+    assert said == [[0, 0, True, [0, 2, 4], everything], [1, 1, False, [1, 3], everything]]

@@ -1,0 +1,220 @@
+"""`dflash report`: one page that needs no network, and a README's table, out of result files; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash import cli
+from dflash.evaluation.page import drawings
+from dflash.evaluation.plots import LIGHT
+from dflash.evaluation.results import read_result
+from dflash.evaluation.tables import markdown, method_table, with_table
+
+
+pytest.importorskip("matplotlib", reason="the page's plots are the extra `eval`")
+
+COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results"
+ROW = {
+    "task": "GSM8K", "method": "dflash", "prompts": 4, "identical": 4, "tokens": 200, "tokens_per_second": 99.6, "speedup": 2.504,
+    "speedup_p10": 2.0, "speedup_p90": 3.0, "tokens_per_step": 3.9, "ms_per_step": 4.0, "ms_to_first_token": 12.34,
+    "tau_micro": 4.017, "tau_macro": 4.391, "acceptance_histogram": [5, 10, 20, 15, 10], "score": 0.75, "scored": 4,
+    "peak_memory_bytes": 3 * 2**30, "ms_per_output_token": 10.04,
+}  # fmt: skip
+PLAIN = {
+    **ROW, "method": "target.generate", "speedup": 1.0, "tau_micro": None, "tau_macro": None, "acceptance_histogram": None
+}  # fmt: skip
+RESULT = {
+    "schema_version": 1, "kind": "eval", "command": "dflash eval --tasks gsm8k", "revision": "abc1234",
+    "environment": {
+        "torch": "2.13.0", "transformers": "5.23.0", "device": "NVIDIA H200", "target_dtype": "bfloat16", "attention": "sdpa",
+        "target": "Qwen/Qwen3-4B", "drafter": "z-lab/Qwen3-4B-DFlash-b16",
+    },
+    "decoding": {"temperature": 0.0, "enable_thinking": False, "chat_template": "{{ messages }}" * 40},
+    "summary": [PLAIN, ROW],
+    "measurements": [],
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`run(…)`: exit status, standard output, standard error of `dflash report …`."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", "report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return (stopped.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def written(folder: Path, result: Any = RESULT, name: str = "eval.json") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(result if isinstance(result, str) else json.dumps(result), encoding="utf-8")
+    return path
+
+
+def test_page_states_every_figure_and_what_it_depends_on(run: Any, tmp_path: Path) -> None:
+    status, out, _ = run(written(tmp_path), "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert (status, out.strip()) == (0, str(tmp_path / "out" / "index.html"))
+    for stated in (
+        "NVIDIA H200", "bfloat16", "transformers 5.23.0", "Qwen/Qwen3-4B + z-lab/Qwen3-4B-DFlash-b16", "<dd>off</dd>", "abc1234",
+        "dflash eval --tasks gsm8k", "{{ messages }}", "tau, micro", "4.02", "tau, macro", "4.39", "75.0 %", "2.50x", "4 of 4",
+        "3.00", "10.04", "arXiv:2602.06036v2, Table 1",
+    ):  # fmt: skip
+        assert stated in page, stated
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page, re.DOTALL)
+    assert len(captions) == 3
+    assert all("dflash eval --tasks gsm8k" in caption for caption in captions)
+    alternatives = re.findall(r'alt="(.*?)"', page)
+    assert all("thinking off" in text and "NVIDIA H200" in text and "sha256" in text for text in alternatives)
+
+
+def test_page_needs_no_network_and_has_both_themes(run: Any, tmp_path: Path) -> None:
+    run(written(tmp_path), "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    addresses = re.findall(r'(?:src|srcset|href)="(.{0,22})', page)
+    assert len(addresses) == 6
+    assert all(address.startswith("data:image/png;base64,") for address in addresses)
+    assert not re.search(r"<script|<link|@import|url\(", page)
+    assert page.count("prefers-color-scheme: dark") == 1 + 3
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert names == [f"eval-{plot}{end}.png" for plot in ("acceptance", "lengths", "speedup") for end in ("-dark", "")]
+
+
+def test_what_a_file_does_not_say_is_called_not_recorded(run: Any, tmp_path: Path) -> None:
+    run(written(tmp_path, {**RESULT, "environment": {}, "decoding": {}}), "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert page.count("<dd>not recorded</dd>") == 8  # command and revision are there
+    assert "arXiv" not in re.sub(r"<footer>.*", "", page, flags=re.DOTALL)
+
+
+def test_text_of_a_file_cannot_become_markup(run: Any, tmp_path: Path) -> None:
+    result = copy.deepcopy(RESULT)
+    for row in result["summary"]:
+        row["task"] = "<script>alert(1)</script>"
+    run(written(tmp_path, result), "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_files_of_one_name_get_a_section_each(run: Any, tmp_path: Path) -> None:
+    paths = [written(tmp_path / folder) for folder in ("a", "b")]
+    run(*paths, "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r'<section id="(.*?)">', page) == ["eval", "eval-2"]
+
+
+def test_rows_of_other_measurements_are_tables(run: Any, tmp_path: Path) -> None:
+    status, *_ = run(COMMITTED / "batch_tiny_cpu.json", COMMITTED / "conversation_tiny_cpu.json", "--output", tmp_path)
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert status == 0
+    assert "tokens per second target.generate" in page
+    batches = read_result(COMMITTED / "batch_tiny_cpu.json")["summary"]
+    for row in batches:
+        assert f"<td>{row['speedup']:.4g}</td>" in page
+
+
+def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: Path) -> None:
+    refused = [{**ROW, "acceptance_histogram": [60], "tau_micro": 1.0}]
+    written(tmp_path, {**RESULT, "summary": refused, "widths": [{"width": 2, "ms_verify": 3.0}]}, "bench.json")
+    point = {"method": "dflash", "ms_per_token": 2.0, "is_simulated": True}
+    rows = [{"axis": "context", "context_tokens": n, **point} for n in (64, 128)]
+    rows.append({"axis": "batch", "context_tokens": 64, "batch_size": 8, **point, "ms_per_token": 9.0})
+    written(tmp_path, {**RESULT, "kind": "sweep", "summary": rows}, "sweep.json")
+    assert run(tmp_path / "bench.json", tmp_path / "sweep.json", "--output", tmp_path / "out")[0] == 0
+    names = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert {name for name in names if "dark" not in name} == {
+        "bench-speedup.png",
+        "bench-step-time.png",
+        "sweep-growth.png",
+    }
+    assert "Simulated: tau is stated" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    [growth] = [drawing for drawing in drawings(read_result(tmp_path / "sweep.json")) if drawing.name == "growth"]
+    assert list(growth.draw(LIGHT).axes[0].lines[0].get_ydata()) == [2.0, 2.0]  # the batch's row is another axis
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({**RESULT, "schema_version": 7}, "has schema version 7, and this version of dflash reads 1: measure again."),
+        ({"model_type": "qwen3"}, "is no result: it has no schema_version; give one of `dflash bench`"),
+        ([1, 2], "is no result: it has no schema_version"),
+        ({"schema_version": 1, "fixtures": {}}, "is no result: its summary holds no rows"),
+        ({**RESULT, "summary": []}, "is no result: its summary holds no rows"),
+        ("# notes", "is no JSON ("),
+        ("", "is no JSON ("),
+    ],
+    ids=["version", "config", "list", "no-summary", "no-rows", "markdown", "empty"],
+)
+def test_a_file_that_cannot_be_shown_is_named(run: Any, tmp_path: Path, content: Any, message: str) -> None:
+    good, bad = written(tmp_path), written(tmp_path, content, "bad.json")
+    status, out, err = run(good, bad, "--output", tmp_path / "out")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"dflash: {bad} {message}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bytes_and_missing_files_are_named(run: Any, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(range(256)))
+    assert f"{weights} is no JSON" in run(weights, "--output", tmp_path / "out")[2]
+    missing = tmp_path / "none.json"
+    assert str(missing) in run(missing, "--output", tmp_path / "out")[2]
+
+
+def test_readme_table_is_written_between_its_markers_and_nowhere_else(run: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- t:begin -->\nold\n<!-- t:end -->\nafter\n", encoding="utf-8")
+    path = written(tmp_path)
+    for _ in range(2):  # the second time changes nothing
+        assert run(path, "--readme", readme, "--name", "t")[0] == 0
+        text = readme.read_text(encoding="utf-8")
+        assert text.startswith("before\n<!-- t:begin -->\n| task | method |")
+        assert text.endswith("`dflash eval --tasks gsm8k`\n<!-- t:end -->\nafter\n")
+        assert "| GSM8K | dflash | 4 of 4 | 4.02 | 3.90 | 100 | 2.50x |" in text
+        assert "thinking off" in text
+        assert "NVIDIA H200" in text
+        assert "old" not in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nothing", "<!-- t:begin -->", "<!-- t:end --><!-- t:begin -->", "<!-- t:begin --><!-- t:end --><!-- t:end -->"],
+)
+def test_a_readme_without_the_place_is_left_alone(run: Any, tmp_path: Path, text: str) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text, encoding="utf-8")
+    status, _, err = run(written(tmp_path), "--readme", readme, "--name", "t")
+    assert status == 1
+    assert "put <!-- t:begin --> and <!-- t:end --> there" in err
+    assert readme.read_text(encoding="utf-8") == text
+
+
+def test_impossible_requests_are_refused(run: Any, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert "Nothing to write: give --output" in run(path)[2]
+    assert "--readme takes the table of one result, not of 2" in run(path, path, "--readme", tmp_path / "R.md")[2]
+    assert "give --readme FILE too" in run(path, "--name", "t", "--output", tmp_path / "out")[2]
+
+
+def test_columns_without_a_value_are_left_out_and_pipes_kept_inside_cells() -> None:
+    headings, cells = method_table(
+        [{"method": "a|b", "prompts": 2, "identical": 1, "speedup": None, "tau_micro": None}]
+    )
+    assert headings == ["method", "identical texts"]
+    assert cells == [["a|b", "1 of 2"]]
+    assert markdown((headings, cells)).endswith("| a\\|b | 1 of 2 |")
+    assert with_table("x<!-- n:begin -->y<!-- n:end -->z", "n", "T") == "x<!-- n:begin -->\nT\n<!-- n:end -->z"
