@@ -1,14 +1,16 @@
-"""Writes the README's tables of measured figures out of the committed results.
+"""Writes the README's tables: measured figures out of the committed results, and what works out of tests and cards.
 
     python benchmarks/report.py
 
-With `--check` it writes nothing and fails if the README says anything else than the results.
+With `--check` it writes nothing and fails if the README says anything else than they do.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +20,9 @@ from dflash.evaluation import tables
 from dflash.evaluation.tables import markdown, with_table
 
 
-README = Path(__file__).parent.parent / "README.md"
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def decode_table(result: dict[str, Any]) -> str:
@@ -58,6 +61,40 @@ def sampling_table(result: dict[str, Any]) -> str:
     return f"{markdown((headings, cells))}\n\n`{result['command']}`"
 
 
+def targets_table() -> str:
+    """The families of targets that the tests prove, by version of transformers."""
+    families = _module("tiny_models", ROOT / "tests").FAMILIES.values()
+
+    def named(is_seeing: bool, versions: tuple[int, ...]) -> str:
+        chosen = (f.model for f in families if (f.images is not None) is is_seeing and f.versions == versions)
+        return ", ".join(dict.fromkeys(re.sub("For(CausalLM|ConditionalGeneration)$", "", model) for model in chosen))
+
+    rows = [
+        [f"**{what}**", named(is_seeing, (4, 5)), named(is_seeing, (5,))]
+        for what, is_seeing in (("targets", False), ("images in the prompt", True))
+    ]
+    return markdown((["", "transformers 4.57 and 5", "transformers 5 alone"], rows))
+
+
+def engines_table() -> str:
+    """How many of the published drafters each engine reads, as their cards say."""
+    build = _module("build", ROOT / "model_cards")
+    data = json.loads((ROOT / "model_cards" / "drafters.json").read_text(encoding="utf-8"))
+    verdicts = {"this library": [build.library_verdict(data, drafter)[0] for drafter in data["drafters"]]}
+    for engine, name in build.ENGINES.items():
+        verdicts[name] = [build.engine_verdict(data, drafter, engine)["serves"] for drafter in data["drafters"]]
+    rows = [[name, *(str(said.count(word)) for word in (True, False, None))] for name, said in verdicts.items()]
+    return markdown(([f"of {len(data['drafters'])} published drafters", "read", "refused", "not known"], rows))
+
+
+def _module(name: str, folder: Path) -> Any:
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+
+
 def _machine(result: dict[str, Any]) -> str:
     setup = result["environment"]
     return f"{setup['threads']} threads of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
@@ -76,10 +113,10 @@ def read(name: str) -> dict[str, Any]:
 
 
 def with_all_tables(readme: str) -> str:
-    """The README as the committed results have it."""
+    """The README as results, tests and cards have it."""
     for name, table in TABLES.items():
         readme = with_table(readme, name, table(read(name)))
-    return readme
+    return with_table(with_table(readme, "targets", targets_table()), "engines", engines_table())
 
 
 def main() -> int:

@@ -26,13 +26,17 @@ from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
 from dflash.conversation_dflash import Conversation
-from dflash.recurrent_dflash import HybridCache, is_supported
+from dflash.recurrent_dflash import LINEAR_TYPES, HybridCache, is_supported
 from dflash.target_dflash import TappedTarget
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served]
 NOT_SERVED = [name for name, family in FAMILIES.items() if family.exists and not family.is_served]
-HYBRID = [name for name, family in FAMILIES.items() if family.versions == (5,) and family.images is None]
+HYBRID = [
+    name
+    for name, family in FAMILIES.items()
+    if set(family.fields.get("layer_types", ())) & set(LINEAR_TYPES) and family.images is None
+]
 SEEING = [name for name in SERVED if FAMILIES[name].images is not None]
 
 PROMPT_LENGTHS = [24, 3, 11]  # the first is three windows long

@@ -280,6 +280,7 @@ FAMILIES = {
         },
         window=8,
         seed=4,
+        versions=(5,),
     ),
     "gemma4_shared_kv": Family(
         "Gemma4ForCausalLM",
@@ -294,6 +295,7 @@ FAMILIES = {
         },
         window=8,
         seed=9,
+        versions=(5,),
     ),
     "glm": Family("GlmForCausalLM", "GlmConfig"),
     "glm4": Family("Glm4ForCausalLM", "Glm4Config"),
@@ -309,12 +311,13 @@ FAMILIES = {
         },
         seed=6,
     ),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", LATENT, seed=5),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", LATENT, seed=5, versions=(5,)),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
         seed=5,
+        versions=(5,),
     ),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", "DeepseekV2Config", LATENT, seed=5),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, seed=4),
@@ -333,7 +336,7 @@ FAMILIES = {
     "ministral": Family(
         "MinistralForCausalLM", "MinistralConfig", {"sliding_window": 8, "layer_types": ALTERNATING}, window=8, seed=7
     ),
-    "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {"sliding_window": None}, seed=3),
+    "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {"sliding_window": None}, seed=3, versions=(5,)),
     "mixtral": Family(
         "MixtralForCausalLM",
         "MixtralConfig",
@@ -412,6 +415,7 @@ FAMILIES = {
         window=8,
         attention="eager",
         seed=4,
+        versions=(5,),
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM", "Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT}, versions=(5,), seed=3
