@@ -20,9 +20,15 @@ def block_visibility(
     window: int | None,
 ) -> torch.Tensor:  # bool [B, Q, K]
     """What the drafter's rows see: `sees` for each pair of a row and a key."""
-    rows = (query_positions, query_blocks, anchors)
-    keys = (key_positions, key_blocks)
-    return sees(*(part[:, :, None] for part in rows), *(part[:, None, :] for part in keys), is_causal, window)
+    return sees(
+        query_positions[:, :, None],
+        query_blocks[:, :, None],
+        anchors[:, :, None],
+        key_positions[:, None],
+        key_blocks[:, None],
+        is_causal,
+        window,
+    )
 
 
 def sees(
@@ -40,13 +46,12 @@ def sees(
     `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
     `q - k < W` of the engines).
     """
-    distance = query_position - key_position
     in_context = (key_block < 0) & (key_position < anchor)
     in_block = key_block == query_block
     if is_causal:
-        in_block = in_block & (distance >= 0)
+        in_block = in_block & (key_position <= query_position)
     visible = in_context | in_block
-    return visible if window is None else visible & (distance.abs() < window)
+    return visible if window is None else visible & ((query_position - key_position).abs() < window)
 
 
 def decoding_visibility(

@@ -1,0 +1,106 @@
+"""What a run will take, said before it begins. It owns no clock: whoever measures steps hands the seconds over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size of a run.
+
+    Attributes:
+        steps: Optimiser steps.
+        batches_per_epoch: Batches that hold all data once.
+        sequences: Of the data.
+        tokens: Of the data, in one epoch.
+        supervised_tokens: Of these, what the drafter learns from.
+        drafter_parameters: Trained.
+        target_parameters: Frozen.
+        memory: Estimated bytes per process by what holds them.
+        feature_bytes: What the target's features of the data would take on disk.
+    """
+
+    steps: int
+    batches_per_epoch: int
+    sequences: int
+    tokens: int
+    supervised_tokens: int
+    drafter_parameters: int
+    target_parameters: int
+    memory: dict[str, int]
+    feature_bytes: int
+
+    @property
+    def epochs(self) -> float:
+        """How often the data is passed over."""
+        return self.steps / self.batches_per_epoch
+
+
+def plan(trainer: Trainer) -> Plan:
+    """The plan of a trainer that has not begun."""
+    examples, drafter, target = trainer.examples, trainer.drafter, trainer.target
+    return Plan(
+        steps=trainer.num_steps,
+        batches_per_epoch=trainer.batches_per_epoch,
+        sequences=len(examples),
+        tokens=sum(len(example.input_ids) for example in examples),
+        supervised_tokens=sum(sum(example.loss_mask) for example in examples),
+        drafter_parameters=_count(drafter),
+        target_parameters=_count(target),
+        memory=estimate_memory(trainer),
+        feature_bytes=trainer.feature_bytes(),
+    )
+
+
+def estimate_memory(trainer: Trainer) -> dict[str, int]:
+    """Bytes per process by what holds them; an estimate of what is large, from shapes alone.
+
+    Weights, gradients and AdamW's two moments are fp32 (Muon keeps one moment for a matrix). The rows are those of the
+    widest batch that the settings allow: per layer about 12 tensors of a row's width and 3 of the MLP's are kept for the
+    backward pass, one of them where layers are computed again.
+    """
+    settings, config = trainer.settings, trainer.drafter.config
+    processes = trainer.accelerator.num_processes
+    share = processes if settings.shard else 1
+    weights = sum(parameter.numel() for parameter in trainer.drafter.parameters()) * 4 // share
+    matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
+    moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
+
+    longest = max(len(example.input_ids) for example in trainer.examples)
+    parts = processes * settings.gradient_accumulation_steps
+    tokens = max(settings.batch_tokens // parts, longest)
+    sequences = max(1, tokens // longest)
+    supervised = max(sum(example.loss_mask) for example in trainer.examples)
+    rows = sequences * min(settings.num_anchors, supervised) * config.block_size
+    width = 2 if settings.mixed_precision == "bf16" else 4
+    kept = 1 if settings.gradient_checkpointing else 12
+    inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
+    layers = config.num_hidden_layers * rows * (kept * config.hidden_size + inner) * width
+    context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
+    masks = (rows // sequences) * (tokens + rows) * width
+    logits = 3 * min(settings.chunk_rows, rows) * config.vocab_size * 4
+    return {
+        "target": sum(parameter.numel() * parameter.element_size() for parameter in trainer.target.parameters())
+        // (processes if settings.shard_target else 1),
+        "drafter": weights,
+        "gradients": weights,
+        "optimiser": moments,
+        "features of the target": context,
+        "activations of the drafter": layers + masks,
+        "logits of a chunk": logits,
+    }
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that this process has had allocated on an accelerator, `None` on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,165 @@
+"""From names to a run: the target, its tokenizer, the data and the drafter, loaded and fitted to each other."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.modeling_dflash import DFlashDraftModel
+from dflash.validation_dflash import check_pair
+
+from .checks import check_mask_token, check_tokenizer
+from .data import Example, load_examples
+from .initialization import find_mask_token, new_drafter, window_fields
+from .record import TrainingRecord, public_name
+from .settings import TrainingSettings
+from .trainer import train, usable
+
+
+# A text without a prompt is continued, where acceptance is measured, from so many of its first tokens.
+SHORTEST_PROMPT = 8
+
+
+@dataclass
+class Prepared:
+    """What a run needs: the models, the data to train on, and prompts that nothing is trained on."""
+
+    target: PreTrainedModel
+    tokenizer: Any
+    drafter: DFlashDraftModel
+    examples: list[Example]
+    held_out: list[list[int]]
+
+
+def train_drafter(
+    target: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    settings: TrainingSettings | None = None,
+    **arguments: Any,
+) -> TrainingRecord:
+    """Trains a drafter for `target` on `data`: what `dflash train` does.
+
+    Args:
+        target: Folder or Hub id of any `AutoModelForCausalLM`.
+        data: What it is trained on; best the target's own answers.
+        output: Folder of the checkpoint.
+        settings: The recipe; the paper's by default.
+        arguments: Passed on to `train`: `resume`, `overwrite`, `provenance`, `on_point`, `show_progress`, `announce`.
+
+    Example:
+        >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
+    """
+    settings = settings or TrainingSettings()
+    ready = prepare(target, data, settings, arguments.get("announce"))
+    known = {
+        "target_name": public_name(target),
+        "target_is_local": os.path.exists(target),
+        "data_name": public_name(data),
+    }
+    arguments["provenance"] = known | (arguments.get("provenance") or {})
+    return train(ready.drafter, ready.target, ready.examples, ready.held_out, settings, output, **arguments)
+
+
+def prepare(
+    target: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    settings: TrainingSettings,
+    announce: Callable[[str], None] | None = None,
+) -> Prepared:
+    """Loads both models and the data; `announce` is told in a sentence what of it is left out.
+
+    Raises:
+        ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=settings.target_dtype, device_map=settings.device_map
+        )
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    except OSError as error:
+        raise ValueError(f"The target {target} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    examples = load_examples(
+        data, tokenizer, split=settings.split, max_length=settings.max_length, enable_thinking=settings.thinking
+    )
+    check_tokenizer(tokenizer, model.config.get_text_config(decoder=True).vocab_size)
+    examples, held_out = hold_out(examples, settings.held_out, settings.seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        drafter = make_drafter(model, tokenizer, settings)
+    check_pair(model, drafter)
+    check_mask_token(
+        drafter.config.mask_token_id or 0,
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_ids=stop_ids(model, tokenizer),
+    )
+    return Prepared(model, tokenizer, drafter, usable(examples, drafter, model, announce), held_out)
+
+
+def stop_ids(target: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """The ids that end a text."""
+    stops = getattr(target.generation_config, "eos_token_id", None)
+    listed = stops if isinstance(stops, list) else [stops]
+    return sorted({token_id for token_id in (*listed, tokenizer.eos_token_id) if token_id is not None})
+
+
+def make_drafter(target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings) -> DFlashDraftModel:
+    """A new drafter of the shape that the settings ask for, or the one that they name, in fp32."""
+    asked: dict[str, Any] = {
+        name: getattr(settings, name)
+        for name in ("num_hidden_layers", "intermediate_size", "num_taps", "target_layer_ids")
+        if getattr(settings, name) is not None
+    }
+    changeable: dict[str, Any] = {
+        name: getattr(settings, name)
+        for name in ("block_size", "mask_token_id", "is_causal")
+        if getattr(settings, name) is not None
+    }
+    if settings.init is None:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        mask: dict[str, Any] = (
+            {} if "mask_token_id" in changeable else {"mask_token_id": find_mask_token(tokenizer, vocab_size)}
+        )
+        return new_drafter(target, sliding_window=settings.sliding_window, **asked, **changeable, **mask)
+    if asked:
+        raise ValueError(
+            f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
+            "with a new drafter."
+        )
+    drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+    if settings.sliding_window is not None:
+        changeable |= window_fields(drafter.config.num_hidden_layers, settings.sliding_window)
+    return _reshaped(drafter, changeable) if changeable else drafter
+
+
+def _reshaped(drafter: DFlashDraftModel, fields: dict[str, Any]) -> DFlashDraftModel:
+    """The same weights in a drafter whose block or attention differs."""
+    config = drafter.config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.dflash_config = {}  # the older copy of the same fields
+    other = DFlashDraftModel(config)
+    other.load_state_dict(drafter.state_dict())
+    return other
+
+
+def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[list[int]]]:
+    """The examples to train on, and the prompts of `count` others, but of no more than a tenth of all."""
+    count = min(count, len(examples) // 10)
+    chosen = set(random.Random(f"held-out-{seed}").sample(range(len(examples)), count))
+    kept = [example for index, example in enumerate(examples) if index not in chosen]
+    return kept, [prompt_of(examples[index]) for index in sorted(chosen)]
+
+
+def prompt_of(example: Example) -> list[int]:
+    """What an example gives to continue: all before its first supervised token, or the beginning of a text."""
+    begin = example.loss_mask.index(1) if 1 in example.loss_mask else len(example.input_ids)
+    return example.input_ids[: max(begin, min(SHORTEST_PROMPT, len(example.input_ids) // 2), 1)]

@@ -1,0 +1,155 @@
+"""What came of a run and what a reader needs to repeat it: the curve, the facts beside the checkpoint, its card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.card_dflash import write_card
+from dflash.modeling_dflash import DFlashDraftModel
+
+from .data import Example, fingerprint
+from .settings import TrainingSettings
+
+
+# Of each of a model's tensors so many values go into its fingerprint: enough to tell two trainings apart, and cheap.
+SAMPLED_VALUES = 64
+
+
+@dataclass
+class TrainingRecord:
+    """What came of a run: one point of the curve per measurement.
+
+    Attributes:
+        curve: Points in order.
+        best_step: Step of the checkpoint that was kept.
+        best_tau: Its acceptance on the held-out prompts, NaN if there were none.
+        stopped_at: The step at which a signal ended the run; `None` if it is complete.
+        signal: That signal's number.
+    """
+
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int = 0
+    best_tau: float = float("-inf")
+    stopped_at: int | None = None
+    signal: int | None = None
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A short hash of a model's tensors by name, shape and some of their values, whatever dtype they are loaded in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        values = tensor.detach().flatten()
+        chosen = values[:: max(1, len(values) // SAMPLED_VALUES)][:SAMPLED_VALUES]
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        if chosen.device.type != "meta":  # offloaded weights
+            digest.update(chosen.to("cpu", torch.bfloat16).float().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def describe_inputs(
+    target: PreTrainedModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Target and data by size and fingerprint, without a path of the machine."""
+    return {
+        "target": {
+            "class": type(target).__name__,
+            "parameters": sum(parameter.numel() for parameter in target.parameters()),
+            "fingerprint": model_fingerprint(target),
+        },
+        "data": {
+            "examples": len(examples),
+            "tokens": sum(len(example.input_ids) for example in examples),
+            "supervised_tokens": sum(sum(example.loss_mask) for example in examples),
+            "fingerprint": fingerprint(examples),
+        },
+        "held_out": {
+            "prompts": len(held_out),
+            "fingerprint": hashlib.sha256(repr([list(prompt) for prompt in held_out]).encode()).hexdigest()[:16],
+        },
+    }
+
+
+def describe_run(
+    drafter: DFlashDraftModel,
+    inputs: dict[str, Any],
+    settings: TrainingSettings,
+    record: TrainingRecord,
+    num_processes: int = 1,
+) -> dict[str, Any]:
+    """What a reader needs to repeat the run."""
+    return {
+        "settings": asdict(settings) | {name: public_name(getattr(settings, name)) for name in ("init", "features")},
+        "processes": num_processes,
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        **inputs,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+        },
+        "best_step": record.best_step,
+        "curve": record.curve,
+    }
+
+
+def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
+    """The README.md of a trained drafter: what it is, how it was trained and what was measured while it was."""
+    data, settings, licence = facts["data"], facts["settings"], facts["settings"]["license"]
+    card = write_card(config, name, facts.get("target_name"))
+    if facts.get("target_is_local"):
+        card = card.replace(f"base_model: {facts['target_name']}\n", "", 1)
+    if licence:
+        card = card.replace("---\n", f"---\nlicense: {licence}\n", 1)
+    source = facts.get("data_name")
+    points = [
+        f"| {point['step']} | {point['loss']:.3f} | {point['accepted_per_block']:.2f} | {_shown(point.get('tau'))} |"
+        for point in facts["curve"]
+    ]
+    lines = [
+        "## Training",
+        "",
+        f"{data['examples']:,} sequences{f' of {source}' if source else ''}, {data['tokens']:,} tokens of which "
+        f"{data['supervised_tokens']:,} supervised (fingerprint {data['fingerprint']}); loss {settings['loss']}, position "
+        f"weights {settings['position_weights']}, {settings['num_anchors']} {settings['anchors']} anchors, seed "
+        f"{settings['seed']}. {facts['parameters']:,} parameters; the weights are those of step {facts['best_step']}. All "
+        "settings, versions, fingerprints and the whole curve are in `training.json`.",
+        "",
+        f"| step | loss | accepted drafts per block, teacher-forced | tau on {facts['held_out']['prompts']} held-out prompts |",
+        "|---|---|---|---|",
+        *points,
+        "",
+        *([f"`{facts['command']}`", ""] if isinstance(facts.get("command"), str) else []),
+        *([] if licence else ["No licence was stated for these weights.", ""]),
+    ]
+    return card + "\n" + "\n".join(lines)
+
+
+def public_name(source: str | os.PathLike[str] | None) -> str | None:
+    """A Hub id as it is, and of a path of this machine the last part alone."""
+    if source is None:
+        return None
+    path = Path(source).expanduser()
+    return path.name if path.exists() else os.fspath(source)
+
+
+def facts_file(facts: dict[str, Any]) -> str:
+    """The text of `training.json`."""
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

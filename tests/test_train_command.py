@@ -1,0 +1,318 @@
+"""`dflash train`: flags and YAML of one dataclass, a target and data in, a checkpoint out; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_target, make_tokenizer
+
+from dflash import DFlashDraftModel, cli
+from dflash.training import TrainingSettings, new_drafter, train_drafter
+from dflash.training.initialization import find_mask_token, spread_taps
+from dflash.training.preparation import hold_out, make_drafter, prompt_of
+from dflash.training.settings import read_yaml
+
+
+TINY = {
+    "steps": 4,
+    "num_hidden_layers": 1,
+    "block_size": 4,
+    "num_anchors": 4,
+    "batch_tokens": 128,
+    "mixed_precision": "no",
+    "eval_every": 2,
+    "eval_new_tokens": 8,
+    "held_out": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target's folder and data."""
+    folder = tmp_path_factory.mktemp("train")
+    make_target().save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *range(30, 44), 8]} for i in range(20)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path) -> Any:
+    """`run(output, "--steps", 4)`: exit status, standard output, standard error."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def call(*arguments: Any, named: bool = True) -> tuple[int, str, str]:
+        pair = ["--target", folder / "target", "--data", folder / "data.jsonl"] if named else []
+        monkeypatch.setattr(sys, "argv", ["dflash", "train", *map(str, [*pair, *arguments])])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return (stopped.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def flags(**settings: Any) -> list[str]:
+    words = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += ([flag] if value else [f"--no-{flag[2:]}"]) if isinstance(value, bool) else [flag, str(value)]
+    return words
+
+
+def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
+    run: Any, folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "my-DFlash"
+    status, out, _ = run("--output", output, *flags(**TINY, license="apache-2.0"))
+    assert status == 0
+    assert re.search(r"step 2: loss \d+\.\d+, \d\.\d\d accepted per block, tau \d\.\d\d", out)
+    assert str(output) in out.splitlines()[-1]
+
+    facts = json.loads((output / "training.json").read_text())
+    assert [point["step"] for point in facts["curve"]] == [2, 4]
+    for point in facts["curve"]:
+        assert point["accepted_per_block"] == pytest.approx(point["accepted"] / point["blocks"])
+    assert len(facts["curve"][0]["accuracy"]) == 3
+    assert facts["settings"]["num_anchors"] == 4
+    assert facts["command"].startswith("dflash train --target target --data data.jsonl")
+    assert facts["data"]["examples"] == 18
+    assert facts["versions"].keys() >= {"torch", "transformers", "accelerate"}
+    assert all(facts[name]["fingerprint"] for name in ("target", "data", "held_out"))
+    card = (output / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    assert "base_model" not in card  # the target is a folder of this machine
+    assert f"| 4 | {facts['curve'][1]['loss']:.3f} |" in card
+    assert str(tmp_path) not in card + json.dumps(facts)
+    assert str(folder) not in card + json.dumps(facts)
+
+    drafter = DFlashDraftModel.from_pretrained(output, dtype=torch.float32).eval()
+    assert drafter.config.architectures == ["DFlashDraftModel"]
+    target = make_target()
+    prompt = torch.tensor([[5, 6, 7]])
+    ours = drafter.spec_generate(prompt, target=target, max_new_tokens=12, temperature=0.0)
+    assert torch.equal(ours, target.generate(prompt, max_new_tokens=12, do_sample=False))
+
+
+def test_a_yaml_file_says_the_same_as_flags_which_win_over_it(run: Any, folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "recipe.yaml"
+    lines = [
+        f"target: {folder / 'target'}",
+        f"data: {folder / 'data.jsonl'}",
+        f"output: {tmp_path / 'from-file'}",
+        *(f"{name.replace('_', '-')}: {value}" for name, value in TINY.items()),
+        "learning-rate: 1e-3",
+        "seed: 9",
+        "target-layer-ids: [0, 2]",
+    ]
+    config.write_text("\n".join(lines))
+    assert run("--config", config, "--seed", 3, named=False)[0] == 0
+    written = json.loads((tmp_path / "from-file" / "training.json").read_text())["settings"]
+    assert (written["learning_rate"], written["seed"], written["mixed_precision"]) == (1e-3, 3, "no")
+    assert (
+        run("--output", tmp_path / "flags", *flags(**TINY, learning_rate=1e-3, target_layer_ids="0,2", seed=3))[0] == 0
+    )
+    same = json.loads((tmp_path / "flags" / "training.json").read_text())
+    assert same["settings"] == written
+    assert DFlashDraftModel.from_pretrained(tmp_path / "flags").config.target_layer_ids == [0, 2]
+
+
+def test_every_setting_is_a_flag_with_its_help(run: Any) -> None:
+    _, out, _ = run("--help", named=False)
+    words = " ".join(out.replace("│", " ").split())
+    for one in fields(TrainingSettings):
+        assert f"--{one.name.replace('_', '-')}"[:20] in words
+        assert one.metadata["help"].split(". ")[0][:30] in words
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path: Path) -> None:
+    status, out, _ = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 40}), "--dry-run")
+    assert status == 0
+    assert "steps     40 (" in out
+    assert re.search(r"18 sequences, 342 tokens an epoch, 288 supervised; 2 held-out prompts", out)
+    assert re.search(r"memory    about \d+.*estimated from shapes", out)
+    assert re.search(r"time      about \d+ s: \d+\.\d\d s a step, mean of 3 measured steps", out)
+    assert list(tmp_path.iterdir()) == []
+    words = flags(**TINY | {"steps": 2}, features=tmp_path / "features")
+    out = run("--output", tmp_path / "drafter", *words, "--dry-run")[1]
+    assert re.search(r"features  \d+ KiB in .*features, written once", out)
+    assert list(tmp_path.iterdir()) == []
+    assert "not measured" in run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}), "--dry-run")[1]
+
+
+def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import signal
+
+    from dflash.commands import train as command
+
+    monkeypatch.setattr(command, "_print_point", lambda point: os.kill(os.getpid(), signal.SIGTERM))
+    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY))
+    assert status == 128 + signal.SIGTERM
+    assert "Stopped behind step 3: go on with the same command and --resume." in err
+    monkeypatch.undo()
+    assert (tmp_path / "drafter.state").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--output is missing"),
+        (["--output", "OUT", "--config", "/nowhere.yaml"], "is no file"),
+        (["--output", "OUT", "--num-taps", "0"], "num_taps=0: give 1 or more"),
+        (["--output", "OUT", "--target-layer-ids", "1,a"], "is no list of numbers: write it as 1,9,17"),
+        (["--output", "OUT", "--target-layer-ids", "1,3"], "reaches the last of 4 target layers"),
+        (["--output", "OUT", "--num-taps", "2", "--target-layer-ids", "1"], "give the number or the layers"),
+        (["--output", "OUT", "--mask-token-id", "40"], "Sequence 1 holds the mask token (40, at position"),
+        (["--output", "OUT", "--mask-token-id", "400"], "outside the vocabulary of 96"),
+        (["--output", "OUT", "--log-with", "nothing"], "log_with='nothing' is not one of the trackers installed here"),
+        (["--output", "OUT", "--init", "/nowhere"], "/nowhere"),
+        (["--output", "OUT", "--warmup-ratio", "2"], "warmup_ratio=2.0: give a share"),
+        (["--output", "OUT", "--learning-rate", "0"], "learning_rate=0.0: give a number above 0"),
+        (["--output", "OUT", "--max-length", "4"], "is as long as a block of 16"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], said: str) -> None:
+    given = [str(tmp_path / "drafter") if word == "OUT" else word for word in words]
+    status, _, err = run(*given, *(flags(steps=1, held_out=1) if len(words) > 1 else []))
+    assert status == 1
+    assert said in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"steps": "many"}, "steps='many' is not a whole number"),
+        ({"steps": True}, "steps=True is not a whole number"),
+        ({"loss": "mse"}, "loss='mse' is not one of ce, argmax"),
+        ({"compile": "yes"}, "compile='yes' is not true or false"),
+        ({"target_layer_ids": [1, "2"]}, "is not a list of numbers"),
+        ({"gamma": float("nan")}, "gamma=nan: give a number above 0"),
+    ],
+)
+def test_settings_refuse_values_of_another_kind(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TrainingSettings(**values)
+
+
+def test_yaml_that_is_none_is_refused(tmp_path: Path, run: Any) -> None:
+    path = tmp_path / "x.yaml"
+    for text, said in (("a: [", "is not YAML"), ("- 1", "holds no settings"), ("stepz: 3", "holds stepz")):
+        path.write_text(text)
+        status, _, err = run("--config", path, named=False)
+        assert (status, said in err) == (1, True)
+    path.write_text("mixed_precision: no\nlearning-rate: 6e-4\n")
+    settings = TrainingSettings(**read_yaml(path))
+    assert (settings.mixed_precision, settings.learning_rate) == ("no", 6e-4)
+
+
+def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: Path, tmp_path: Path) -> None:
+    """The paper's table 4: an existing drafter, fine-tuned on sequences longer than those it was trained on."""
+    first, second = tmp_path / "short-DFlash", tmp_path / "long-DFlash"
+    assert run("--output", first, *flags(**TINY | {"max_length": 12}))[0] == 0
+    trained = DFlashDraftModel.from_pretrained(first, dtype=torch.float32)
+    begun = make_drafter(make_target(), make_tokenizer(), TrainingSettings(init=str(first), sliding_window=64))
+    assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in begun.state_dict().items())
+    rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *list(range(30, 44)) * 12, 8]} for i in range(12)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
+    longer = {"steps": 24, "eval_every": 8, "learning_rate": 5e-3, "max_length": 160, "batch_tokens": 512}
+    asked = flags(**kept | longer | {"init": first, "sliding_window": 64, "eval_new_tokens": 40})
+    assert run("--data", tmp_path / "long.jsonl", "--output", second, *asked)[0] == 0
+    facts = json.loads((second / "training.json").read_text())
+    assert facts["data"]["tokens"] == 160 * facts["data"]["examples"]
+    assert facts["settings"]["init"] == "short-DFlash"
+    losses = [point["loss"] for point in facts["curve"]]
+    assert losses[2] < losses[1] < losses[0]
+    assert losses[2] < 0.9 * losses[0]
+    config = DFlashDraftModel.from_pretrained(second).config
+    assert (config.layer_types, config.sliding_window, config.block_size) == (["sliding_attention"], 64, 4)
+    status, _, err = run("--output", tmp_path / "other", *flags(**TINY, init=first))
+    assert status == 1
+    assert "has weights of its own shape: leave out num_hidden_layers" in err
+
+
+def test_a_shallow_target_gives_as_many_taps_as_it_has() -> None:
+    assert spread_taps(36) == [1, 9, 17, 25, 33]  # the paper's
+    assert spread_taps(8) == [1, 2, 3, 4, 5]
+    assert spread_taps(5) == [0, 1, 2, 3]
+    assert spread_taps(5, 3) == [0, 2, 3]
+    assert spread_taps(2) == [0]
+    for layers in range(2, 70):
+        for taps in range(1, 9):
+            found = spread_taps(layers, taps)
+            assert len(found) == min(taps, layers - 1)
+            assert found == sorted(set(found))
+            assert found[-1] < layers - 1
+
+
+def test_shape_flags_reach_the_drafter() -> None:
+    drafter = new_drafter(
+        make_target(), mask_token_id=95, num_hidden_layers=3, block_size=5, sliding_window=7, is_causal=False
+    )
+    config = drafter.config
+    assert config.layer_types == ["sliding_attention"] * 3
+    assert [config.layer_window(layer) for layer in range(3)] == [7] * 3
+    assert not any(config.is_layer_causal(layer) for layer in range(3))
+    plain = new_drafter(make_target(), mask_token_id=95, is_causal=True).config
+    assert plain.layer_types == ["full_attention"] * 5
+    assert plain.is_layer_causal(0)
+
+
+def test_mask_token_is_one_that_text_does_not_hold() -> None:
+    class Spelled:
+        eos_token_id, pad_token_id, mask_token_id, unk_token_id = 1, 0, None, 2
+
+        def __init__(self, **vocabulary: int) -> None:
+            self.vocabulary = vocabulary
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocabulary
+
+    assert find_mask_token(Spelled(a=5), vocab_size=10) == 6  # the first unused row
+    assert find_mask_token(Spelled(a=9), vocab_size=10) == 2
+    assert find_mask_token(Spelled(**{"<|MASK|>": 4, "a": 5}), vocab_size=10) == 4
+    Spelled.unk_token_id = 1
+    with pytest.raises(ValueError, match="give mask_token_id"):
+        find_mask_token(Spelled(a=9), vocab_size=10)
+
+
+def test_held_out_sequences_are_not_trained_on() -> None:
+    from dflash.training import with_response
+
+    data = [with_response([5, i + 6], [7, 8, 9]) for i in range(40)]
+    kept, prompts = hold_out(data, 3, seed=0)
+    assert len(kept) == 37
+    assert all(example.prompt_ids not in prompts for example in kept)
+    assert hold_out(data, 3, seed=0)[1] == prompts != hold_out(data, 3, seed=1)[1]
+    assert len(hold_out(data, 30, seed=0)[1]) == 4  # a tenth at most
+    assert prompt_of(with_response([], list(range(30)))) == list(range(8))
+
+
+def test_the_same_from_python(folder: Path, tmp_path: Path) -> None:
+    record = train_drafter(
+        folder / "target", folder / "data.jsonl", tmp_path / "drafter", TrainingSettings(**TINY), show_progress=False
+    )
+    assert record.curve[-1]["step"] == 4
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text())["target_name"] == "target"
+
+
+def test_a_tracker_gets_loss_rate_and_acceptance(run: Any, tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    status, *_ = run("--output", tmp_path / "drafter", *flags(**TINY, log_with="tensorboard", log_every=1))
+    assert status == 0
+    (events,) = (tmp_path / "drafter.logs").rglob("events.out.tfevents.*.0")
+    found = reading.EventAccumulator(str(events.parent))
+    found.Reload()
+    scalars = {name: [event.step for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    assert scalars["train/loss"] == scalars["train/learning_rate"] == [1, 2, 3, 4]
+    assert scalars["eval/tau"] == scalars["eval/accuracy_1"] == scalars["eval/accepted_per_block"] == [2, 4]

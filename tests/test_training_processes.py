@@ -1,0 +1,185 @@
+"""What decides what is learned is the batch: not the number of processes, nor of parts, nor who holds which weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_training_resume import SETTINGS, examples, run, written
+from tiny_models import MASK_TOKEN_ID, make_target
+from torch import distributed, multiprocessing
+
+from dflash.training import Trainer, TrainingRecord, TrainingSettings, new_drafter
+from dflash.training.batches import epoch_batches
+from dflash.training.state import state_folder
+
+
+# An epoch of batches of three sequences, and a last one of which the second process has none.
+SHORT = replace(SETTINGS, steps=5, batch_tokens=96, eval_every=2, save_every=2)
+
+
+def short(output: Path, settings: TrainingSettings = SHORT, **arguments: Any) -> TrainingRecord:
+    return run(output, settings, data=examples(13), **arguments)
+
+
+def test_the_data_leaves_a_process_without_a_row() -> None:
+    batches = epoch_batches(examples(13), 0, num_anchors=4, batch_tokens=96, pad_token_id=0, seed=0)
+    assert sorted(len(batch.input_ids) for batch in batches) == [1, 3, 3, 3, 3]
+
+
+def in_two_processes(work: Callable[[int, Path], None], folder: Path) -> None:
+    multiprocessing.spawn(_join, args=(work, folder), nprocs=2)
+
+
+def _join(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
+    # What `torchrun` would set; accelerate reads it.
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"OMP_NUM_THREADS": "1"}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=90)  # processes that no longer agree wait for each other
+    meeting = f"file://{folder / 'meeting'}"
+    distributed.init_process_group("gloo", init_method=meeting, timeout=limit, rank=rank, world_size=2)
+    work(rank, folder)
+    distributed.destroy_process_group()
+
+
+def sharded_and_stopped(rank: int, folder: Path) -> None:
+    """Runs with both models in pieces; then whole, but stopped by a signal to the second process, and resumed."""
+    short(folder / "sharded", replace(SHORT, shard=True, shard_target=True, gradient_accumulation_steps=2))
+    output = folder / "stopped"
+    if rank == 1:  # `on_point` is the first process's, so the signal comes with a measurement of its own
+        from dflash.training import trainer
+
+        measure = trainer.measure_acceptance
+
+        def signalling(*arguments: Any) -> Any:
+            trainer.measure_acceptance = measure
+            os.kill(os.getpid(), signal.SIGTERM)
+            return measure(*arguments)
+
+        trainer.measure_acceptance = signalling
+    record = short(output, SHORT)
+    assert record.stopped_at == 3
+    short(output, SHORT, resume=True)
+    short(folder / "unstopped", SHORT)
+    norms = {name: gradient_norms(shard=name == "sharded") for name in ("sharded", "unstopped")}
+    if rank == 0:
+        (folder / "norms.json").write_text(json.dumps(norms))
+
+
+def gradient_norms(**changes: Any) -> list[float]:
+    """Those of the first steps: AdamW and clipping would hide a wrong factor from the curve."""
+    torch.manual_seed(3)
+    target = make_target()
+    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4)
+    trainer = Trainer(drafter, target, examples(13), replace(SHORT, max_grad_norm=1e9, **changes))
+    return [trainer.step().gradient_norm for _ in range(5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process writes, and what two do."""
+    folder = tmp_path_factory.mktemp("processes")
+    in_two_processes(sharded_and_stopped, folder)
+    short(folder / "alone", SHORT)
+    return folder
+
+
+def curves(folder: Path, *names: str) -> list[list[dict[str, Any]]]:
+    return [json.loads((folder / name / "training.json").read_text())["curve"] for name in names]
+
+
+@pytest.mark.parametrize("name", ["sharded", "unstopped"])
+def test_two_processes_learn_what_one_learns(folder: Path, name: str) -> None:
+    """FSDP2 over drafter and target, and plain data parallelism: the same curve, the same checkpoint."""
+    alone, together = curves(folder, "alone", name)
+    for one, other in zip(alone, together, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["accepted_per_block"] == pytest.approx(one["accepted_per_block"])
+        assert other["tau"] == one["tau"]
+    weights, wanted = (load_file(folder / which / "model.safetensors") for which in (name, "alone"))
+    assert weights.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(weights[key].float(), tensor.float(), rtol=1e-2, atol=1e-3, msg=key)  # bf16
+    assert (folder / name / "config.json").read_text() == (folder / "alone" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["sharded", "unstopped"])
+def test_gradients_are_those_of_the_mean_over_all_processes(folder: Path, name: str) -> None:
+    norms = json.loads((folder / "norms.json").read_text())[name]
+    assert norms == pytest.approx(gradient_norms(), rel=1e-4)
+    assert norms == pytest.approx(gradient_norms(gradient_accumulation_steps=2), rel=1e-4)
+
+
+def test_two_processes_stopped_by_a_signal_to_one_go_on_bit_for_bit(folder: Path) -> None:
+    assert written(folder / "stopped") == written(folder / "unstopped")
+    assert not state_folder(folder / "stopped").exists()
+
+
+@pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}])
+def test_less_memory_learns_the_same(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    record = short(tmp_path / "other", replace(SHORT, **changes))
+    (alone,) = curves(folder, "alone")
+    assert [point["loss"] for point in record.curve] == pytest.approx([point["loss"] for point in alone], rel=1e-5)
+    assert [point["tau"] for point in record.curve] == [point["tau"] for point in alone]
+
+
+def test_gradient_checkpointing_computes_the_layers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash import modeling_dflash
+
+    calls: list[bool] = []
+    forward = modeling_dflash.DFlashAttn.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_dflash.DFlashAttn, "forward", counted)
+    one_step = replace(SHORT, steps=1, eval_every=5)
+    short(tmp_path / "plain", one_step)
+    plain = calls.count(True)
+    calls.clear()
+    short(tmp_path / "again", replace(one_step, gradient_checkpointing=True))
+    assert calls.count(True) > plain
+
+
+def test_a_compiled_forward_trains_and_decoding_stays_eager(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    eager = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or eager(module))
+    record = short(tmp_path / "compiled", replace(SHORT, compile=True))
+    assert len(compiled) == 1
+    (alone,) = curves(folder, "alone")
+    assert [point["loss"] for point in record.curve] == pytest.approx([point["loss"] for point in alone], rel=1e-5)
+
+
+def test_bf16_computes_over_fp32_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash.training import trainer
+
+    seen: list[torch.dtype] = []
+
+    class Watching(trainer.DrafterLoss):
+        def __call__(self, *arguments: Any) -> Any:
+            loss, counts = super().__call__(*arguments)
+            seen.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+            assert {parameter.dtype for parameter in self.drafter.parameters()} == {torch.float32}
+            return loss, counts
+
+    monkeypatch.setattr(trainer, "DrafterLoss", Watching)
+    record = short(tmp_path / "bf16", replace(SHORT, mixed_precision="bf16"))
+    assert set(seen) == {torch.bfloat16}
+    (alone,) = curves(folder, "alone")
+    assert [point["loss"] for point in record.curve] == pytest.approx([point["loss"] for point in alone], rel=0.05)
+    assert record.curve[0]["loss"] != alone[0]["loss"]

@@ -1,0 +1,254 @@
+"""A run that ends early: killed, asked to stop, out of room, or resumed with something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MASK_TOKEN_ID, PAD_TOKEN_ID, make_target
+
+from dflash import DFlashDraftModel
+from dflash.training import Example, TrainingRecord, TrainingSettings, new_drafter, train, with_response
+from dflash.training import state as training_state
+from dflash.training.state import clear_leftovers, state_folder
+
+
+SETTINGS = TrainingSettings(
+    steps=24,
+    num_anchors=4,
+    batch_tokens=128,
+    mixed_precision="no",
+    learning_rate=5e-3,
+    eval_every=7,
+    eval_new_tokens=12,
+    save_every=3,
+)
+
+
+def examples(count: int = 12) -> list[Example]:
+    rng = random.Random(0)
+    low, high = PAD_TOKEN_ID + 1, MASK_TOKEN_ID
+    return [
+        with_response(
+            [rng.randrange(low, high) for _ in range(4)],
+            [rng.randrange(low, high) for _ in range(rng.randrange(8, 28))],
+        )
+        for _ in range(count)
+    ]
+
+
+def run(output: Path, settings: TrainingSettings = SETTINGS, **arguments: Any) -> TrainingRecord:
+    target = make_target()
+    torch.manual_seed(3)
+    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4)
+    data = arguments.pop("data", examples())
+    prompts = [example.prompt_ids for example in data[:3]]
+    return train(drafter, target, data, prompts, settings, output, show_progress=False, **arguments)
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """A checkpoint byte for byte, but for its name in the card."""
+    return {
+        path.name: path.read_bytes().replace(folder.name.encode(), b"NAME")
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix != ".py"
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], TrainingRecord]:
+    """What the run writes and returns if nothing happens to it."""
+    folder = tmp_path_factory.mktemp("unbroken") / "drafter"
+    record = run(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["drafter"]  # no training state once it is complete
+    return written(folder), record
+
+
+def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+) -> None:
+    """A real SIGKILL, which may fall into any write. Weights, curve, choice of the best checkpoint: bit for bit."""
+    output = tmp_path / "drafter"
+    process = subprocess.Popen([sys.executable, __file__, str(output)], cwd=Path(__file__).parent)
+    state = state_folder(output) / "state.json"
+    while not state.exists() and process.poll() is None:
+        time.sleep(0.005)
+    delay = random.SystemRandom().uniform(0.0, 0.25)
+    time.sleep(delay)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
+    clear_leftovers(state_folder(output))
+    step = json.loads(state.read_text())["step"]
+    assert 0 < step < SETTINGS.steps
+    record = run(output, resume=True)
+    assert written(output) == unbroken[0], f"killed {delay:.3f} s after the first state, resumed from step {step}"
+    assert record.curve == unbroken[1].curve
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_behind_its_step_with_the_state_saved(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, number: int
+) -> None:
+    output = tmp_path / "drafter"
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    record = run(output, on_point=lambda point: os.kill(os.getpid(), number) if point["step"] == 14 else None)
+    assert (record.stopped_at, record.signal) == (15, number)
+    assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
+    assert {one: signal.getsignal(one) for one in handlers} == handlers
+    record = run(output, resume=True)
+    assert record.stopped_at is None
+    assert written(output) == unbroken[0]
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    def interrupt_twice(point: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "drafter", on_point=interrupt_twice)
+
+
+def stopped(output: Path, step: int = 14) -> None:
+    """A run that was asked to stop."""
+    run(output, on_point=lambda point: os.kill(os.getpid(), signal.SIGTERM) if point["step"] == step else None)
+
+
+def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) -> None:
+    output = tmp_path / "drafter"
+    stopped(output, step=7)
+    before = written(output)
+    with pytest.raises(ValueError, match=r"holds another run: pass resume \(--resume\)"):
+        run(output)
+    assert written(output) == before
+    with pytest.raises(ValueError, match="both given"):
+        run(output, resume=True, overwrite=True)
+    short = replace(SETTINGS, steps=1)
+    run(output, short, overwrite=True)
+    assert json.loads((output / "training.json").read_text())["settings"]["steps"] == 1
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run(output, short, resume=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "text.md").write_text("mine")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        run(tmp_path / "notes", overwrite=True)
+    assert (tmp_path / "notes" / "text.md").read_text() == "mine"
+
+
+def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path) -> None:
+    output = tmp_path / "drafter"
+    stopped(output, step=7)
+    with pytest.raises(ValueError, match=r"seed: 0, now 4; learning_rate: 0\.005, now 0\.001"):
+        run(output, replace(SETTINGS, learning_rate=1e-3, seed=4), resume=True)
+    with pytest.raises(ValueError, match=r"data: [0-9a-f]{16}, now [0-9a-f]{16}; held_out"):
+        run(output, data=examples(11)[::-1], resume=True)
+    record = run(output, replace(SETTINGS, save_every=50, license="mit"), resume=True)  # these change nothing learned
+    assert record.curve[-1]["step"] == SETTINGS.steps
+
+
+def test_resume_without_a_state_begins(unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path) -> None:
+    """So that one command can be given to a queue that starts it again and again."""
+    run(tmp_path / "drafter", resume=True)
+    assert written(tmp_path / "drafter") == unbroken[0]
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """Every write beyond `size` bytes of a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("what", ["training state", "checkpoint"])
+def test_a_full_disk_leaves_the_older_state_and_checkpoint(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, what: str
+) -> None:
+    output = tmp_path / "drafter"
+    stopped(output)
+    before = written(output), (state_folder(output) / "state.pt").read_bytes()
+    settings = replace(SETTINGS, save_every=1000) if what == "checkpoint" else SETTINGS
+    if what == "checkpoint":  # any later measurement is a better one
+        facts = json.loads((state_folder(output) / "state.json").read_text())
+        facts["record"]["best_tau"] = 0.0
+        (state_folder(output) / "state.json").write_text(json.dumps(facts))
+    with (
+        no_file_larger_than(2000),
+        pytest.raises(OSError, match=rf"{what} .* cannot be written .*the older one stands: make room"),
+    ):
+        run(output, settings, resume=True)
+    assert (written(output), (state_folder(output) / "state.pt").read_bytes()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "drafter.state"]
+    run(output, resume=True)
+    if what == "training state":
+        assert written(output) == unbroken[0]
+
+
+@pytest.mark.parametrize("moment", ["between the renames", "before them"])
+def test_a_kill_while_the_state_is_replaced_loses_none(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, moment: str
+) -> None:
+    output = tmp_path / "drafter"
+    stopped(output, step=7)
+    folder = state_folder(output)
+    partial = folder.with_name(f".{folder.name}.partial-77")
+    partial.mkdir()
+    (partial / "state.pt").write_bytes(b"half")
+    if moment == "between the renames":
+        folder.rename(folder.with_name(f".{folder.name}.replaced-77"))
+    run(output, resume=True)
+    assert written(output) == unbroken[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_loss_that_is_not_a_number_leaves_state_and_checkpoint_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash.training import trainer
+
+    output = tmp_path / "drafter"
+    forward: Callable[..., Any] = DFlashDraftModel.forward
+    calls: list[int] = []
+
+    def failing(self: DFlashDraftModel, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        if self.training:
+            calls.append(1)
+            if len(calls) == 17:
+                result.last_hidden_state = result.last_hidden_state * float("nan")
+        return result
+
+    monkeypatch.setattr(trainer.DFlashDraftModel, "forward", failing)
+    with pytest.raises(
+        FloatingPointError, match=r"loss of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
+    ):
+        run(output)
+    assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
+    weights = training_state.read_tensors(state_folder(output))["drafter"]
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    saved = DFlashDraftModel.from_pretrained(output)
+    assert all(parameter.isfinite().all() for parameter in saved.parameters())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))
