@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from .commands.canary import canary
+from .commands.bench import bench
 from .commands.common import (
     Dtype,
     Pair,
@@ -27,6 +29,11 @@ from .commands.common import (
     torch_dtype,
     version,
 )
+from .commands.eval import evaluate
+from .commands.publish import publish
+from .commands.regenerate import regenerate
+from .commands.report import report
+from .commands.train import train, with_flags
 from .distributions import import_name_clash
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, number, progress_bar
 
@@ -221,6 +228,15 @@ def serve(
     print(plan.script(), flush=True)
     if not only_print:
         run(plan, engine.value)
+
+
+app.command()(bench)
+app.command()(publish)
+app.command()(regenerate)
+app.command()(report)
+app.command("eval")(evaluate)
+app.command()(canary)
+app.command()(with_flags(train))
 
 
 def main() -> None:

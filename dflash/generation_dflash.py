@@ -113,8 +113,8 @@ def generate_blocks(
             - `temperature`: 0 decodes greedily; above 0 samples. Default: the target's generation config decides.
             - `do_sample`: as in `generate`. Default: whether `temperature` is above 0, else the target's config.
             - `stop_token_ids`: ids that end the text, [] for none. Default: `eos_token_id` of the target's generation config.
-            - `generator`: source of the sampling noise. With "match" the text depends on its seed alone, not on the
-              block size.
+            - `generator`: source of the sampling noise, or one for each prompt. With "match" the text depends on its seed
+              alone, not on the block size.
             - `block_size`: tokens in a block, anchor included, if fewer than the drafter was trained for.
             - `verification`: "match", "rejection" or "block" (see `verification_dflash`), or "auto": "match" for
               drafters that propose one token per row, "block" for those that draw.
@@ -152,7 +152,7 @@ def _through_generate(
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     stopping_criteria: Any = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Checks the request, says it in `generate`'s words, and lets `generate` prepare it for `decode`."""
@@ -215,7 +215,7 @@ def custom_generate(
     compile: bool | str = "auto",
     num_looked_up: int | None = None,
     ngram_size: int = 3,
-    noise_generator: torch.Generator | None = None,
+    noise_generator: torch.Generator | list[torch.Generator] | None = None,
     token_streamer: Any = None,
     as_blocks: bool = False,
     **model_kwargs: Any,

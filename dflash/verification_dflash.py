@@ -20,6 +20,7 @@ For a q that is one token (the argmax that DFlash drafters of version 1 propose)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,12 +39,20 @@ class PositionNoise:
     """One uniform number per row and position of the new text, the same for the same seed however text is drafted.
 
     Every row has its own stream on the CPU, seeded from `generator` (or torch's global one): row r's noise depends on
-    the generator's state and on r alone, wherever the models run and in any batch.
+    the generator's state and on r alone, wherever the models run and in any batch. A list holds a generator for each
+    row, which then reads as it would alone.
     """
 
-    def __init__(self, batch_size: int, generator: torch.Generator | None = None) -> None:
-        device = "cpu" if generator is None else generator.device
-        seeds = torch.randint(2**63 - 1, (batch_size,), generator=generator, device=device)
+    def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
+        if isinstance(generator, Sequence):
+            if len(generator) != batch_size:
+                raise ValueError(
+                    f"{len(generator)} generators for {batch_size} rows: pass one for each, or one for all."
+                )
+            seeds = torch.cat([torch.randint(2**63 - 1, (1,), generator=g, device=g.device).cpu() for g in generator])
+        else:
+            device = "cpu" if generator is None else generator.device
+            seeds = torch.randint(2**63 - 1, (batch_size,), generator=generator, device=device)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
         self._drawn = [torch.empty(0, dtype=torch.float64)] * batch_size
         # Rules that draw per step and not per position must not meet a number again that decided something before.

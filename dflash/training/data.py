@@ -74,19 +74,22 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
         ValueError: for a row of another form, or a chat template that does not mark what the assistant says.
     """
     if "response_ids" in row:
-        return with_response(row["prompt_ids"], row["response_ids"])
+        return with_response(row["prompt_ids"], row["response_ids"], row.get("response_mask"))
     if "completion" in row:
         return _encode_completion(row["prompt"], row["completion"], tokenizer, template_kwargs)
     if "messages" in row:
         return _encode_chat(row["messages"], tokenizer, template_kwargs)
     if "conversations" in row:
-        turns = [{"role": turn["from"], "content": turn["value"]} for turn in row["conversations"]]
-        turns = [turn | {"role": SHAREGPT_ROLES.get(turn["role"], turn["role"])} for turn in turns]
-        return _encode_chat(turns, tokenizer, template_kwargs)
+        return _encode_chat(sharegpt_messages(row["conversations"]), tokenizer, template_kwargs)
     if isinstance(row.get("text"), str):
         input_ids = [*tokenizer(row["text"])["input_ids"], *_end(tokenizer)]
         return Example(input_ids, [0, *[1] * (len(input_ids) - 1)][: len(input_ids)])
     raise ValueError(f"A row with the columns {sorted(row)} cannot be trained on: give {FORMS}.")
+
+
+def sharegpt_messages(turns: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+    """ShareGPT's turns as chat messages."""
+    return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
 
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
@@ -148,9 +151,12 @@ def _end(tokenizer: Any) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def with_response(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Example:
-    """A prompt and a supervised response behind it."""
-    return Example([*prompt_ids, *response_ids], [0] * len(prompt_ids) + [1] * len(response_ids))
+def with_response(
+    prompt_ids: Sequence[int], response_ids: Sequence[int], response_mask: Sequence[int] | None = None
+) -> Example:
+    """A prompt and a response behind it, supervised where `response_mask` is 1, all of it without one."""
+    loss_mask = [1] * len(response_ids) if response_mask is None else response_mask
+    return Example([*prompt_ids, *response_ids], [*[0] * len(prompt_ids), *loss_mask])
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
@@ -190,7 +196,7 @@ def load_examples(
         FileNotFoundError: for a file or data set that does not exist.
     """
     name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "the data"
-    rows = _read_rows(name, split) if isinstance(source, (str, os.PathLike)) else source
+    rows = read_rows(name, split) if isinstance(source, (str, os.PathLike)) else source
     examples = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -208,7 +214,8 @@ def load_examples(
     return examples
 
 
-def _read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+def read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:
+    """The rows of a source by its name, as [`load_examples`] takes it."""
     path = Path(source).expanduser()
     if path.suffix in (".jsonl", ".json") and path.is_file():
         return _read_json_lines(path)
