@@ -18,6 +18,16 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+# Keys come in multiples of this, or of a quarter of the power of two below them.
+SMALLEST_BUCKET = 256
+
+
+def bucket(length: int) -> int:
+    """The number of keys to compute with where `length` are in use: at most a quarter more, from 1024 on."""
+    step = max(SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step
+
+
 class PreallocatedLayer(CacheLayerMixin):
     """Storage [B, G, capacity, E] of one layer, of which the first `length` positions are in use."""
 
@@ -164,6 +174,12 @@ class PreallocatedCache(Cache):
             for layer in self._storage():
                 layer.length -= counts[0]
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it was filled in inference mode and that is over: torch then lets nobody write into it."""
+        is_written = any(layer.keys.is_inference() for layer in self._storage() if layer.is_initialized)
+        return is_written and not torch.is_inference_mode_enabled()
+
     def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of all layers, each with room for `capacity` positions at least."""
         for layer in self._storage():
@@ -181,6 +197,8 @@ class PreallocatedCache(Cache):
         """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
         start = self.get_seq_length() - width
         for layer in self._storage():
+            if not layer.is_initialized:  # it reads another layer's
+                continue
             index = torch.tensor([start + column for column in columns], device=layer.keys.device)
             kept = slice(start, start + len(columns))
             layer.keys[:, :, kept] = layer.keys.index_select(2, index)

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .cache_dflash import PreallocatedCache
+from .cache_dflash import PreallocatedCache, bucket
 from .masks_dflash import additive_mask, decoding_visibility, tree_visibility
 
 
@@ -30,21 +30,12 @@ logger = logging.get_logger(__name__)
 # Verify steps that a pair runs eagerly under compile="auto" before it is compiled: whatever runs that long runs on.
 AUTO_STEPS = 2048
 
-# Keys come in multiples of this, or of a quarter of the power of two below them.
-SMALLEST_BUCKET = 256
-
 # What torch.compile hands the graphs to.
 BACKEND = "inductor"
 
 # How far logits and features of compiled forwards may be from eager ones, relative to the largest.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 5e-2
-
-
-def bucket(length: int) -> int:
-    """The number of keys to compute with where `length` are in use: at most a quarter more, from 1024 on."""
-    step = max(SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // 8)
-    return -(-length // step) * step
 
 
 class _Bucket(CacheLayerMixin):
@@ -350,6 +341,8 @@ def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
     others = set(types) - {"full_attention", "sliding_attention"}
     if others:
         return f"{name} has layers of type {', '.join(sorted(others))}"
+    if getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+        return f"{name} has layers that read the keys of others"
     for model in (target, drafter):
         implementation = model.config._attn_implementation
         if implementation not in ("sdpa", "eager"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache_dflash import PreallocatedCache
+from .cache_dflash import PreallocatedCache, bucket
 from .target_dflash import TappedTarget
 
 
@@ -105,12 +105,13 @@ class Conversation:
         At least one token is left to run: its forward chooses the first new one.
         """
         self.num_reused = self._count_held(token_ids) if len(token_ids) == 1 else 0
-        if self.num_reused:  # a target with linear layers can go on from its last position alone
-            self.num_reused = self.target_cache.reusable(self.num_reused)
         if self.num_reused:
             self._forget_behind(self.num_reused)
         else:
-            capacity = token_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + tapped.drafter.config.block_size
+            # Room for the last block's padding too, so that nothing is moved in mid-text.
+            capacity = bucket(
+                token_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + 2 * tapped.drafter.config.block_size
+            )
             self.target_cache = tapped.new_cache(capacity, len(token_ids))
             self.draft_cache = PreallocatedCache(tapped.drafter.config.num_hidden_layers, capacity, len(token_ids))
             self._waiting, self._num_read = [], 0
@@ -121,6 +122,8 @@ class Conversation:
     def _count_held(self, token_ids: torch.Tensor) -> int:
         """How many tokens the prompt and the caches share, as far as the target's cache can go back."""
         wanted = token_ids[0, :-1].tolist()
+        if self.token_ids and self.target_cache.is_frozen:
+            return 0
         pairs = enumerate(zip(self.token_ids, wanted, strict=False))
         shared = next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(self.token_ids), len(wanted)))
         return self.target_cache.reusable(shared) if shared else 0

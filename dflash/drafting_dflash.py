@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .compilation_dflash import bucket
+from .cache_dflash import bucket
 from .conversation_dflash import Context, Conversation
 from .latency_dflash import LatencyCurve, measured_curve
 from .lookup_dflash import PromptLookup
@@ -85,9 +85,7 @@ class Proposer:
         found = self.lookup.propose(rows) if self.lookup is not None else {}
         if len(found) == len(rows):
             return Proposals(anchors.new_tensor(list(found.values())), looked_up=tuple(found)).first(num_wanted)
-        if self.is_adaptive and self._pacer is None:
-            self._pacer = Pacer(self.latency_curve or self._measure(anchors), len(rows))
-        if self._pacer is not None and not self._pacer.wants_draft():
+        if self._pacer is not None and not self._pacer.wants_draft(len(rows)):
             return nothing
         proposals = self._draft(rows, anchors, num_wanted)
         return proposals.with_lookups(found) if found else proposals
@@ -100,9 +98,10 @@ class Proposer:
                 self.lookup.record(place in proposals.looked_up, count)
         if self._pacer is not None and not proposals.looked_up:
             self._pacer.record(proposals.token_ids.shape[1], sum(num_accepted))
-        self._num_steps += proposals.token_ids.shape[1] > 0
-        if self._num_steps == INACTIVE_STEPS and not self._num_accepted:
-            _warn_inactive(self.drafter, self.tapped.target)
+        if proposals.token_ids.shape[1]:
+            self._num_steps += 1
+            if self._num_steps == INACTIVE_STEPS and not self._num_accepted:
+                _warn_inactive(self.drafter, self.tapped.target)
 
     def _draft(self, rows: list[Row], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """What the drafter proposes behind the anchors: one forward, after which its cache holds context alone.
@@ -115,6 +114,10 @@ class Proposer:
             raise RuntimeError("The drafter has read all that the target computed: nothing stands before the anchor.")
         hidden_states = self._hidden_states(anchors, context)
         self.memory.mark_read()
+        if self.is_adaptive and self._pacer is None:  # the drafter's cache holds the text now, as in later steps
+            hidden_states = hidden_states.clone()  # a CUDA graph's output, which its next run overwrites
+            self._pacer = Pacer(self.latency_curve or self._measure(anchors), len(rows))
+            self._pacer.wants_draft(len(rows))
         proposing = hidden_states[:, 0 if self.drafter.config.sample_from_anchor else 1 :]
         count, proposing = proposing.shape[1], proposing[:, :num_wanted]
         if self.draft_tree:
@@ -142,10 +145,11 @@ class Proposer:
 
     def _whole_tree(self, proposing: torch.Tensor) -> DraftTree:
         compute_logits: Any = self.drafter.compute_logits
+        budget = self.draft_tree if self.max_draft_tokens is None else min(self.draft_tree, self.max_draft_tokens)
         logits = compute_logits(proposing, self.tapped.head)[0].float() / self.temperature  # [n, V]
-        best, token_ids = logits.log_softmax(dim=-1).topk(min(self.draft_tree, logits.shape[-1]), dim=-1)
+        best, token_ids = logits.log_softmax(dim=-1).topk(min(budget, logits.shape[-1]), dim=-1)
         best, token_ids = torch.stack([best.double(), token_ids.double()]).tolist()  # one synchronisation
-        return grow_tree(best, [list(map(int, row)) for row in token_ids], self.draft_tree)
+        return grow_tree(best, [list(map(int, row)) for row in token_ids], budget)
 
     def _hidden_states(self, anchors: torch.Tensor, context: Context) -> torch.Tensor:
         """The drafter's last hidden states [B, N, D] of the block; its cache holds the context then, and no block."""
@@ -216,7 +220,7 @@ class Proposer:
             memory.draft_cache.rollback([count] * num_rows)
             return tapped.head(hidden_states).argmax(dim=-1)
 
-        widest = self.draft_tree or self.block_size
+        widest = 1 + (self.draft_tree or self.block_size)
         widths = [width for width in (1, 2, 4, 8, 16, 32, 64, 128) if width < widest] + [widest]
         pair = tapped.compiled
         setting = (num_rows, bucket(length), self.block_size, pair is not None and pair.is_active, self.draft_tree)

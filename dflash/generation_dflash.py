@@ -31,6 +31,7 @@ from .validation_dflash import (
     check_prepared,
     check_processors,
     check_request,
+    check_settings,
     check_tree,
     read_prompt,
     read_prompt_inputs,
@@ -232,7 +233,7 @@ def custom_generate(
         stopping_criteria: Made from the generation config.
         generation_config: Everything that was asked for.
         drafter: A `DFlashDraftModel` trained for `target`.
-        block_size: As in [`generate_blocks`], like the next seven.
+        block_size: As in [`generate_blocks`], like all down to `compile`.
         max_draft_tokens: Proposals per step at most.
         verification: One of "auto", "match", "rejection", "block".
         conversation: Caches to use and keep.
@@ -248,6 +249,7 @@ def custom_generate(
         model_kwargs: Holds the attention mask.
     """
     attention_mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
+    check_settings(drafter, block_size, verification, max_draft_tokens, draft_tree, compile, latency_curve)
     check_prepared(generation_config, attention_mask, num_rows, conversation)
     check_processors(logits_processor)
     check_batch(target, drafter, num_rows)
@@ -255,7 +257,8 @@ def custom_generate(
         raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
     noise = PositionNoise(num_rows, noise_generator) if generation_config.do_sample else None
     judge = Judge(logits_processor, num_rows, noise, verification)
-    prompt_inputs = read_prompt_inputs(target, model_kwargs, input_ids, conversation)
+    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
+    prompt_inputs = read_prompt_inputs(target, model_kwargs, input_ids, conversation, chunk_size)
     if draft_tree:
         check_tree(target, drafter, num_rows, verification, prompt_inputs)
     if latency_curve is not None:
@@ -265,6 +268,7 @@ def custom_generate(
     compiled = None if prompt_inputs else compiled_pair(target, drafter, compile)
     tapped = TappedTarget(target, drafter, prompt_inputs, compiled)
     max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
+    is_adaptive = adaptive or latency_curve is not None or draft_tree is True
     proposer = Proposer(
         drafter,
         tapped,
@@ -272,9 +276,10 @@ def custom_generate(
         block_size or drafter.config.block_size,
         max_draft_tokens,
         lookup=PromptLookup(num_looked_up, ngram_size) if num_looked_up is not None else None,
-        noise=noise if judge.takes_drawn_proposals else None,
+        # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
+        noise=noise if judge.takes_drawn_proposals and not is_adaptive else None,
         temperature=(generation_config.temperature or 1.0) if noise is not None else 1.0,
-        is_adaptive=adaptive or latency_curve is not None or draft_tree is True,
+        is_adaptive=is_adaptive,
         latency_curve=latency_curve,
         draft_tree=LARGEST_TREE if draft_tree is True else int(draft_tree),
     )
@@ -288,7 +293,7 @@ def custom_generate(
         attention_mask,
         max_new_tokens,
         frozenset(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}", False)),
-        getattr(generation_config, "prefill_chunk_size", None),
+        chunk_size,
     )
     blocks = _naming_what_to_lower(blocks)
     return blocks if as_blocks else _collect(blocks, input_ids, generation_config, token_streamer)

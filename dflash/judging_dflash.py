@@ -103,7 +103,7 @@ class Judge:
                 break
             columns.append(tree.children[column][token_ids[-1]])
         return Verdict(
-            num_accepted=torch.tensor([len(columns) - 1]),
+            num_accepted=row.prompt_ids.new_tensor([len(columns) - 1]),
             token_ids=row.prompt_ids.new_tensor([token_ids]),
             scores=(torch.stack(seen) if seen else scores[columns])[None],
             columns=columns,

@@ -54,8 +54,9 @@ class LatencyCurve:
                 f"A latency curve has the widths {list(self.widths)} for {len(self.verify_ms)} times: give one time for each "
                 "of rising widths from 1 on."
             )
-        if not all(ms > 0 for ms in (*self.verify_ms, self.draft_ms)):
-            raise ValueError(f"A latency curve holds {min(*self.verify_ms, self.draft_ms)} ms: measure it again.")
+        if not all(ms > 0 for ms in (*self.verify_ms, self.draft_ms)) or (self.tree_ms or 0.0) < 0:
+            shortest = min(*self.verify_ms, self.draft_ms, self.tree_ms or 0.0)
+            raise ValueError(f"A latency curve holds {shortest} ms: measure it again.")
 
     def verify(self, width: int) -> float:
         """Milliseconds of `width` columns: between two measured widths on the line through them, beyond on the last one."""
@@ -78,15 +79,12 @@ class LatencyCurve:
         """
         try:
             fields = json.loads(text)
-            return cls(
-                tuple(fields["widths"]),
-                tuple(fields["verify_ms"]),
-                float(fields["draft_ms"]),
-                dict(fields["machine"]),
-                fields["tree_ms"],
-            )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            widths, verify_ms = tuple(map(int, fields["widths"])), tuple(map(float, fields["verify_ms"]))
+            draft_ms, tree_ms = float(fields["draft_ms"]), fields["tree_ms"]
+            tree_ms, measured_on = None if tree_ms is None else float(tree_ms), dict(fields["machine"])
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"This is no latency curve ({error!r}): give what LatencyCurve.to_json wrote.") from error
+        return cls(widths, verify_ms, draft_ms, measured_on, tree_ms)
 
     def check(self, target: Any, drafter: Any, is_tree: bool) -> None:
         """Raises ValueError if it was measured on another machine or of another pair, or knows no trees."""

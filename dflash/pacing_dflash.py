@@ -54,8 +54,11 @@ class Pacer:
         """Accepted proposals over those that the drafter's confidence promised, of late."""
         return self._accepted / self._expected
 
-    def wants_draft(self) -> bool:
-        """Whether to draft in this step. While drafts do not pay, only now and then one is tried."""
+    def wants_draft(self, num_rows: int = 1) -> bool:
+        """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
+        if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
+            self._tokens *= num_rows / self.num_rows
+            self._advantage, self._left, self.num_rows = TRUST, 0, num_rows
         self._is_drafted, self._is_tree, self._promised = self._left == 0, False, 0.0
         self._left = max(0, self._left - 1)
         return self._is_drafted

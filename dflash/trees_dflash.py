@@ -83,6 +83,8 @@ def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence
     frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
     while frontier and len(tree.token_ids) < budget:
         cost, cost_of_parent, parent, position, rank = heapq.heappop(frontier)
+        if cost == math.inf:  # a token that the drafter cannot say
+            break
         tree.token_ids.append(token_ids[position][rank])
         tree.parents.append(parent)
         tree.probabilities.append(math.exp(-cost))

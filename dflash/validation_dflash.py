@@ -135,6 +135,11 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
             f"{name} has a prompt-learning adapter, whose virtual tokens only its own generate adds: merge or unload it."
         )
 
+    if target.training and getattr(target, "is_gradient_checkpointing", False):
+        raise ValueError(
+            f"{name} is being trained with gradient checkpointing, which keeps no cache: call its eval() first."
+        )
+
     own = drafter.config
     if own.hidden_size != config.hidden_size:
         raise ValueError(
@@ -260,12 +265,13 @@ def read_prompt_inputs(
     model_kwargs: Mapping[str, Any],
     input_ids: torch.Tensor,
     conversation: Any = None,
+    chunk_size: int | None = None,
 ) -> dict[str, Any]:
     """What a request holds for the prompt's forward beside ids and mask: images, and nothing for a text.
 
     Raises:
         ValueError: if there is something, and the target is not known to be exact behind it, or the prompt is not a
-            single one without padding and without a conversation.
+            single one without padding, without a conversation and in one piece.
     """
     inputs = {
         name: value
@@ -285,6 +291,8 @@ def read_prompt_inputs(
         raise ValueError(
             f"{named} came with {len(input_ids)} rows or with padding: pass one prompt at a time, unpadded."
         )
+    if chunk_size is not None:
+        raise ValueError(f"{named} came with prefill_chunk_size={chunk_size}: an image cannot be cut, leave it out.")
     if conversation is not None:
         raise ValueError(f"{named} came with a conversation, which knows token ids alone: leave the conversation out.")
     if model_kwargs.get("position_ids") is not None:  # of three axes, where an image has them
@@ -385,6 +393,37 @@ def pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple
     return input_ids, (torch.arange(width) >= width - lengths).long()
 
 
+def check_settings(
+    drafter: PreTrainedModel,
+    block_size: Any,
+    verification: Any,
+    max_draft_tokens: Any,
+    draft_tree: Any,
+    compile: Any,
+    latency_curve: Any,
+) -> None:
+    """Raises ValueError, with the value and the remedy, for a setting of the loop that has no meaning."""
+    if block_size is not None and not 2 <= block_size <= drafter.config.block_size:
+        raise ValueError(
+            f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
+        )
+    if verification not in VERIFICATIONS:
+        raise ValueError(f"verification={verification!r}: use one of {', '.join(VERIFICATIONS)}.")
+    most = max_draft_tokens
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise ValueError(
+            f"max_draft_tokens={most!r}: use a number of tokens from 0 (draft nothing) on, or leave it out."
+        )
+    if not isinstance(draft_tree, int) or draft_tree < 0:
+        raise ValueError(f"draft_tree={draft_tree!r}: use a number of nodes, or True for as many as pay.")
+    if compile not in (True, False, "auto"):
+        raise ValueError(f"compile={compile!r}: use True, False or 'auto'.")
+    if latency_curve is not None and not hasattr(latency_curve, "verify_ms"):
+        raise ValueError(
+            f"latency_curve is a {type(latency_curve).__name__}: pass what LatencyCurve.from_json returns."
+        )
+
+
 def check_request(
     target: PreTrainedModel,
     drafter: PreTrainedModel,
@@ -393,30 +432,6 @@ def check_request(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Raises ValueError, with the value and the remedy, for a request that cannot be run exactly."""
-    block_size, verification = kwargs.get("block_size"), kwargs.get("verification", "auto")
-    if block_size is not None and not 2 <= block_size <= drafter.config.block_size:
-        raise ValueError(
-            f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
-        )
-    most, tree, compile = (
-        kwargs.get("max_draft_tokens"),
-        kwargs.get("draft_tree", False),
-        kwargs.get("compile", "auto"),
-    )
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-        raise ValueError(
-            f"max_draft_tokens={most!r}: use a number of tokens from 0 (draft nothing) on, or leave it out."
-        )
-    if not isinstance(tree, int) or tree < 0:
-        raise ValueError(f"draft_tree={tree!r}: use a number of nodes, or True for as many as pay.")
-    if compile not in (True, False, "auto"):
-        raise ValueError(f"compile={compile!r}: use True, False or 'auto'.")
-    if kwargs.get("latency_curve") is not None and not hasattr(kwargs["latency_curve"], "verify_ms"):
-        raise ValueError(
-            f"latency_curve is a {type(kwargs['latency_curve']).__name__}: pass what LatencyCurve.from_json returns."
-        )
-    if verification not in VERIFICATIONS:
-        raise ValueError(f"verification={verification!r}: use one of {', '.join(VERIFICATIONS)}.")
     vocab_size, smallest, largest = (
         target.config.get_text_config(decoder=True).vocab_size,
         int(prompt_ids.min()),
@@ -532,6 +547,9 @@ def check_prepared(
                 f"{name}={value!r} is not supported by spec_generate: leave it out (or set {name}={plain} if the target's "
                 "generation config holds it), or use target.generate."
             )
+    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
+    if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size < 1):
+        raise ValueError(f"prefill_chunk_size={chunk_size!r}: use a number of tokens from 1 on, or leave it out.")
     check_padding(attention_mask)
 
 

@@ -107,6 +107,7 @@ class Proposals:
         token_ids, candidate_ids, probabilities = self.token_ids.clone(), self.candidate_ids, self.probabilities
         if candidate_ids is not None and probabilities is not None:
             candidate_ids, probabilities = candidate_ids.clone(), probabilities.clone()
+        found = found if token_ids.shape[1] else {}
         for place, looked_up in found.items():
             count = min(len(looked_up), token_ids.shape[1])
             token_ids[place, :count] = token_ids.new_tensor(looked_up[:count])

@@ -31,7 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dflash import DFlashConfig, DFlashDraftModel, generate_blocks
+from dflash import DFlashConfig, DFlashDraftModel, custom_generate, generate_blocks
 
 
 class _Streamer:
@@ -281,3 +281,48 @@ def test_a_refused_request_loses_nothing(tiny_target: PreTrainedModel, tiny_draf
     text = tiny_drafter.spec_generate(input_ids=prompt, target=tiny_target, max_new_tokens=6, temperature=0.0)
     assert torch.equal(text, before)
     assert torch.equal(greedy(tiny_target, prompt, max_new_tokens=6), before)
+
+
+@pytest.mark.parametrize("size", [0, -1, True])
+def test_a_chunk_of_no_tokens(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, size: Any) -> None:
+    with pytest.raises(ValueError, match=f"prefill_chunk_size={size}: use a number of tokens from 1 on"):
+        tiny_drafter.spec_generate(
+            make_prompt(), tiny_target, prefill_chunk_size=size, max_new_tokens=4, temperature=0.0
+        )
+
+
+def test_a_target_in_training_that_keeps_no_cache(tiny_drafter: DFlashDraftModel) -> None:
+    target = make_target().train()
+    target.model.gradient_checkpointing = True  # what enabling it sets, under a name that differs between versions
+    assert target.is_gradient_checkpointing
+    with pytest.raises(ValueError, match="gradient checkpointing, which keeps no cache: call its eval"):
+        tiny_drafter.spec_generate(make_prompt(), target, max_new_tokens=4, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"draft_tree": -1},
+        {"draft_tree": 2.5},
+        {"latency_curve": {}},
+        {"block_size": 99},
+        {"compile": "yes"},
+        {"max_draft_tokens": -1},
+    ],
+    ids=str,
+)
+def test_settings_are_checked_behind_every_door(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, asked: dict[str, Any]
+) -> None:
+    """Promise: `target.generate(custom_generate=…)` refuses what `spec_generate` refuses, before any compute."""
+    (name,) = asked
+    with counted_forwards(tiny_target) as forwards, pytest.raises(ValueError, match=f"^{name}"):
+        tiny_target.generate(
+            make_prompt(),
+            custom_generate=custom_generate,
+            drafter=tiny_drafter,
+            max_new_tokens=4,
+            do_sample=False,
+            **asked,
+        )
+    assert not forwards

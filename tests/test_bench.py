@@ -39,11 +39,12 @@ from dflash.evaluation.harness import (
     summarise,
     untrained,
 )
-from dflash.evaluation.profiling import Profile, host_syncs, peak_memory, step_split
+from dflash.evaluation.memory import allocated_memory
+from dflash.evaluation.profiling import Profile, host_syncs, step_split
 from dflash.evaluation.records import command
 from dflash.evaluation.results import read_result
 from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_prompt
-from dflash.evaluation.sweep import measure_point, milliseconds
+from dflash.evaluation.sweep import measure_point, measure_prefill, milliseconds
 from dflash.evaluation.timing import TimedRun
 from dflash.target_dflash import TappedTarget
 
@@ -167,7 +168,9 @@ def test_the_random_drafter_has_the_shape_and_not_the_weights():
 
 def test_unknown_method_is_refused(pair):
     target, drafter, _ = pair
-    with pytest.raises(ValueError, match=r"Unknown methods \['magic'\]: choose from .*dflash tree.*random drafter"):
+    with pytest.raises(
+        ValueError, match=r"no method 'magic': choose from target.generate, .*dflash tree.*random drafter adaptive"
+    ):
         decoding_methods(target, drafter, 8, ["magic"])
 
 
@@ -203,8 +206,7 @@ def test_a_row_says_both_spreads_and_what_was_compiled():
 
 def test_a_text_of_one_token_has_no_step():
     (row,) = summarise([Measurement("t", 0, PLAIN, 1, 1, [], True, [2.0], [2.0])])
-    assert row["tokens_per_step"] is None
-    assert row["ms_per_step"] is None
+    assert row["tokens_per_step"] is row["ms_per_step"] is row["ms_per_output_token"] is row["tau_micro"] is None
 
 
 def test_profiles_count_by_their_steps():
@@ -214,7 +216,7 @@ def test_profiles_count_by_their_steps():
     assert row["profiled_ms_draft"] == 1.0
     assert row["profiled_ms_rest"] == 3.0
     assert row["profiled_host_syncs_per_step"] == 1.25
-    assert row["peak_memory_bytes"] == 30
+    assert row["profiled_memory_bytes"] == 30
 
 
 # Passes beside the clock
@@ -317,8 +319,8 @@ def test_peak_memory_is_what_stands_at_once():
         third = second * 2  # 3 MB
         return third + held[0]
 
-    assert 6_000_000 <= peak_memory(work, CPU) <= 9_100_000
-    assert peak_memory(lambda: None, CPU) == 0
+    assert 6_000_000 <= allocated_memory(work, CPU) <= 9_100_000
+    assert allocated_memory(lambda: None, CPU) == 0
 
 
 # From a pair and prompts to a file
@@ -336,14 +338,16 @@ def test_a_result_holds_what_its_readers_need(pair, tmp_path):
     assert [row["method"] for row in read["summary"]] == [PLAIN, *methods]
     for row in read["summary"]:
         assert row["identical"] == row["prompts"] == 1
-        assert {"profiled_ms_verify", "profiled_host_syncs_per_step", "peak_memory_bytes", "compilations"} <= set(row)
+        assert {"profiled_ms_verify", "profiled_host_syncs_per_step", "profiled_memory_bytes", "compilations"} <= set(
+            row
+        )
     assert [row["width"] for row in read["widths"]] == [1, 2, 4, BLOCK_SIZE]
     assert read["widths"][0]["ms_draft"] is None
     assert len(read["measurements"][0]["seconds"]) == 2
 
     pytest.importorskip("matplotlib")
     names = {plot.name for plot in save_plots(result, path)}
-    assert names == {"result_speedup.png", "result_acceptance.png", "result_step_time.png"}
+    assert names == {f"result_{name}.png" for name in ("speedup", "acceptance", "lengths", "step_time")}
     assert all((tmp_path / name).stat().st_size > 5_000 for name in names)
 
 
@@ -354,6 +358,8 @@ def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     assert command() == "dflash bench --target t --drafter org/d"
     monkeypatch.setattr(sys, "argv", ["/work/benchmarks/decode.py", "--prompts", "3"])
     assert command() == "benchmarks/decode.py --prompts 3"
+    monkeypatch.setattr(sys, "argv", ["/work/dflash/cli.py", "eval", "--output=/home/me/r.json", "--tasks", "a,b"])
+    assert command() == "dflash eval --output=r.json --tasks a,b"
 
 
 def test_bench_on_the_command_line(tmp_path):
@@ -363,8 +369,8 @@ def test_bench_on_the_command_line(tmp_path):
     options += ["--prompts", str(prompts), "--output", str(output)]
     outcome = CliRunner().invoke(app, ["bench", *options])
     assert outcome.exit_code == 0, outcome.output
-    assert "2/2" in outcome.output
-    assert "verify ms" in outcome.output
+    assert "2 of 2" in outcome.output
+    assert "verify" in outcome.output
     summary = json.loads(output.read_text())["summary"]
     assert [(row["task"], row["method"], row["identical"]) for row in summary] == [
         ("mine", m, 2) for m in (PLAIN, OURS)
@@ -378,6 +384,12 @@ def test_bench_on_the_command_line(tmp_path):
         ('{"question"\n', [], "line 1 is no JSON"),
         ('{"answer": "4"}\n', [], "line 1 holds no text: give a prompt or a question"),
         ("x", ["--target", "t"], "--target and --drafter go together"),
+        ("x", ["--methods", " ,"], "--methods ' ,' names nothing"),
+        (
+            "x",
+            ["--target", "no/t", "--drafter", "no/d", "--methods", "fast"],
+            "There is no method 'fast': choose from",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, text, options, said):
@@ -491,6 +503,12 @@ def test_milliseconds_are_those_behind_the_first_token():
         2000.0,
     )
     assert times["ms_to_first_token"] == 1000.0
+
+
+def test_a_prefill_keeps_no_more_of_the_target_than_its_taps(simulated):
+    plain, ours = measure_prefill(*simulated, context=1024)
+    assert (plain["over_plain"], plain["taps_bytes"]) == (1.0, 0)
+    assert 0 < ours["allocated_bytes"] - plain["allocated_bytes"] < 2.1 * ours["taps_bytes"], "no layer twice"
 
 
 def test_the_floor_counts_every_matrix_but_the_embedding(simulated):

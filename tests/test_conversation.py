@@ -169,3 +169,17 @@ def test_a_conversation_of_other_models_is_refused() -> None:
         spec_generate(drafter, make_target("llama"), prompt, max_new_tokens=3, conversation=conversation)
     with pytest.raises(ValueError, match="one prompt, not of 2"):
         spec_generate(drafter, target, prompt.repeat(2, 1), max_new_tokens=3, conversation=Conversation())
+
+
+def test_a_conversation_begun_in_inference_mode_goes_on_outside() -> None:
+    """Promise: what torch does not let us write into any more is computed again."""
+    target, prompt = make_target(), make_prompt(14)
+    conversation, asked = Conversation(), {"max_new_tokens": 8, "temperature": 0.0}
+    with torch.inference_mode():
+        first = spec_generate(make_drafter(), target, prompt, **asked).clone()
+        drafter = make_drafter()
+        spec_generate(drafter, target, prompt, conversation=conversation, **asked)
+    longer = torch.cat([first.clone(), make_prompt(3, seed=5)], dim=1)
+    again = spec_generate(drafter, target, longer, conversation=conversation, **asked)
+    assert conversation.num_reused == 0
+    assert torch.equal(again, greedy(target, longer, max_new_tokens=8))

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from dflash import cli
 from dflash.evaluation import Plan, Processes, Question, TimedRun, processes, questions_of, run_plan
-from dflash.evaluation.evaluate import Answer, chat_encoder, evaluate, numbered, summarise_answers
+from dflash.evaluation.answers import Answer, chat_encoder, evaluate, numbered, summarise_answers
 from dflash.evaluation.journal import Journal, key
 from dflash.evaluation.memory import PeakMemory
 from dflash.evaluation.sessions import PlainDialogue, keeps_plain_cache, pair_sessions
@@ -394,8 +394,8 @@ def test_command_ends_with_a_table_and_a_file(
     status, out, err = run(*asked, "gsm8k,mt-bench")
     assert status == 0, err
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
-    assert [line.split()[:3] for line in out.splitlines() if "/" in line and "x" in line] == [
-        ["gsm8k", "generate", "2/2"], ["dflash", "2/2", "0.0%"], ["mt-bench", "generate", "4/4"], ["dflash", "4/4", "-"],
+    assert [line.split()[:3] for line in out.splitlines() if " of " in line and "x" in line] == [
+        [task, method, number] for task, number in (("gsm8k", "2"), ("mt-bench", "4")) for method in ("target.generate", "dflash")
     ]  # fmt: skip
     assert "thinking off, at most 8" in out
     result = json.loads(output.read_text())
@@ -415,7 +415,7 @@ def test_command_ends_with_a_table_and_a_file(
         (("--tasks", "gsm9k"), "no task 'gsm9k': choose from gsm8k, "),
         (("--tasks", " ,"), "--tasks ' ,' names nothing"),
         (("--tasks", "humaneval"), "holds no rows of humaneval"),
-        (("--tasks", "gsm8k", "--methods", "fast"), "Unknown methods ['fast']: choose from ['target.generate', "),
+        (("--tasks", "gsm8k", "--methods", "fast"), "There is no method 'fast': choose from target.generate, "),
     ],
 )
 def test_command_refuses_in_a_sentence(

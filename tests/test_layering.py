@@ -39,7 +39,7 @@ ARROWS = {
     "conversation_dflash": {"cache_dflash", "target_dflash"},
     "lookup_dflash": {"rows_dflash"},
     "drafting_dflash": {
-        "compilation_dflash", "conversation_dflash", "latency_dflash", "lookup_dflash", "masks_dflash", "pacing_dflash",
+        "cache_dflash", "conversation_dflash", "latency_dflash", "lookup_dflash", "masks_dflash", "pacing_dflash",
         "rows_dflash", "target_dflash", "trees_dflash", "verification_dflash"
     },
     "judging_dflash": {"rows_dflash", "trees_dflash", "verification_dflash"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
 
-from dflash import LatencyCurve, generate_blocks, latency_dflash, spec_generate
+from dflash import LatencyCurve, drafting_dflash, generate_blocks, latency_dflash, spec_generate
 from dflash.latency_dflash import machine, measured_curve
 from dflash.pacing_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Pacer
 
@@ -205,3 +205,55 @@ def test_a_number_of_proposals_that_is_none(value: Any) -> None:
         spec_generate(
             make_drafter(), make_target(), make_prompt(9), max_draft_tokens=value, max_new_tokens=4, temperature=0.0
         )
+
+
+def test_a_width_that_pays_never_chooses_among_drawn_tokens() -> None:
+    """Promise: the law. A width chosen by how likely the drawn tokens are would keep the likely ones: no draw from q.
+
+    So an adaptive step proposes the likeliest path, and the text is the one that the seed alone decides.
+    """
+    target, prompt = make_target(), make_prompt(14)
+    drafter = make_drafter(selector_rank=4, selector_top_k=8)
+    curve = replace(USUAL, machine=machine(target, drafter))
+    for seed in range(8):
+        asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": []}
+        texts = [
+            spec_generate(drafter, target, prompt, generator=torch.Generator().manual_seed(seed), **asked, **more)
+            for more in (
+                {"verification": "match"},
+                {"latency_curve": curve},
+                {"latency_curve": curve, "verification": "match"},
+            )
+        ]
+        assert torch.equal(texts[0], texts[1])
+        assert torch.equal(texts[0], texts[2])
+
+
+def test_rows_that_leave_do_not_make_drafts_look_dear() -> None:
+    alone, left = Pacer(USUAL), Pacer(USUAL, num_rows=32)
+    for pacer, rows in ((alone, 1), (left, 32)):
+        for _ in range(20):
+            pacer.wants_draft(rows)
+            count, _ = pacer.choose([rows * chance for chance in SURE])
+            pacer.record(count, rows * count)
+    for pacer in (alone, left):
+        assert pacer.wants_draft(1)
+    assert left.choose(SURE)[0] >= alone.choose(SURE)[0] - 1 > 4
+
+
+def test_a_useless_drafter_is_warned_about_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drafting_dflash, "INACTIVE_STEPS", 2)
+    target, drafter, prompt = make_target(), make_drafter(), make_prompt(14)
+    curve = replace(FREE, machine=machine(target, drafter))
+    asked: dict[str, Any] = {"max_new_tokens": 120, "temperature": 0.0, "stop_token_ids": [], "latency_curve": curve}
+    spec_generate(drafter, target, prompt, **asked)
+    assert len([record for record in caplog.records if "not one drafted token" in record.message]) == 1
+
+
+def test_a_tree_keeps_to_the_number_of_proposals_asked_for() -> None:
+    target, prompt = make_target(), make_prompt(14)
+    asked: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "stop_token_ids": []}
+    blocks = generate_blocks(make_drafter(), target, prompt, draft_tree=20, max_draft_tokens=3, **asked)
+    assert max(block.num_proposals for block in blocks) == 3

@@ -15,7 +15,7 @@ from dflash import cli
 from dflash.evaluation.page import drawings
 from dflash.evaluation.plots import LIGHT
 from dflash.evaluation.results import read_result
-from dflash.evaluation.tables import markdown, method_table, with_table
+from dflash.evaluation.tables import markdown, table_of, with_table
 
 
 pytest.importorskip("matplotlib", reason="the page's plots are the extra `eval`")
@@ -69,7 +69,7 @@ def test_page_states_every_figure_and_what_it_depends_on(run: Any, tmp_path: Pat
     assert (status, out.strip()) == (0, str(tmp_path / "out" / "index.html"))
     for stated in (
         "NVIDIA H200", "bfloat16", "transformers 5.23.0", "Qwen/Qwen3-4B + z-lab/Qwen3-4B-DFlash-b16", "<dd>off</dd>", "abc1234",
-        "dflash eval --tasks gsm8k", "{{ messages }}", "tau, micro", "4.02", "tau, macro", "4.39", "75.0 %", "2.50x", "4 of 4",
+        "dflash eval --tasks gsm8k", "{{ messages }}", "4.02", "tau, macro", "4.39", "75.0 %", "2.50x", "4 of 4",
         "3.00", "10.04", "arXiv:2602.06036v2, Table 1",
     ):  # fmt: skip
         assert stated in page, stated
@@ -89,7 +89,7 @@ def test_page_needs_no_network_and_has_both_themes(run: Any, tmp_path: Path) -> 
     assert not re.search(r"<script|<link|@import|url\(", page)
     assert page.count("prefers-color-scheme: dark") == 1 + 3
     names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
-    assert names == [f"eval-{plot}{end}.png" for plot in ("acceptance", "lengths", "speedup") for end in ("-dark", "")]
+    assert names == [f"eval_{plot}{end}.png" for plot in ("acceptance", "lengths", "speedup") for end in ("", "_dark")]
 
 
 def test_what_a_file_does_not_say_is_called_not_recorded(run: Any, tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: 
     assert run(tmp_path / "bench.json", tmp_path / "sweep.json", "--output", tmp_path / "out")[0] == 0
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert {name for name in names if "dark" not in name} == {
-        "bench-speedup.png",
-        "bench-step-time.png",
-        "sweep-growth.png",
+        "bench_speedup.png",
+        "bench_step_time.png",
+        "sweep_growth.png",
     }
     assert "Simulated: tau is stated" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     [growth] = [drawing for drawing in drawings(read_result(tmp_path / "sweep.json")) if drawing.name == "growth"]
@@ -211,9 +211,7 @@ def test_impossible_requests_are_refused(run: Any, tmp_path: Path) -> None:
 
 
 def test_columns_without_a_value_are_left_out_and_pipes_kept_inside_cells() -> None:
-    headings, cells = method_table(
-        [{"method": "a|b", "prompts": 2, "identical": 1, "speedup": None, "tau_micro": None}]
-    )
+    headings, cells = table_of([{"method": "a|b", "prompts": 2, "identical": 1, "speedup": None, "tau_micro": None}])
     assert headings == ["method", "identical texts"]
     assert cells == [["a|b", "1 of 2"]]
     assert markdown((headings, cells)).endswith("| a\\|b | 1 of 2 |")

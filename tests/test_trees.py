@@ -37,7 +37,7 @@ GREEDY: dict[str, Any] = {
     "return_dict_in_generate": True,
 }
 # Families whose masks differ: one window on all layers, windows on some of them, none; grouped experts, latent keys.
-MASKED = ("gemma3", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
+MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
 
 
 class ForkingDrafter(ScriptedDrafter):
