@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash import DFlashDraftModel
 from dflash.commands.bench import bar, show
 from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.evaluation import Prompt, run_bench, save_plots, write_aside
+from dflash.evaluation import Prompt, check_methods, run_bench, save_plots, write_result
 
 
 def arguments() -> argparse.Namespace:
@@ -42,6 +42,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.target is None) != (args.drafter is None):
         parser.error("--target and --drafter go together: give both, or neither for the embedded pair.")
+    try:
+        check_methods(args.methods or ())
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -76,14 +80,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     target, drafter, tokenizer = load_pair(args)
     prompts = [Prompt(task, torch.tensor([prompt_ids(tokenizer, question)])) for task, question in questions(args)]
-    names = {"target": args.target, "drafter": args.drafter} if args.target else {}
+    names = {"target": args.target, "drafter": args.drafter}
     setting = {**names, "enable_thinking": False, "chat_template": tokenizer.chat_template}
     result = run_bench(
         target, drafter, prompts, args.max_new_tokens, args.repeats, args.methods, args.profiled, setting, bar
     )
     show(result)
     if args.output is not None:
-        write_aside(args.output, result)
+        write_result(args.output, result)
         save_plots(result, args.output)
 
 

@@ -20,9 +20,9 @@ from records import save
 from rich.console import Console
 from rich.table import Table
 
+from dflash.evaluation import seconds_of
 from dflash.evaluation.harness import PLAIN
 from dflash.evaluation.scripted import SHAPES, scripted_pair
-from dflash.evaluation.stopwatch import seconds_of
 from dflash.evaluation.sweep import measure_point
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation.journal import write_aside
-from dflash.evaluation.records import record
+from dflash.evaluation import chat_encoder
+from dflash.evaluation.records import environment, record, write_result
 
 
 def save(path: Path, target: Any, drafter: Any, kind: str = "decode", **content: Any) -> None:
     """Writes a result as JSON, aside and then renamed."""
-    write_aside(path, record(kind, target, drafter, **content))
+    write_result(path, record(kind, environment(target, drafter), **content))
 
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     """A question behind the chat template, thinking off."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, enable_thinking=False, tokenize=False
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return chat_encoder(tokenizer)([{"role": "user", "content": question}])[0].tolist()

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation import tables
-from dflash.evaluation.tables import markdown, with_table
+from dflash.evaluation.tables import DECODED, caveat, markdown, table_of, with_table
 
 
 ROOT = Path(__file__).parent.parent
@@ -30,10 +29,10 @@ def decode_table(result: dict[str, Any]) -> str:
     setup, decoding = result["environment"], result["decoding"]
     pair = f"{setup['target_parameters'] / 1e6:.1f} M and {setup['drafter_parameters'] / 1e6:.1f} M parameters"
     return (
-        f"{markdown(tables.decode_table(result['summary']))}\n\n"
+        f"{markdown(table_of(result['summary'], DECODED))}\n\n"
         f"Embedded pair ({pair}), greedy, batch {decoding['batch_size']}, block {setup['block_size']}, "
         f"{setup['target_dtype']}, {setup['attention']} attention, {_machine(result)}; medians of {decoding['repeats']} "
-        f"interleaved repeats. `{result['command']}`"
+        f"{' '.join(filter(None, ['interleaved repeats.', caveat(result['summary'])]))} `{result['command']}`"
     )
 
 

@@ -6,31 +6,25 @@
 Random weights of a published shape (`--shape`) and a script that says how often proposals are right: a step's
 milliseconds are measured, tau is the script's and is only stated. Plain decoding and ours take turns at every point.
 
-The axis `memory` runs each method in a process of its own: what is resident at the peak of the prompt's forward, less
-what is resident behind loading and a short warm-up (on CUDA: allocated by tensors).
+The axis `memory` counts what the allocator gives out at once for a prompt of so many tokens, beyond what stood before.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from records import save
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from dflash.evaluation import plots
-from dflash.evaluation.harness import GREEDY, PLAIN, VARIANTS
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.scripted import SHAPES, scripted_pair, scripted_prompt
-from dflash.evaluation.sweep import EAGERLY, measure_point
-from dflash.evaluation.timing import timed_blocks, timed_generate
+from dflash.commands.common import show_table
+from dflash.evaluation import any_table, save_plots, write_result
+from dflash.evaluation.harness import VARIANTS
+from dflash.evaluation.records import environment, record
+from dflash.evaluation.scripted import SHAPES, scripted_pair
+from dflash.evaluation.sweep import EAGERLY, measure_point, measure_prefill
 
 
 AXES: dict[str, list[int]] = {
@@ -63,7 +57,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--output", type=Path, help="JSON file to write; plots stand beside it")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # what a child process measures
     args = parser.parse_args()
     if args.points is not None and len(args.axes) != 1:
         parser.error(f"--points {args.points} are values on one axis: name it with --axes, alone.")
@@ -71,112 +64,53 @@ def arguments() -> argparse.Namespace:
 
 
 def sweep(target: Any, drafter: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of every axis but memory."""
-    todo = [(axis, value) for axis in args.axes if axis != "memory" for value in args.points or AXES[axis]]
+    """The rows of every axis."""
+    todo = [(axis, value) for axis in args.axes for value in args.points or AXES[axis]]
     rows = []
     for axis, value in track(todo, "Sweeping", console=Console(stderr=True), auto_refresh=False):
-        point = {"context": args.context, "new_tokens": args.new_tokens, KEYWORDS[axis]: value}
-        measured = measure_point(target, drafter, **point, methods=args.methods, repeats=args.repeats)
+        if axis == "memory":
+            measured = measure_prefill(target, drafter, value, args.methods, args.prefill_chunk_size)
+        else:
+            point = {"context": args.context, "new_tokens": args.new_tokens, KEYWORDS[axis]: value}
+            measured = measure_point(target, drafter, **point, methods=args.methods, repeats=args.repeats)
         rows += [{"axis": axis, "value": value, **row} for row in measured]
     return rows
 
 
-def memory_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The peak of each method's prefill, each in a process of its own."""
-    rows = []
-    for context in args.points or AXES["memory"]:
-        peaks = {}
-        for method in (PLAIN, *args.methods):
-            asked = ["--shape", args.shape, "--dtype", args.dtype, "--device", args.device, "--context", str(context)]
-            asked += ["--threads", str(args.threads), "--memory-of", method]
-            if args.prefill_chunk_size is not None:
-                asked += ["--prefill-chunk-size", str(args.prefill_chunk_size)]
-            child = subprocess.run([sys.executable, __file__, *asked], stdout=subprocess.PIPE, text=True, check=True)
-            peaks[method] = json.loads(child.stdout.splitlines()[-1])
-        for method, said in peaks.items():
-            ratio = said["peak_bytes"] / peaks[PLAIN]["peak_bytes"]
-            rows.append(
-                {
-                    "axis": "memory",
-                    "value": context,
-                    "method": method,
-                    "is_simulated": True,
-                    "context_tokens": context,
-                    **said,
-                    "over_plain": round(ratio, 4),
-                }
-            )
-    return rows
-
-
-def prefill_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """In a child: bytes at the peak of one prompt's forward, beyond what stands behind loading."""
-    target, drafter = scripted_pair(args.shape, args.tau, getattr(torch, args.dtype), args.device)
-    chunk = {} if args.prefill_chunk_size is None else {"prefill_chunk_size": args.prefill_chunk_size}
-
-    def run(context: int) -> None:
-        prompt = scripted_prompt(target, context)
-        if args.memory_of == PLAIN:
-            timed_generate(target, prompt, max_new_tokens=2, **GREEDY, **chunk)
-        else:
-            options = {**VARIANTS[args.memory_of], **chunk}
-            timed_blocks(drafter, target, prompt, max_new_tokens=2, temperature=0.0, **options)
-
-    run(32)  # libraries load, threads start
-    memory = PeakMemory(on_cuda=target.device.type == "cuda")
-    memory.reset()
-    before = memory.read()
-    run(args.context)
-    taps = len(drafter.config.target_layer_ids) * target.config.hidden_size * target.dtype.itemsize
-    return {
-        "peak_bytes": memory.read() - before,
-        "baseline_bytes": before,
-        "counted": memory.kind,
-        "taps_bytes": 0 if args.memory_of == PLAIN else args.context * taps,
-    }
-
-
 def show(rows: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False)
-    steps = [row for row in rows if row["axis"] != "memory"]
-    if steps:
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        for name in (
-            "axis",
-            "value",
-            "method",
-            "same",
-            "ms/step",
-            "stated tau",
-            "ms/token",
-            "speed-up",
-            "tau to match",
-        ):
-            table.add_column(name, no_wrap=True)
-        for row in steps:
-            figures = (row["ms_per_step"], row["stated_tau"], row["ms_per_token"], row["speedup_at_stated_tau"])
-            cells = ["" if value is None else f"{value:.2f}" for value in (*figures, row["tau_to_match_plain"])]
-            table.add_row(
-                row["axis"], str(row["value"]), row["method"], "yes" if row["is_identical"] else "NO", *cells
-            )
-        console.print(table)
-    for row in rows:
-        if row["axis"] == "memory":
-            console.print(
-                f"prefill of {row['value']} tokens, {row['method']}: {row['peak_bytes'] / 2**20:.1f} MiB ({row['counted']}), "
-                f"{row['over_plain']:.3f} of plain's; features of the tapped layers {row['taps_bytes'] / 2**20:.1f} MiB"
-            )
+    steps = [
+        {
+            **{name: row[name] for name in ("axis", "value", "method")},
+            "same": "yes" if row["is_identical"] else "NO",
+            "ms/step": row["ms_per_step"],
+            "stated tau": row["stated_tau"],
+            "ms/token": row["ms_per_token"],
+            "speed-up": row["speedup_at_stated_tau"],
+            "tau to match": row["tau_to_match_plain"],
+        }
+        for row in rows
+        if row["axis"] != "memory"
+    ]
+    prefills = [
+        {
+            "prefill of": row["value"],
+            "method": row["method"],
+            "allocated, MiB": row["allocated_bytes"] / 2**20,
+            "over plain": row["over_plain"],
+            "tapped features, MiB": row["taps_bytes"] / 2**20,
+        }
+        for row in rows
+        if row["axis"] == "memory"
+    ]
+    for shown in filter(None, (steps, prefills)):
+        show_table(any_table(shown))
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    if args.memory_of is not None:
-        print(json.dumps(prefill_memory(args)))
-        return
-    rows = memory_rows(args) if "memory" in args.axes else []
     target, drafter = scripted_pair(args.shape, args.tau, getattr(torch, args.dtype), args.device)
-    rows = sweep(target, drafter, args) + rows
+    rows = sweep(target, drafter, args)
     show(rows)
     if args.output is None:
         return
@@ -190,11 +124,9 @@ def main() -> None:
         "repeats": args.repeats,
         "prefill_chunk_size": args.prefill_chunk_size,
     }
-    save(args.output, target, drafter, kind="sweep", decoding=decoding, summary=rows)
-    grown = [row for row in rows if row["axis"] == "context"]
-    if grown:
-        note = f"simulated: random weights of {args.shape}, tau {args.tau:g} stated; {args.device}, {args.dtype}"
-        plots.save(plots.growth(grown, note), args.output.with_name(f"{args.output.stem}_context.png"))
+    result = record("sweep", environment(target, drafter), decoding=decoding, summary=rows)
+    write_result(args.output, result)
+    save_plots(result, args.output)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Bad configurations: `test_configuration.py`; bad checkpoints: `test_modeling.py`
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -293,8 +294,9 @@ def test_a_chunk_of_no_tokens(tiny_target: PreTrainedModel, tiny_drafter: DFlash
 
 def test_a_target_in_training_that_keeps_no_cache(tiny_drafter: DFlashDraftModel) -> None:
     target = make_target().train()
-    target.model.gradient_checkpointing = True  # what enabling it sets, under a name that differs between versions
-    assert target.is_gradient_checkpointing
+    with warnings.catch_warnings():  # transformers 5 has another name for it
+        warnings.simplefilter("ignore")
+        target.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing, which keeps no cache: call its eval"):
         tiny_drafter.spec_generate(make_prompt(), target, max_new_tokens=4, temperature=0.0)
 

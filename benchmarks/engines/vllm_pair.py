@@ -60,7 +60,7 @@ def decode_ours(args: argparse.Namespace) -> None:
 
     from dflash.embedded import export_embedded_pair, heldout_problems, load_embedded_pair
     from dflash.evaluation import timed_blocks
-    from dflash.evaluation.harness import environment
+    from dflash.evaluation.records import environment
 
     torch.set_num_threads(args.threads)
     target_path, drafter_path = export_embedded_pair(args.folder)

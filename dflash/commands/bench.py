@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
-from dflash.commands.common import Dtype, Pair, encode, hide_loading_bars, load_pair, torch_dtype
+from dflash.commands.common import Dtype, Pair, encode, hide_loading_bars, listed, load_pair, show_table, torch_dtype
 
 
 def bench(
@@ -48,14 +47,15 @@ def bench(
     """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts."""
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
-    names = {role: name for role, name in (("target", target), ("drafter", drafter)) if name is not None}
+    chosen = None if methods is None else listed(methods, "--methods")
     texts = None if prompts is None else read_prompts(prompts)[:limit]
     hide_loading_bars()
     import torch
 
     from dflash.embedded import heldout_problems, load_embedded_pair
-    from dflash.evaluation import Prompt, run_bench, save_plots, write_aside
+    from dflash.evaluation import Prompt, check_methods, run_bench, save_plots, write_result
 
+    check_methods(chosen or ())
     if threads is not None:
         torch.set_num_threads(threads)
     if target is not None and drafter is not None:
@@ -70,10 +70,11 @@ def bench(
         [Prompt(task, encode(pair, text, chat_template, thinking)) for text in texts],
         max_new_tokens,
         repeats,
-        None if methods is None else [name.strip() for name in methods.split(",") if name.strip()],
+        chosen,
         profiled,
         {
-            **{role: Path(name).name if Path(name).is_dir() else name for role, name in names.items()},
+            "target": target,
+            "drafter": drafter,
             "enable_thinking": thinking,
             "chat_template": pair.tokenizer.chat_template if chat_template else None,
         },
@@ -85,7 +86,7 @@ def bench(
         show(result)
     if output is None:
         return
-    write_aside(output, result)
+    write_result(output, result)
     written = [output]
     try:
         written += save_plots(result, output)
@@ -95,6 +96,14 @@ def bench(
         print("\n".join(map(str, written)))
 
 
+ON_THE_CLOCK = (
+    "method", "identical", "tokens_per_second", "speedup", "speedup_p10", "tau_micro", "tokens_per_step", "ms_per_step",
+    "ms_to_first_token", "compilations",
+)  # fmt: skip
+LOOKED_INTO = (
+    "method", "profiled_ms_draft", "profiled_ms_verify", "profiled_ms_rest", "profiled_host_syncs_per_step",
+    "profiled_memory_bytes",
+)  # fmt: skip
 # Fields of a result that hold one entry per prompt.
 RAW = ("measurements", "profiles")
 
@@ -129,67 +138,19 @@ def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Both tables on standard output, and what their figures depend on."""
-    console = Console(highlight=False)
+    """What the clock says and what the passes beside it say, on standard output, and what the figures depend on."""
+    from dflash.evaluation import caveat, table_of
+
     rows, setup, decoding = result["summary"], result["environment"], result["decoding"]
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
-        console.print(speed_table(of_task))
-        if any("profiled_prompts" in row for row in of_task):
-            console.print(step_table(of_task))
+        show_table(table_of(of_task, ON_THE_CLOCK, short=True), f"{task}, {of_task[0]['prompts']} prompts")
+        if "profiled_prompts" in of_task[0]:
+            looked_into = f"A step, looked into on {of_task[0]['profiled_prompts']} prompts (slower than on the clock)"
+            show_table(table_of(of_task, LOOKED_INTO, short=True), looked_into)
     place = f"{setup['threads']} threads" if setup["device"] == "cpu" else setup["device"]
     facts = (
         f"{setup['target_dtype']}, {place}, block {setup['block_size']}, greedy, batch 1, at most "
-        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats"
+        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. {caveat(rows)}"
     )
-    console.print(Text(facts, "dim"))
-
-
-def speed_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line per method: what the clock says."""
-    table = _table(
-        f"{rows[0]['task']}, {rows[0]['prompts']} prompts; speed-up (10th to 90th percentile of the prompts)"
-    )
-    for name in ("same", "tok/s", "speed-up", "tau", "tok/step", "ms/step", "TTFT ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["method"],
-            f"{row['identical']}/{row['prompts']}",
-            _figure(row["tokens_per_second"], 0),
-            f"{_figure(row['speedup'])} ({_figure(row['speedup_p10'], 1)}-{_figure(row['speedup_p90'], 1)})",
-            _figure(row["tau_micro"]),
-            _figure(row["tokens_per_step"]),
-            _figure(row["ms_per_step"]),
-            _figure(row["ms_to_first_token"], 1),
-        )
-    return table
-
-
-def step_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line per method: what the passes beside the clock say of a step."""
-    prompts = rows[0]["profiled_prompts"]
-    table = _table(f"A step, looked into on {prompts} prompts (slower than on the clock); compilations on the clock")
-    for name in ("draft ms", "verify ms", "rest ms", "syncs", "peak MiB", "compilations"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["method"],
-            _figure(row["profiled_ms_draft"]),
-            _figure(row["profiled_ms_verify"]),
-            _figure(row["profiled_ms_rest"]),
-            _figure(row["profiled_host_syncs_per_step"], 1),
-            _figure(row["peak_memory_bytes"] / 2**20, 1),
-            str(row["compilations"]),
-        )
-    return table
-
-
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
-    table.add_column("method", no_wrap=True)
-    return table
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    Console(highlight=False).print(Text(facts.rstrip(), "dim"))

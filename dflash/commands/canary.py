@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from dflash.commands.common import given
+from dflash.commands.common import given, show_table
 from dflash.terminal import progress_bar
 
 
@@ -44,7 +43,7 @@ def canary(
     plot: Annotated[Path | None, typer.Option(help="Write throughput against latency here as PNG.")] = None,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
-    from dflash.evaluation import Load, Server, run_canary, save_drawing, write_aside
+    from dflash.evaluation import Load, Server, run_canary, save_drawing, write_result
 
     levels = _levels(concurrency)
     asked = _prompts(prompts)
@@ -68,26 +67,19 @@ def canary(
         target_ms_to_first_token,
     )
     with progress_bar("Asking the servers", num_steps=len(levels) * len(servers)) as advance:
-        result = run_canary(servers, asked, load, advance)
-    result["environment"]["device"] = hardware
+        result = run_canary(servers, asked, load, advance, hardware)
     if output is not None:
-        write_aside(output, result)
+        write_result(output, result)
     _show(result)
     if plot is not None:
-        save_drawing(result, "latency-throughput", plot)
+        save_drawing(result, "latency_throughput", plot)
 
 
 def _show(result: dict[str, Any]) -> None:
-    from dflash.evaluation import method_table
+    from dflash.evaluation import table_of
 
-    headings, rows = method_table(result["summary"])
-    table = Table(box=None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
+    show_table(table_of(result["summary"]))
     console = Console(highlight=False)
-    console.print(table)
     for name, row in result["at_target"].items():
         best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"
         console.print(f"Within the target, {name}: {best}", style="bold")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -121,12 +123,35 @@ def hide_loading_bars() -> None:
 
 def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = False) -> Any:
     """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
-    if not chat_template or not pair.tokenizer.chat_template:
-        return pair.tokenizer(text, return_tensors="pt")["input_ids"]
-    rendered = pair.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-    )
-    return pair.tokenizer(rendered, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    from dflash.evaluation import chat_encoder
+
+    return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+
+
+def listed(text: str, option: str) -> tuple[str, ...]:
+    """Names that were given with commas between, each once; ValueError if there are none."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
+    return names
+
+
+def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
+    """Headings and cells on standard output, figures to the right; a heading is broken to the width of its cells."""
+    from rich.console import Console
+    from rich.table import Table
+
+    headings, rows = table
+    shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+    for place, heading in enumerate(headings):
+        cells = [row[place] for row in rows]
+        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
+        is_figure = any(cell[:1].isdigit() for cell in cells)
+        broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
+        shown.add_column(broken, justify="right" if is_figure else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    Console(highlight=False, markup=False).print(shown)
 
 
 def dtype_name(pair: Pair) -> str:

@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from dflash.commands.common import Dtype, checkpoint, hide_loading_bars, load_pair, named
+from dflash.commands.common import Dtype, checkpoint, hide_loading_bars, listed, load_pair, named, show_table
 
 
 def evaluate(
@@ -65,13 +64,13 @@ def evaluate(
     plan = Plan(
         target=checkpoint(target, "--target"),
         drafter=checkpoint(drafter, "--drafter"),
-        tasks=_names(tasks, "--tasks"),
+        tasks=listed(tasks, "--tasks"),
         num_prompts=prompts or None,
         seed=seed,
         data_root=data_root,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        methods=_names(methods, "--methods"),
+        methods=listed(methods, "--methods"),
         thinking=thinking,
         chat_template=chat_template,
         score=score,
@@ -102,6 +101,12 @@ def evaluate(
         error.print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", soft_wrap=True)
 
 
+SHOWN = (
+    "task", "method", "identical", "score", "tokens_per_second", "speedup", "tau_micro", "ms_to_first_token",
+    "ms_per_output_token", "peak_memory_bytes",
+)  # fmt: skip
+
+
 def _served(plan: Any, url: str, baseline_url: str, model: str | None, hardware: str | None) -> tuple[Any, Any]:
     """Two servers as a backend, and the target's tokenizer."""
     from transformers import AutoTokenizer
@@ -112,13 +117,6 @@ def _served(plan: Any, url: str, baseline_url: str, model: str | None, hardware:
         tokenizer = AutoTokenizer.from_pretrained(plan.target)
     servers = Server(url), Server(baseline_url)
     return server_backend(*servers, tokenizer, plan.max_new_tokens, model, hardware), tokenizer
-
-
-def _names(text: str, option: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
-    return names
 
 
 def _hide_reading_bars() -> None:
@@ -139,7 +137,7 @@ def _own_device(processes: Any) -> str | None:
 
 
 class _Bar:
-    """Progress over one process's share, with the speed-up and tau so far."""
+    """Progress over one process's share, with the task's speed-up and tau so far."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self._progress, self._console = progress, console
@@ -153,19 +151,15 @@ class _Bar:
 
     def done(self, answers: Sequence[Any]) -> None:
         self._answers += answers
-        said = f"{self._answers[-1].task} {self._so_far()}" if self._answers else ""
+        said = self._so_far() if self._answers else ""
         self._progress.update(self._task, advance=1, description=said, refresh=True)
 
     def _so_far(self) -> str:
-        from statistics import median
+        from dflash.evaluation import summarise_answers
 
-        names = list(dict.fromkeys(answer.method for answer in self._answers))
-        seconds = {
-            name: sum(median(a.seconds) for a in self._answers if a.method == name) for name in (names[0], names[-1])
-        }
-        lengths = [length for a in self._answers if a.method == names[-1] for length in a.acceptance_lengths]
-        tau = f", tau {sum(lengths) / len(lengths):.2f}" if lengths else ""
-        return f"{seconds[names[0]] / seconds[names[-1]]:.2f}x{tau}"
+        row = summarise_answers([a for a in self._answers if a.task == self._answers[-1].task])[-1]
+        tau = "" if row["tau_micro"] is None else f", tau {row['tau_micro']:.2f}"
+        return f"{row['task']} {row['speedup']:.2f}x{tau}"
 
 
 @contextmanager
@@ -183,8 +177,11 @@ def _progress(console: Console, is_first: bool) -> Iterator[_Bar]:
 
 def _show(result: dict[str, Any]) -> None:
     """The table, and what its figures depend on."""
+    from dflash.evaluation import caveat, table_of
+
+    rows = result["summary"]
+    show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
     console = Console(highlight=False)
-    console.print(summary_table(result["summary"]))
     decoding, setup = result["decoding"], result["environment"]
     facts = [
         setup.get("engine"),
@@ -196,7 +193,7 @@ def _show(result: dict[str, Any]) -> None:
         f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
         f"at most {decoding['max_new_tokens']} tokens",
     ]
-    console.print(Text(", ".join(filter(None, facts)), "dim"))
+    console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows)}".rstrip(), "dim"))
     for task in result["tasks"]:
         if task["too_long"]:
             console.print(
@@ -205,48 +202,12 @@ def _show(result: dict[str, Any]) -> None:
             )
 
 
-def summary_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line per task and method, a section per task, and the mean of the tasks at the end."""
-    table = Table(
-        title="Everything counted, the prompt's forward too; TTFT and TPOT in ms, peak memory in GB",
-        title_justify="left",
-        title_style="dim",
-        padding=(0, 1, 0, 0),
-        box=None,
-    )
-    table.add_column("task", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    for name in ("same", "score", "tok/s", "speed-up", "tau", "TTFT", "TPOT", "GB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for task in tasks:
-        mine = [row for row in rows if row["task"] == task]
-        for row in mine:
-            table.add_row(task if row is mine[0] else "", *_cells(row), end_section=row is mine[-1])
-    for method in dict.fromkeys(row["method"] for row in rows[1:]) if len(tasks) > 1 else ():
-        chosen = [row for row in rows if row["method"] == method]
-        if any(row["tau_micro"] is not None for row in chosen):
-            table.add_row("mean", method, "", "", "", f"{_mean(chosen, 'speedup')}x", _mean(chosen, "tau_micro"))
-    return table
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    def figure(name: str, digits: int, unit: str = "") -> str:
-        return "-" if row[name] is None else f"{row[name]:.{digits}f}{unit}"
-
-    return [
-        row["method"].removeprefix("target."),
-        f"{row['identical']}/{row['prompts']}",
-        "-" if row["score"] is None else f"{100 * row['score']:.1f}%",
-        figure("tokens_per_second", 0),
-        figure("speedup", 2, "x"),
-        figure("tau_micro", 2),
-        figure("ms_to_first_token", 1),
-        figure("ms_per_output_token", 2),
-        f"{row['peak_memory_bytes'] / 1e9:.2f}" if row["peak_memory_bytes"] else "-",
-    ]
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
-    values = [row[name] for row in rows if row[name] is not None]
-    return f"{sum(values) / len(values):.2f}"
+def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per method with the means of its tasks, if there are several."""
+    means = []
+    for method in dict.fromkeys(row["method"] for row in rows[1:]):
+        chosen = [row for row in rows if row["method"] == method and row["tau_micro"] is not None]
+        if len(chosen) > 1:
+            mean = {key: sum(row[key] for row in chosen) / len(chosen) for key in ("speedup", "tau_micro")}
+            means.append({"task": "mean", "method": method, **mean})
+    return means

@@ -1,20 +1,19 @@
-"""Measuring from outside: clocks around the loop, and what two texts have in common."""
+"""Measuring from outside: clocks around the loop, ways of decoding side by side, tasks and scores, results and what shows them."""
 
-from .bench import run_bench, save_plots
+from .answers import Answer, chat_encoder, summarise_answers
+from .bench import run_bench
 from .canary import Load, run_canary
 from .comparison import Difference, first_difference
-from .evaluate import Answer
-from .harness import Prompt
-from .journal import write_aside
-from .page import save_drawing, write_page, write_readme
+from .evaluate import Plan, questions_of, run_backend, run_plan
+from .harness import Prompt, check_methods
+from .page import save_drawing, save_plots, write_page, write_readme
 from .processes import Processes
+from .records import write_result
 from .remote import server_backend
-from .run import Plan, questions_of, run_backend, run_plan
 from .server import Server
-from .stopwatch import seconds_of
-from .tables import method_table
+from .tables import any_table, caveat, table_of
 from .tasks import TASKS, Question, load_questions
-from .timing import TimedRun, timed_blocks, timed_generate
+from .timing import TimedRun, seconds_of, timed_blocks, timed_generate
 
 
 __all__ = [
@@ -28,9 +27,12 @@ __all__ = [
     "Question",
     "Server",
     "TimedRun",
+    "any_table",
+    "caveat",
+    "chat_encoder",
+    "check_methods",
     "first_difference",
     "load_questions",
-    "method_table",
     "questions_of",
     "run_backend",
     "run_bench",
@@ -40,9 +42,11 @@ __all__ = [
     "save_plots",
     "seconds_of",
     "server_backend",
+    "summarise_answers",
+    "table_of",
     "timed_blocks",
     "timed_generate",
-    "write_aside",
     "write_page",
     "write_readme",
+    "write_result",
 ]

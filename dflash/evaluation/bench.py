@@ -1,10 +1,9 @@
-"""One benchmark from a pair and prompts to a result: every way of decoding, timed in turns, then looked into."""
+"""What `dflash bench` does, from a pair and prompts to a result: every way of decoding timed in turns, then looked into."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,9 +11,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.evaluation.harness import EAGER, Prompt, compare, decoding_methods, summarise
 from dflash.evaluation.profiling import profile, step_split
-from dflash.evaluation.records import record
+from dflash.evaluation.records import environment, public_name, record
 from dflash.evaluation.timing import timed_blocks
 
+
+ROLES = ("target", "drafter")
 
 # Shows a bar over what it is given: `(items, what is done with them)`.
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -54,14 +55,13 @@ def run_bench(
     profiles = profile(ways, chosen, target, drafter, lambda todo: progress(todo, "Profiling"))
     return record(
         "decode",
-        target,
-        drafter,
+        environment(target, drafter),
         decoding={
             "temperature": 0.0,
             "batch_size": 1,
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
-            **(decoding or {}),
+            **{key: public_name(said) if key in ROLES and said else said for key, said in (decoding or {}).items()},
         },
         summary=summarise(measurements, profiles),
         widths=step_times(target, drafter, chosen, max_new_tokens, repeats),
@@ -95,32 +95,3 @@ def step_times(
         for width, splits in seen.items()
         if splits
     ]
-
-
-def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
-    """The result's figures as PNG beside `output`, which names them; their paths.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
-    from dflash.evaluation import plots
-
-    rows, setup = result["summary"], result["environment"]
-    note = f"{setup['device']}, {setup['threads']} threads, {setup['target_dtype']}, block {setup['block_size']}"
-    figures = {"speedup": plots.speedups(rows, note)}
-    if any(row["acceptance_histogram"] for row in rows):
-        figures["acceptance"] = plots.acceptance_by_position(_one_per_text(rows), note)
-    if result["widths"]:
-        figures["step_time"] = plots.step_time(result["widths"], note)
-    return [plots.save(figure, output.with_name(f"{output.stem}_{name}.png")) for name, figure in figures.items()]
-
-
-def _one_per_text(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows whose acceptance is the drafter's: those that propose nothing show nothing, and twins show the same curve."""
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        histogram = row["acceptance_histogram"]
-        twin = any(row["task"] == k["task"] and histogram == k["acceptance_histogram"] for k in kept)
-        if histogram and len(histogram) > 1 and not twin:
-            kept.append(row)
-    return kept

@@ -6,17 +6,14 @@ It knows the client (`server`) and nothing about files, pages or the command lin
 from __future__ import annotations
 
 import math
-import platform
 import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
-from dflash.evaluation.harness import SCHEMA_VERSION
-from dflash.evaluation.records import command, revision
+from dflash.evaluation.records import record
 from dflash.evaluation.results import Row
 from dflash.evaluation.server import Message, Reply, Server, drafting
 
@@ -61,6 +58,7 @@ def run_canary(
     prompts: Sequence[Sequence[Message]],
     load: Load,
     progress: Callable[[], None] = lambda: None,
+    hardware: str | None = None,
 ) -> dict[str, Any]:
     """Puts every server under every level of the load, and gives a result of kind "serving".
 
@@ -73,6 +71,7 @@ def run_canary(
         prompts: Chat messages of each prompt.
         load: What is asked.
         progress: Called after each server at each level.
+        hardware: What the servers run on, for the record.
 
     Raises:
         ValueError: if a server fails a warm-up, or every request of a level; a single failed request is counted.
@@ -106,26 +105,23 @@ def run_canary(
             progress()
         _compare(rows[-len(servers) :], texts, load)
     engines = {name: server.engine() for name, (server, _) in servers.items()}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "serving",
-        "command": command(),
-        "revision": revision(),
-        "environment": {
-            "python": platform.python_version(),
-            "dflash": metadata.version("dflash-transformers"),
-            "target": " / ".join(dict.fromkeys(model for _, model in servers.values())),
-            "engine": " / ".join(dict.fromkeys(engine for engine in engines.values() if engine)) or None,
-            "servers": {
-                name: {"url": server.url, "model": model, "engine": engines[name]}
-                for name, (server, model) in servers.items()
-            },
+    setup = {
+        "target": " / ".join(dict.fromkeys(model for _, model in servers.values())),
+        "engine": " / ".join(dict.fromkeys(engine for engine in engines.values() if engine)) or None,
+        "device": hardware,
+        "servers": {
+            name: {"url": server.url, "model": model, "engine": engines[name]}
+            for name, (server, model) in servers.items()
         },
-        "decoding": {**asdict(load), "prompts": len(prompts), "prompts_repeat": needed > len(prompts)},
-        "summary": rows,
-        "at_target": at_target(rows, load),
-        "measurements": measurements,
     }
+    return record(
+        "serving",
+        setup,
+        decoding={**asdict(load), "prompts": len(prompts), "prompts_repeat": needed > len(prompts)},
+        summary=rows,
+        at_target=at_target(rows, load),
+        measurements=measurements,
+    )
 
 
 def at_target(rows: Sequence[Row], load: Load) -> dict[str, Row | None]:

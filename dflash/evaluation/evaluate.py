@@ -1,202 +1,220 @@
-"""Questions in, measurements out: every method answers every question, in turns, and the answers are scored.
-
-Methods are callables (ids in, a timed run out), so that a server is measured as a pair is. It knows no file and no other
-process.
-"""
+"""What `dflash eval` does, from names of tasks to a result: load, share out, answer (`answers`), keep, gather, summarise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
-from statistics import median
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
+from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation.harness import Measurement, Method, TimedRun, measured, summarise, take_turns
+from dflash.evaluation.answers import (
+    Answer,
+    as_measurements,
+    by_category,
+    chat_encoder,
+    evaluate,
+    numbered,
+    summarise_answers,
+)
+from dflash.evaluation.harness import OURS, check_methods
+from dflash.evaluation.journal import Journal, key, unfinished
 from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.scoring import is_right
-from dflash.evaluation.sessions import Begin
-from dflash.evaluation.tasks import TASKS, Question
+from dflash.evaluation.processes import Processes
+from dflash.evaluation.records import environment, public_name, record, write_result
+from dflash.evaluation.scoring import check_scorers
+from dflash.evaluation.sessions import Backend, keeping_methods, pair_sessions
+from dflash.evaluation.tasks import TASKS, Question, known_task, load_questions
+from dflash.validation_dflash import max_positions
 
 
-# A dialogue of `{"role", "content"}` to ids [1, S].
-Encode = Callable[[list[dict[str, str]]], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer(Measurement):
-    """What one method made of one turn of a question.
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated, and how.
 
     Attributes:
-        row: The question's row in its data set.
-        turn: Counted from 0.
-        category: The question's.
-        score: Whether it is right; `None` where there is nothing to compare with, and for all turns but the last.
-        peak_memory_bytes: The most that was in use while the method ran.
-        text: The answer.
+        target: What the target is called: a Hub id, or its folder.
+        drafter: What the drafter is called.
+        tasks: Names out of [`TASKS`].
+        num_prompts: Rows per task, `None` for all.
+        seed: Which rows.
+        data_root: A folder of local rows.
+        max_new_tokens: The longest answer.
+        repeats: How often each method answers each question.
+        methods: Besides plain decoding, which always runs.
+        thinking: Whether the chat template asks for thinking.
+        chat_template: Whether it is used.
+        score: Whether answers are scored; code that the target wrote runs then, under limits.
+
+    Raises:
+        ValueError: for a method that does not exist.
     """
 
-    row: int
-    turn: int
-    category: str | None
-    score: bool | None
-    peak_memory_bytes: int
-    text: str
+    target: str
+    drafter: str
+    tasks: tuple[str, ...]
+    num_prompts: int | None = None
+    seed: int = 0
+    data_root: Path | None = None
+    max_new_tokens: int = 2048
+    repeats: int = 1
+    methods: tuple[str, ...] = (OURS,)
+    thinking: bool = False
+    chat_template: bool = True
+    score: bool = True
+
+    def __post_init__(self) -> None:
+        check_methods(self.methods)
 
 
-def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = True) -> Encode:
-    """Dialogues in the tokenizer's chat template, with its thinking on or off; without a template, turns as paragraphs."""
-
-    def encode(messages: list[dict[str, str]]) -> torch.Tensor:
-        if not chat_template or not tokenizer.chat_template:
-            text = "\n\n".join(message["content"] for message in messages)
-            return tokenizer(text, return_tensors="pt")["input_ids"]
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
-        return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-
-    return encode
+# Called with a process's share at its start (how many questions it has, how many are done already) and at each answer.
+Begun = Callable[[int, int], None]
+Done = Callable[[list[Answer]], None]
 
 
-def evaluate(
-    questions: Iterable[Question],
-    begin: Begin,
-    encode: Encode,
+def questions_of(plan: Plan) -> list[Question]:
+    """All questions of a plan, task by task; raises as [`load_questions`] does, before any model is needed."""
+    scorers = {known_task(name).scorer for name in plan.tasks}
+    if plan.score:
+        check_scorers(scorer for scorer in scorers if scorer is not None)
+    return [
+        question if plan.score else replace(question, reference=None)
+        for name in plan.tasks
+        for question in load_questions(name, plan.num_prompts, plan.seed, plan.data_root)
+    ]
+
+
+def run_plan(
+    plan: Plan,
+    questions: Sequence[Question],
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
     tokenizer: Any,
-    memory: PeakMemory,
-    repeats: int = 1,
-    max_prompt_tokens: int | None = None,
-) -> Iterator[list[Answer]]:
-    """Each question's answers, all turns and methods, as it is done.
-
-    The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
-    Every method is asked the same: in later turns, with the first method's answers before.
-
-    Args:
-        questions: Of one task or several.
-        begin: Makes the methods of a dialogue, by name.
-        encode: A dialogue's ids.
-        tokenizer: Decodes the answers.
-        memory: Watched while each method runs.
-        repeats: How often each method answers; texts and scores are those of the first time.
-        max_prompt_tokens: A dialogue ends before a turn whose prompt is longer, at once if it is the first: no answers.
-    """
-    is_warm = False
-    for number, question in enumerate(questions):
-        first_ids = encode([{"role": "user", "content": question.turns[0]}])
-        if max_prompt_tokens is not None and first_ids.shape[1] > max_prompt_tokens:
-            yield []
-            continue
-        if not is_warm:
-            take_turns(begin(), first_ids, 0)
-            is_warm = True
-        yield _answers(
-            question, number, [begin() for _ in range(repeats)], encode, tokenizer, memory, max_prompt_tokens
-        )
+    output: Path | None = None,
+    processes: Processes | None = None,
+    on_begin: Begun = lambda share, done: None,
+    on_question: Done = lambda answers: None,
+) -> dict[str, Any]:
+    """Answers the questions with a pair in this process; see [`run_backend`]."""
+    begin = pair_sessions(target, drafter, plan.max_new_tokens, plan.methods)
+    kept = [name for name in begin() if name in keeping_methods(target)]
+    backend = Backend(
+        begin,
+        environment(target, drafter),
+        {"caches_kept_between_turns": kept},
+        PeakMemory(on_cuda=target.device.type == "cuda"),
+        _longest_prompt(plan, target),
+    )
+    return run_backend(plan, questions, backend, tokenizer, output, processes, on_begin, on_question)
 
 
-def _answers(
-    question: Question,
-    number: int,
-    sessions: list[dict[str, Method]],
-    encode: Encode,
+def run_backend(
+    plan: Plan,
+    questions: Sequence[Question],
+    backend: Backend,
     tokenizer: Any,
-    memory: PeakMemory,
-    max_prompt_tokens: int | None,
-) -> list[Answer]:
-    messages: list[dict[str, str]] = []
-    found: list[Answer] = []
-    for turn, said in enumerate(question.turns):
-        messages.append({"role": "user", "content": said})
-        input_ids = encode(messages)
-        if max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens:
-            break
-        peaks: dict[str, int] = {}
-        rounds = [
-            take_turns(_watched(methods, memory, peaks), input_ids, number + repeat)
-            for repeat, methods in enumerate(sessions)
-        ]
-        texts = {name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()}
-        scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
-        for measurement in measured(question.task, turn, rounds):
-            found.append(
-                Answer(
-                    **vars(measurement),
-                    row=question.index,
-                    turn=turn,
-                    category=question.category,
-                    score=scores.get(measurement.method),
-                    peak_memory_bytes=peaks[measurement.method],
-                    text=texts[measurement.method],
-                )
-            )
-        messages.append({"role": "assistant", "content": next(iter(texts.values()))})
-    return found
+    output: Path | None = None,
+    processes: Processes | None = None,
+    on_begin: Begun = lambda share, done: None,
+    on_question: Done = lambda answers: None,
+) -> dict[str, Any]:
+    """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
+    Beside `output` stands a journal (`.jsonl`) of finished questions and their texts. What it holds is not measured again.
 
-def _watched(methods: dict[str, Method], memory: PeakMemory, peaks: dict[str, int]) -> dict[str, Method]:
-    """The methods, each noting in `peaks` the most memory that it ever had."""
-
-    def watched(name: str) -> Method:
-        def run(input_ids: torch.Tensor) -> TimedRun:
-            memory.reset()
-            result = methods[name](input_ids)
-            peaks[name] = max(peaks.get(name, 0), memory.read())
-            return result
-
-        return run
-
-    return {name: watched(name) for name in methods}
-
-
-def _scores(question: Question, texts: dict[str, str]) -> dict[str, bool]:
-    """Whether each method's text is right; a text that several wrote is scored once. Empty where there is no answer."""
-    scorer = TASKS[question.task].scorer if question.task in TASKS else None
-    if scorer is None or question.reference is None:
-        return {}
-    right = {text: is_right(scorer, text, question.reference) for text in set(texts.values())}
-    return {name: right[text] for name, text in texts.items()}
-
-
-def summarise_answers(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The rows of [`summarise`], one per task and method, and what answers add to them.
-
-    `score` is the share of right answers among `scored`; `ms_per_output_token` counts everything behind the first token,
-    the drafter's share of it too; `peak_memory_bytes` is the highest of all.
+    Raises:
+        ValueError: if the journal was begun with other settings.
     """
-    rows = summarise(answers)
-    for row in rows:
-        chosen = [a for a in answers if a.task == row["task"] and a.method == row["method"]]
-        scores = [answer.score for answer in chosen if answer.score is not None]
-        behind = sum(median(a.seconds) - median(a.seconds_to_first_token) for a in chosen)
-        tokens = sum(a.num_tokens - 1 for a in chosen)
-        row["score"] = round(sum(scores) / len(scores), 4) if scores else None
-        row["scored"] = len(scores)
-        row["ms_per_output_token"] = round(1e3 * behind / tokens, 4) if tokens else None
-        row["peak_memory_bytes"] = max(a.peak_memory_bytes for a in chosen)
-    return rows
+    processes = processes or Processes()
+    begin, memory, longest, setup = backend.begin, backend.memory, backend.max_prompt_tokens, backend.environment
+    decoding = {
+        "target": public_name(plan.target),
+        "drafter": public_name(plan.drafter),
+        "temperature": 0.0,
+        "batch_size": 1,
+        "max_new_tokens": plan.max_new_tokens,
+        "repeats": plan.repeats,
+        "methods": list(begin()),
+        "enable_thinking": plan.thinking,
+        "chat_template": tokenizer.chat_template if plan.chat_template else None,
+        "peak_memory": "not measured" if memory is None else memory.kind,
+        **backend.decoding,
+    }
+    settings = _settings(setup, decoding)
+    journal = None if output is None else Journal(output.with_suffix(".jsonl"), settings, processes.rank)
+    done: dict[str, list[Answer]] = {}
+    if journal is not None:
+        journal.path.parent.mkdir(parents=True, exist_ok=True)
+        done = dict(processes.gather(list(journal.read().items())))
+        journal.mend()
+    share = processes.share(unfinished(questions, done))
+    on_begin(len(share), len(questions) - len(unfinished(questions, done)))
+    encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
+    made = []
+    for question, answers in zip(
+        share, evaluate(share, begin, encode, tokenizer, memory, plan.repeats, longest), strict=True
+    ):
+        if journal is not None:
+            journal.append(question, answers)
+        made.append((key(question), answers))
+        on_question(answers)
+    done |= dict(processes.gather(made))
+    answers = numbered(answer for question in questions for answer in done[key(question)])
+    if not answers:
+        raise ValueError(
+            f"No prompt fits: with --max-new-tokens {plan.max_new_tokens} the target's positions leave room for {longest} "
+            "tokens, lower it."
+        )
+    result = record(
+        "eval",
+        {**setup, "processes": processes.count},
+        decoding={**decoding, "prompts_per_task": plan.num_prompts, "seed": plan.seed},
+        tasks=[_described(name, questions, answers) for name in plan.tasks],
+        summary=summarise_answers(answers),
+        categories=by_category(answers),
+        measurements=as_measurements(answers),
+    )
+    if output is not None and journal is not None and processes.is_first:
+        journal.join()
+        write_result(output, result)
+    return result
 
 
-def numbered(answers: Iterable[Answer]) -> list[Answer]:
-    """In the order of tasks, rows and turns, each turn of each question with a `prompt_index` of its own."""
-    order = {name: place for place, name in enumerate(TASKS)}
-    ordered = sorted(answers, key=lambda a: (order.get(a.task, len(order)), a.task, a.row, a.turn))
-    turns = groupby(ordered, key=lambda a: (a.task, a.row, a.turn))
-    return [replace(answer, prompt_index=index) for index, (_, group) in enumerate(turns) for answer in group]
+def _longest_prompt(plan: Plan, target: PreTrainedModel) -> int | None:
+    """The most tokens of a prompt that leave room for the whole answer; `None` for any."""
+    limit = max_positions(target)
+    if limit is not None and plan.max_new_tokens >= limit:
+        raise ValueError(
+            f"--max-new-tokens {plan.max_new_tokens} leaves no room for a prompt: the target can tell {limit} positions apart, "
+            "use fewer."
+        )
+    return None if limit is None else limit - plan.max_new_tokens
 
 
-def by_category(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """As [`summarise_answers`], a row per category, task and method, for tasks of several kinds."""
-    kinds = [replace(a, task=f"{a.task}/{a.category}") for a in answers if a.category is not None]
-    rows = summarise_answers(kinds)
-    for row in rows:
-        row["task"], row["category"] = row["task"].split("/", 1)
-    return rows
+def _described(name: str, questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, Any]:
+    task = TASKS[name]
+    mine = [question for question in questions if question.task == name]
+    return {
+        "task": name,
+        "data_set": task.address,
+        "config": task.config,
+        "split": task.split,
+        "source": task.source,
+        "scorer": task.scorer,
+        "prompts": len(mine),
+        "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
+        "with_answers": sum(question.reference is not None for question in mine),
+    }
 
 
-def as_measurements(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """What a result file holds of the answers: all but their text."""
-    return [{name: value for name, value in asdict(answer).items() if name != "text"} for answer in answers]
+def _settings(setup: dict[str, Any], decoding: dict[str, Any]) -> dict[str, Any]:
+    """What a kept answer depends on: a run that goes on must have the same."""
+    names = (
+        "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
+        "target_parameters", "drafter_parameters", "block_size",
+    )  # fmt: skip
+    template = decoding["chat_template"]
+    digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
+    return {**{name: setup.get(name) for name in names}, **decoding, "chat_template": digest}

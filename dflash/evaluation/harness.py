@@ -1,4 +1,4 @@
-"""Several ways to decode, on the same prompts, in one run: interleaved, warmed up, repeated, with the texts compared.
+"""How ways to decode compare: on the same prompts, in one run, interleaved, warmed up, repeated, with the texts compared.
 
 Machines are shared and noisy, so a speed here is always a ratio of two methods that took turns on every prompt. It knows
 nothing about data sets, files or tables.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -21,12 +19,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.configuration_dflash import DFlashConfig
 from dflash.evaluation.profiling import Profile
-from dflash.evaluation.timing import TimedRun, timed_blocks, timed_generate
+from dflash.evaluation.timing import TimedRun, tau, timed_blocks, timed_generate, tokens_per_step
 from dflash.modeling_dflash import DFlashDraftModel
 
-
-# Shape of what `compare` returns; raised when a field changes its meaning or goes away.
-SCHEMA_VERSION = 1
 
 PLAIN = "target.generate"
 OURS = "dflash"
@@ -46,7 +41,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dflash tree": {**EAGER, "adaptive": True, "draft_tree": True},
     "dflash drafting nothing": {"max_draft_tokens": 0},
 }
-RANDOM_DRAFTER = "random drafter, adaptive"
+RANDOM_DRAFTER = "random drafter adaptive"
+
+# All names, in the order of a result's rows. Native DFlash exists from transformers 5.15 on.
+HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
+METHODS = (PLAIN, PROMPT_LOOKUP, *([NATIVE] if HAS_NATIVE else []), OURS, *VARIANTS, RANDOM_DRAFTER)
 
 # Said in full, because a target's sampling defaults would only be warned about.
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -80,18 +79,26 @@ class Measurement:
     num_compilations: int = 0
 
 
+def check_methods(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is none of [`METHODS`], with those that are: before models are loaded."""
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ValueError(f"There is no method {', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}.")
+
+
 def decoding_methods(
     target: PreTrainedModel, drafter: PreTrainedModel, max_new_tokens: int, names: Sequence[str] | None = None
 ) -> dict[str, Method]:
-    """Greedy decoding by name: plain `target.generate` (always first), prompt lookup, native DFlash, and this library.
+    """Greedy decoding by name: plain `target.generate` (always first), and the others of `names`, `None` for all.
 
     Beside what the library does by default there are its variants, its loop without any proposal (what of a speed-up is
-    not speculation), and a drafter of the same shape that never learned anything. Native DFlash exists from transformers
-    5.15 on and is left out before.
+    not speculation), and a drafter of the same shape that never learned anything.
 
     Raises:
         ValueError: for a name that does not exist, with those that do.
     """
+    check_methods(names or ())
+    wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]
 
     def plain(**options: Any) -> Method:
         request = {"max_new_tokens": max_new_tokens, **GREEDY, **options}
@@ -108,14 +115,9 @@ def decoding_methods(
         OURS: ours(drafter),
         **{name: ours(drafter, **options) for name, options in VARIANTS.items()},
     }
-    if not hasattr(transformers.GenerationConfig(), "speculation_type"):
-        del methods[NATIVE]
-    unknown = set(names or ()) - set(methods) - {RANDOM_DRAFTER}
-    if unknown:
-        raise ValueError(f"Unknown methods {sorted(unknown)}: choose from {[*methods, RANDOM_DRAFTER]}.")
-    if names is None or RANDOM_DRAFTER in names:
+    if RANDOM_DRAFTER in wanted:
         methods[RANDOM_DRAFTER] = ours(untrained(drafter), **VARIANTS["dflash adaptive"])
-    return {name: run for name, run in methods.items() if name == PLAIN or names is None or name in names}
+    return {name: methods[name] for name in wanted}
 
 
 def untrained(drafter: PreTrainedModel) -> PreTrainedModel:
@@ -183,8 +185,8 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
 
     A prompt counts with the median of its repeats; speeds are total tokens over total seconds. The speed-up has two
     spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and the whole task's of each repeat. Both
-    means of tau are given: over verify steps (micro) and over prompts (macro). What `profiles` say stands beside, in
-    fields that begin with `profiled_`, and the peak memory of the prompt that takes most.
+    means of tau are given: over verify steps (micro) and over prompts (macro). A step and a token count everything behind
+    the first token, the drafter's share too. What `profiles` say stands beside, in fields that begin with `profiled_`.
     """
     rows = []
     tasks = list(dict.fromkeys(m.task for m in measurements))
@@ -195,12 +197,10 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
             chosen = [m for m in measurements if m.task == task and m.method == name]
             seconds = [median(m.seconds) for m in chosen]
             ratios = sorted(median(plain[m.prompt_index].seconds) / median(m.seconds) for m in chosen)
-            tokens = sum(m.num_tokens for m in chosen)
-            steps = sum(m.num_forwards - 1 for m in chosen)
+            to_first = sum(median(m.seconds_to_first_token) for m in chosen)
+            tokens, forwards = sum(m.num_tokens for m in chosen), sum(m.num_forwards for m in chosen)
             lengths = [length for m in chosen for length in m.acceptance_lengths]
-            per_prompt = [
-                sum(m.acceptance_lengths) / len(m.acceptance_lengths) for m in chosen if m.acceptance_lengths
-            ]
+            taus = [tau(m.acceptance_lengths) for m in chosen if m.acceptance_lengths]
             rows.append(
                 {
                     "task": task,
@@ -213,11 +213,12 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
                     "speedup_p10": _rounded(ratios[len(ratios) // 10]),
                     "speedup_p90": _rounded(ratios[-1 - len(ratios) // 10]),
                     "speedup_by_repeat": _speedup_by_repeat(list(plain.values()), chosen),
-                    "tokens_per_step": _ratio(tokens - len(chosen), steps),
-                    "ms_per_step": _ratio(1e3 * (sum(seconds) - _to_first_token(chosen)), steps),
-                    "ms_to_first_token": _ratio(1e3 * _to_first_token(chosen), len(chosen)),
-                    "tau_micro": _ratio(sum(lengths), len(lengths)),
-                    "tau_macro": _ratio(sum(per_prompt), len(per_prompt)),
+                    "tokens_per_step": _rounded(tokens_per_step(tokens, forwards, len(chosen))),
+                    "ms_per_step": _ratio(1e3 * (sum(seconds) - to_first), forwards - len(chosen)),
+                    "ms_per_output_token": _ratio(1e3 * (sum(seconds) - to_first), tokens - len(chosen)),
+                    "ms_to_first_token": _ratio(1e3 * to_first, len(chosen)),
+                    "tau_micro": _rounded(tau(lengths)),
+                    "tau_macro": _ratio(sum(taus), len(taus)),
                     "acceptance_histogram": _histogram(lengths) if lengths else None,
                     "compilations": sum(m.num_compilations for m in chosen),
                     **_profiled([p for p in profiles if p.task == task and p.method == name]),
@@ -241,32 +242,8 @@ def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
         "profiled_ms_verify": per_step(p.ms_verify for p in profiles),
         "profiled_ms_rest": per_step(p.ms_rest for p in profiles),
         "profiled_host_syncs_per_step": per_step(p.host_syncs for p in profiles),
-        "peak_memory_bytes": max(p.peak_memory_bytes for p in profiles),
+        "profiled_memory_bytes": max(p.memory_bytes for p in profiles),
     }
-
-
-def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, Any]:
-    """What a figure depends on besides the code: versions, hardware, dtype, attention, threads."""
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "drafter_dtype": str(drafter.dtype).removeprefix("torch."),
-        "attention": target.config._attn_implementation,
-        "target_parameters": target.num_parameters(),
-        "drafter_parameters": drafter.num_parameters(),
-        "block_size": drafter.config.block_size,
-    }
-
-
-def _to_first_token(measurements: Sequence[Measurement]) -> float:
-    return sum(median(m.seconds_to_first_token) for m in measurements)
 
 
 def _histogram(lengths: Sequence[int]) -> list[int]:
@@ -286,12 +263,3 @@ def _ratio(part: float, whole: float) -> float | None:
 
 def _rounded(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or "unknown"

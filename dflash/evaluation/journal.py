@@ -1,4 +1,4 @@
-"""Finished questions, a line each, so that a run that was stopped goes on where it was. It knows no model."""
+"""Which questions are finished: a line each, so that a run that was stopped goes on where it was. It knows no model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation.evaluate import Answer
+from dflash.evaluation.answers import Answer
 from dflash.evaluation.tasks import Question
 
 
@@ -96,14 +96,6 @@ def key(question: Question) -> str:
     """By which a finished question is known again: its task, its row and its text."""
     text = json.dumps([question.turns, question.reference], default=str)
     return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def write_aside(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result as JSON, aside and then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, path)
 
 
 def unfinished(questions: Iterable[Question], done: Iterable[str]) -> list[Question]:

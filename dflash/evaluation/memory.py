@@ -1,15 +1,22 @@
-"""The most memory that one run had at a time: of the GPUs, or of this process where there is none."""
+"""How much memory a decode takes: all that was in use meanwhile, or what it allocated itself.
+
+`PeakMemory` costs nothing, is watched while a clock runs, and includes the models. `allocated_memory` is exact and says what
+the way of decoding adds; it slows the decode down, and so is a pass of its own.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 
 class PeakMemory:
-    """Call `reset`, run, then `read` the bytes.
+    """The most memory that was in use at a time, models included: call `reset`, run, then `read` the bytes.
 
     Attributes:
         kind: What is counted: "CUDA allocated" by tensors on all GPUs, or "process resident", all of this process.
@@ -24,7 +31,7 @@ class PeakMemory:
         for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
         if not self._devices:
-            with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+            with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
                 peak.write("5")
 
     def read(self) -> int:
@@ -39,3 +46,44 @@ class PeakMemory:
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def allocated_memory(work: Callable[[], Any], device: torch.device) -> int:
+    """Bytes of tensors that `work()` holds at once beyond what stood before, at most.
+
+    By the allocator's own count: on CUDA its peak; on the CPU the sum of what its profiler reports, exact to the byte and
+    without the pages that a process keeps.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():  # the profiler's library writes a line at either end
+        profiler.__enter__()
+    try:
+        work()
+    finally:
+        with _silent_stderr():
+            profiler.__exit__(None, None, None)
+    results: Any = profiler.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

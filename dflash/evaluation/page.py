@@ -1,4 +1,4 @@
-"""One HTML page out of result files: a table per task, figures, and what each depends on; all inside the one file.
+"""What `dflash report` does: one HTML page out of result files, a table per task, figures, and what each depends on.
 
 It draws nothing itself (`plots`) and measures nothing.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dflash.evaluation import plots
 from dflash.evaluation.harness import PLAIN
 from dflash.evaluation.results import Row, published, read_result, setup
-from dflash.evaluation.tables import Table, any_table, decode_table, markdown, method_table, with_table
+from dflash.evaluation.tables import COLUMNS, DECODED, Table, any_table, caveat, markdown, table_of, with_table
 
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
     )  # fmt: skip
     add("lengths", "How many tokens a verify step gives; τ (micro) marked.", accepting, plots.acceptance_lengths)
     add(
-        "step-time",
+        "step_time",
         "Time of one forward by its width.",
         _having(result.get("widths", rows), "width", "ms_verify"),
         plots.step_time,
@@ -103,16 +103,28 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
     )
     add("growth", f"Time per token as the context grows.{simulated}", swept, plots.growth)
     add(
-        "latency-throughput", "Throughput of all requests against the wait of one, by the number of requests at once.",
+        "latency_throughput", "Throughput of all requests against the wait of one, by the number of requests at once.",
         _having(rows, "server", "concurrency", "tokens_per_second", "ms_per_output_token_p50", "ms_per_output_token_p99"), plots.latency_throughput,
         target_ms=result.get("decoding", {}).get("target_ms_per_output_token"),
     )  # fmt: skip
     return found
 
 
-def save_drawing(result: dict[str, Any], name: str, path: str | Path) -> Path:
-    """Writes one of a result's figures as a PNG."""
-    return plots.save(next(drawing for drawing in drawings(result) if drawing.name == name).draw(plots.LIGHT), path)
+def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
+    """Writes a result's figures as PNG beside `output`, which names them; their paths.
+
+    Raises:
+        ValueError: if matplotlib is not installed.
+    """
+    return [
+        plots.save(drawing.draw(plots.LIGHT), output.with_name(f"{output.stem}_{drawing.name}.png"))
+        for drawing in drawings(result)
+    ]
+
+
+def save_drawing(result: dict[str, Any], name: str, path: Path) -> Path:
+    """Writes the one figure of that name as a PNG."""
+    return plots.save(next(d for d in drawings(result) if d.name == name).draw(plots.LIGHT), path)
 
 
 def in_one_line(result: dict[str, Any]) -> str:
@@ -130,12 +142,13 @@ def readme_table(result: dict[str, Any]) -> str:
     """A result's table in Markdown, and under it what its figures depend on and the command that gives them."""
     rows = result["summary"]
     if _having(rows, "task", "method", "speedup", "tokens_per_second"):
-        table = decode_table(rows)
+        table = table_of(rows, DECODED)
     elif _having(rows, "server", "concurrency"):
-        table = method_table(rows)
+        table = table_of(rows)
     else:
         table = any_table(rows)
-    return f"{markdown(table)}\n\n{in_one_line(result)}. `{setup(result)['command']}`"
+    stated = f"{in_one_line(result)}. {caveat(rows)}".strip()
+    return f"{markdown(table)}\n\n{stated} `{setup(result)['command']}`"
 
 
 def write_readme(readme: str | Path, name: str, path: str | Path) -> None:
@@ -151,14 +164,15 @@ def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
     figures = []
     for drawing in drawings(result):
         light, dark = (
-            plots.save(drawing.draw(theme), folder / f"{name}-{drawing.name}{suffix}.png")
-            for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "-dark"))
+            plots.save(drawing.draw(theme), folder / f"{name}_{drawing.name}{suffix}.png")
+            for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "_dark"))
         )
         figures.append({"shows": drawing.shows, "light": _embedded(light), "dark": _embedded(dark)})
     return {
         "name": name,
         "kind": result.get("kind", ""),
         "tables": _tables(result["summary"]),
+        "caveat": caveat(result["summary"]),
         "figures": figures,
         "facts": {key: value for key, value in facts.items() if key != "chat template"},
         "chat_template": facts["chat template"],
@@ -179,9 +193,10 @@ def _tables(rows: Sequence[Row]) -> list[tuple[str, Table]]:
     """Title and table: one per task where rows have tasks."""
     if _having(rows, "task", "method"):
         tasks = list(dict.fromkeys(row["task"] for row in rows))
-        return [(task, method_table([row for row in rows if row["task"] == task])) for task in tasks]
+        keys = [key for key in COLUMNS if key != "task"]
+        return [(task, table_of([row for row in rows if row["task"] == task], keys)) for task in tasks]
     if _having(rows, "server", "concurrency"):
-        return [("", method_table(rows))]
+        return [("", table_of(rows))]
     return [("", any_table(rows))]
 
 

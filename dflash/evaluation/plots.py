@@ -1,4 +1,4 @@
-"""Figures out of result rows: each function takes rows and gives a matplotlib figure; `save` writes the PNG.
+"""How result rows look: each function takes rows and gives a matplotlib figure; `save` writes the PNG.
 
 Needs the extra `eval`. The colours keep apart for colour-blind readers, and each method has the same one in every figure.
 It knows nothing about files of results, pages or clocks.
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 DPI = 200
 WIDTH = 8.0  # inches: at the width of a README, text is as large as the README's own
 PANEL_COLUMNS = 3
+KEY_COLUMNS = 4
 FEWEST_STEPS = 5  # a share of fewer verify steps is noise
+
+
+# A line of a key: its name, its colour, its style.
+Entry = tuple[str, str, Literal["-", "--"]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,9 @@ def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = L
     """
     chosen = _accepting(rows)
     colours = _colours([row["method"] for row in chosen], theme)
-    figure, panels = _panels(_tasks(chosen), "Proposals accepted, by position in the block", note, theme)
+    key: list[Entry] = [(method, colours[method], "-") for method in colours if len(colours) > 1]
+    key += [("of all steps", theme.ink, "-"), ("of steps that got there", theme.ink, "--")]
+    figure, panels = _panels(_tasks(chosen), "Proposals accepted, by position in the block", note, theme, key)
     last = max([2, *(len(row["acceptance_histogram"]) - 1 for row in chosen)])
     for task, axes in panels.items():
         for row in _of(chosen, task):
@@ -73,14 +80,7 @@ def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = L
         axes.set_xlim(1, last)
         _percent(axes)
         _whole_numbers(axes)
-    first = next(iter(panels.values()))
-    first.set_ylabel("accepted")
-    _legend(
-        figure,
-        theme,
-        [(method, colours[method], "-") for method in colours if len(colours) > 1]
-        + [("of all steps", theme.ink, "-"), ("of steps that got there", theme.ink, "--")],
-    )
+    next(iter(panels.values())).set_ylabel("accepted")
     _bottom_label(panels, "position behind the anchor (tokens)")
     return figure
 
@@ -89,7 +89,8 @@ def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT
     """How many tokens a verify step gives, as a histogram per task, with tau (micro) marked; methods that accept alike once."""
     chosen = _accepting(rows)
     colours = _colours([row["method"] for row in chosen], theme)
-    figure, panels = _panels(_tasks(chosen), "Tokens per verify step", note, theme)
+    key: list[Entry] = [(method, colours[method], "-") for method in colours if len(colours) > 1]
+    figure, panels = _panels(_tasks(chosen), "Tokens per verify step", note, theme, key)
     for task, axes in panels.items():
         here = _of(chosen, task)
         width = 0.84 / len(here)
@@ -108,8 +109,6 @@ def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT
         _percent(axes)
         _whole_numbers(axes)
     next(iter(panels.values())).set_ylabel("verify steps")
-    if len(colours) > 1:
-        _legend(figure, theme, [(method, colours[method], "-") for method in colours])
     _bottom_label(panels, "acceptance length (tokens, the target's own included)")
     return figure
 
@@ -301,11 +300,16 @@ def _figure(title: str, note: str, theme: Theme, height: float) -> tuple[Figure,
     return figure, axes
 
 
-def _panels(names: Sequence[str], title: str, note: str, theme: Theme) -> tuple[Figure, dict[str, Axes]]:
-    """A figure of one small plot per name, all on the same scale."""
+def _panels(
+    names: Sequence[str], title: str, note: str, theme: Theme, key: Sequence[Entry]
+) -> tuple[Figure, dict[str, Axes]]:
+    """A figure of one small plot per name, all on the same scale, below the title and its key."""
     columns = min(len(names), PANEL_COLUMNS)
     lines = -(-len(names) // columns)
-    figure = _new_figure(note, theme, 1.0 + (2.1 if lines > 1 else 2.5) * lines)
+    head = 0.35 + 0.21 * -(-len(key) // KEY_COLUMNS)  # inches
+    height = 0.6 + head + (2.1 if lines > 1 else 2.5) * lines
+    figure = _new_figure(note, theme, height)
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - head / height))  # type: ignore[union-attr, call-arg]
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     places = list(grid.flat)
     for axes in places[len(names) :]:
@@ -314,7 +318,9 @@ def _panels(names: Sequence[str], title: str, note: str, theme: Theme) -> tuple[
         _dress(axes, theme)
         axes.tick_params(labelbottom=index + columns >= len(names))
         axes.set_title(name, loc="left", fontsize=10, color=theme.ink)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold", color=theme.ink)
+    figure.text(0.01, 1 - 0.08 / height, title, va="top", fontsize=12, weight="bold", color=theme.ink)
+    if key:
+        _legend(figure, theme, key, 1 - 0.3 / height)
     return figure, dict(zip(names, places, strict=False))
 
 
@@ -371,13 +377,14 @@ def _bottom_label(panels: Mapping[str, Axes], text: str) -> None:
     lowest.set_xlabel(text, loc="left")
 
 
-def _legend(figure: Figure, theme: Theme, entries: Sequence[tuple[str, str, Literal["-", "--"]]]) -> None:
+def _legend(figure: Figure, theme: Theme, entries: Sequence[Entry], top: float) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=colour, linestyle=style, linewidth=2) for _, colour, style in entries]
     figure.legend(
-        lines, [name for name, *_ in entries], loc="upper right", ncols=len(entries), frameon=False,
-        labelcolor=theme.ink, fontsize=9, handlelength=2.2,
+        lines, [name for name, *_ in entries], loc="upper left", bbox_to_anchor=(0.0, top),
+        ncols=min(len(entries), KEY_COLUMNS), frameon=False, labelcolor=theme.ink, fontsize=9, handlelength=2.2,
+        borderpad=0.2,
     )  # fmt: skip
 
 

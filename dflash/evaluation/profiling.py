@@ -1,4 +1,4 @@
-"""Where a step's time goes, how often the host waits for the device, how much memory a decode takes.
+"""Where a step's time goes, how often the host waits for the device, how much memory a decode allocates.
 
 Each is a pass of its own beside the timed ones: what looks inside slows down, or hooks into what `torch.compile` would
 rather find untouched. The figures are per verify step, without the prompt's forward and all that comes before it.
@@ -6,7 +6,6 @@ rather find untouched. The figures are per verify step, without the prompt's for
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.drafting_dflash import Proposer
+from dflash.evaluation.memory import allocated_memory
 from dflash.evaluation.timing import TimedRun
 from dflash.target_dflash import TappedTarget
 
@@ -56,7 +56,7 @@ class Profile:
         ms_rest: All others.
         host_syncs: How often in a step the host reads a value that the device computes. On a device without a queue, what
             would wait on one that has it.
-        peak_memory_bytes: Tensors allocated at once beyond what stood before, at most.
+        memory_bytes: Tensors allocated at once beyond what stood before, at most.
     """
 
     task: str
@@ -67,7 +67,7 @@ class Profile:
     ms_verify: float
     ms_rest: float
     host_syncs: float
-    peak_memory_bytes: int
+    memory_bytes: int
 
 
 def profile(
@@ -100,7 +100,7 @@ def profile(
                     ms_verify=split["verify"],
                     ms_rest=split["rest"],
                     host_syncs=host_syncs(run, prompt.input_ids, target.device),
-                    peak_memory_bytes=peak_memory(partial(run, prompt.input_ids), target.device),
+                    memory_bytes=allocated_memory(partial(run, prompt.input_ids), target.device),
                 )
             )
     return profiles
@@ -281,47 +281,6 @@ class _DriverSyncs:
     def total(self) -> int:
         """Synchronisations until now."""
         return sum("synchronizing CUDA operation" in str(warning.message) for warning in self._caught)
-
-
-def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
-    """Bytes of tensors that `work()` holds at once beyond what stood before, at most.
-
-    By the allocator's own count: on CUDA its peak; on the CPU the sum of what its profiler reports, exact to the byte and
-    without the pages that a process keeps.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - before
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with _silent_stderr():  # the profiler's library writes a line at either end
-        profiler.__enter__()
-    try:
-        work()
-    finally:
-        with _silent_stderr():
-            profiler.__exit__(None, None, None)
-    results: Any = profiler.profiler
-    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _now(device: torch.device) -> Any:

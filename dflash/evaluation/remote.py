@@ -5,31 +5,14 @@ It knows nothing about tasks; the prompt's ids come from the caller's own tokeni
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import torch
 
 from dflash.evaluation.harness import OURS, PLAIN, Method
-from dflash.evaluation.memory import PeakMemory
 from dflash.evaluation.server import Server, acceptance_lengths, drafting
 from dflash.evaluation.sessions import Backend, Begin
 from dflash.evaluation.timing import TimedRun
-
-
-class NotMeasured(PeakMemory):
-    """A server's memory cannot be seen from here."""
-
-    def __init__(self) -> None:
-        super().__init__(on_cuda=False)
-        self.kind = "not measured"
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-    def read(self) -> int:
-        """Always 0."""
-        return 0
 
 
 def server_backend(
@@ -55,13 +38,9 @@ def server_backend(
     """
     methods = {PLAIN: (baseline, baseline.only_model(model)), OURS: (server, server.only_model(model))}
     engines = dict.fromkeys(asked.engine() for asked, _ in methods.values())
-    setup = {
-        "engine": " / ".join(filter(None, engines)) or None,
-        "python": platform.python_version(),
-        "device": hardware,
-    }
+    setup = {"engine": " / ".join(filter(None, engines)) or None, "device": hardware}
     servers = {name: {"url": asked.url, "model": served} for name, (asked, served) in methods.items()}
-    return Backend(server_methods(methods, tokenizer, max_new_tokens), setup, {"servers": servers}, NotMeasured())
+    return Backend(server_methods(methods, tokenizer, max_new_tokens), setup, {"servers": servers})
 
 
 def server_methods(servers: dict[str, tuple[Server, str]], tokenizer: Any, max_new_tokens: int) -> Begin:

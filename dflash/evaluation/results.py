@@ -1,6 +1,6 @@
-"""Result files: reading them, what their figures depend on, and what follows from a row without being stored.
+"""What a result file says: its rows, what their figures depend on, and what follows from a row without being stored.
 
-It knows the shape that `dflash bench`, `dflash eval` and `dflash canary` write, and nothing about pages or plots.
+`records` writes them. It knows the shape that `dflash bench`, `dflash eval` and `dflash canary` write, and nothing about pages or plots.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation.harness import SCHEMA_VERSION
+from dflash.evaluation.records import SCHEMA_VERSION
 
 
 Row = dict[str, Any]

@@ -32,14 +32,14 @@ class Backend:
         begin: Makes the methods of a dialogue.
         environment: Versions, hardware and the like.
         decoding: What else a reader has to know.
-        memory: Watched while each method runs.
+        memory: Watched while each method runs; `None` where it cannot be seen from here.
         max_prompt_tokens: The longest prompt that leaves room for the answer, `None` for any.
     """
 
     begin: Begin
     environment: dict[str, Any]
     decoding: dict[str, Any]
-    memory: PeakMemory
+    memory: PeakMemory | None = None
     max_prompt_tokens: int | None = None
 
 

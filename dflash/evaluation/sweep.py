@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 from dflash.evaluation.harness import GREEDY, PLAIN, VARIANTS, Measurement, Method, Prompt, compare
+from dflash.evaluation.memory import allocated_memory
 from dflash.evaluation.scripted import scripted_prompt
 from dflash.evaluation.timing import timed_blocks, timed_generate
 
@@ -35,7 +37,7 @@ def measure_point(
         target: Of a `scripted_pair`.
         drafter: Its drafter.
         context: Tokens of the prompt.
-        new_tokens: Written behind it.
+        new_tokens: Written behind it, at least 2.
         batch_size: Prompts at once.
         width: Tokens verified at once, anchor included; `None`: the drafter's block.
         budget: Nodes of a draft tree; 0: a chain. A tree has no scripted tau: its rows say what it would have to reach.
@@ -45,17 +47,7 @@ def measure_point(
     """
     limit = {} if width is None else {"max_draft_tokens": width - 1}
     tree = {"draft_tree": budget} if budget else {}
-    common = {"max_new_tokens": new_tokens, "temperature": 0.0}
-
-    def ours(options: dict[str, Any]) -> Method:
-        return lambda ids, on_step=None: timed_blocks(drafter, target, ids, on_step, **options)
-
-    ways: dict[str, Method] = {
-        PLAIN: lambda ids, on_step=None: timed_generate(
-            target, ids, on_step, max_new_tokens=new_tokens, **GREEDY, **(plain or {})
-        ),
-        **{name: ours({**common, **VARIANTS[name], **limit, **tree}) for name in methods},
-    }
+    ways = _ways(target, drafter, new_tokens, methods, plain or {}, {**limit, **tree})
     prompt = Prompt("simulated", scripted_prompt(target, context, batch_size))
     measurements = compare(ways, [prompt], repeats)
     plain_ms = milliseconds(measurements[0])["ms_per_step"]
@@ -87,6 +79,37 @@ def measure_point(
     return rows
 
 
+def measure_prefill(
+    target: Any,
+    drafter: Any,
+    context: int,
+    methods: Sequence[str] = (EAGERLY,),
+    prefill_chunk_size: int | None = None,
+) -> list[dict[str, Any]]:
+    """What plain decoding and ours allocate for a prompt of `context` tokens and two new ones: a row per method.
+
+    Beside it stands what has to be more: the features of the tapped layers.
+    """
+    chunk = {} if prefill_chunk_size is None else {"prefill_chunk_size": prefill_chunk_size}
+    ways = _ways(target, drafter, 2, methods, chunk, chunk)
+    prompt = scripted_prompt(target, context)
+    for run in ways.values():
+        run(prompt[:, :32])  # libraries load, buffers that stay are made
+    taps = len(drafter.config.target_layer_ids) * target.config.hidden_size * target.dtype.itemsize
+    held = {name: allocated_memory(partial(run, prompt), target.device) for name, run in ways.items()}
+    return [
+        {
+            "method": name,
+            "is_simulated": True,
+            "context_tokens": context,
+            "allocated_bytes": num_bytes,
+            "over_plain": round(num_bytes / held[PLAIN], 4),
+            "taps_bytes": 0 if name == PLAIN else context * taps,
+        }
+        for name, num_bytes in held.items()
+    ]
+
+
 def milliseconds(measurement: Measurement) -> dict[str, float]:
     """Of one step and to the first token, as the median of the repeats; the step's fastest and slowest repeat beside it."""
     steps = measurement.num_forwards - 1
@@ -99,4 +122,20 @@ def milliseconds(measurement: Measurement) -> dict[str, float]:
         "ms_per_step_fastest": round(min(each), 4),
         "ms_per_step_slowest": round(max(each), 4),
         "ms_to_first_token": round(1e3 * median(measurement.seconds_to_first_token), 4),
+    }
+
+
+def _ways(
+    target: Any, drafter: Any, new_tokens: int, methods: Sequence[str], plain: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, Method]:
+    """Plain decoding with more keywords, and variants of ours with others."""
+
+    def variant(name: str) -> Method:
+        options = {"max_new_tokens": new_tokens, "temperature": 0.0, **VARIANTS[name], **ours}
+        return lambda ids, on_step=None: timed_blocks(drafter, target, ids, on_step, **options)
+
+    request = {"max_new_tokens": new_tokens, **GREEDY, **plain}
+    return {
+        PLAIN: lambda ids, on_step=None: timed_generate(target, ids, on_step, **request),
+        **{name: variant(name) for name in methods},
     }

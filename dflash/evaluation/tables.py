@@ -1,4 +1,4 @@
-"""Tables of result rows, as cells and as Markdown, and a README's text between markers.
+"""How result rows read as a table: as cells, as Markdown, and in a README between markers.
 
 It knows nothing about result files: rows come in, text goes out.
 """
@@ -6,6 +6,7 @@ It knows nothing about result files: rows come in, text goes out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dflash.evaluation.results import Row
@@ -14,51 +15,94 @@ from dflash.evaluation.results import Row
 Table = tuple[list[str], list[list[str]]]
 
 
-def _fixed(key: str, digits: int, unit: str = "", scale: float = 1.0) -> Callable[[Row], str]:
-    return lambda row: f"{row[key] * scale:.{digits}f}{unit}"
+@dataclass(frozen=True)
+class Column:
+    """A field of a row on paper.
+
+    Attributes:
+        heading: Above it.
+        write: A row's cell.
+        short: Its heading on a terminal, where that is another.
+    """
+
+    heading: str
+    write: Callable[[Row], str]
+    short: str | None = None
 
 
-def _both(key: str, digits: int) -> Callable[[Row], str]:
-    return lambda row: f"{row[f'{key}_p50']:.{digits}f} / {row[f'{key}_p99']:.{digits}f}"
+def _word(key: str) -> Column:
+    return Column(key, lambda row: row[key])
 
 
-UNLESS_ZERO = ("failed", "peak_memory_bytes")  # of servers, memory is not measured
-# Row key, heading, how it is written. A column without any value is left out.
-COLUMNS: list[tuple[str, str, Callable[[Row], str]]] = [
-    ("method", "method", lambda row: row["method"]),
-    ("server", "server", lambda row: row["server"]),
-    ("concurrency", "requests at once", _fixed("concurrency", 0)),
-    ("requests", "requests", _fixed("requests", 0)),
-    ("failed", "failed", _fixed("failed", 0)),
-    ("identical", "identical texts", lambda row: _identical(row)),
-    ("score", "score", _fixed("score", 1, " %", 100)),
-    ("speedup", "speed-up", _fixed("speedup", 2, "x")),
-    ("tokens_per_second", "tokens/s", _fixed("tokens_per_second", 0)),
-    ("tau_micro", "tau, micro", _fixed("tau_micro", 2)),
-    ("tau_macro", "tau, macro", _fixed("tau_macro", 2)),
-    ("tau", "tau, server's counters", _fixed("tau", 2)),
-    ("tokens_per_step", "tokens per step", _fixed("tokens_per_step", 2)),
-    ("profiled_ms_draft", "a step's draft, ms", _fixed("profiled_ms_draft", 2)),
-    ("profiled_ms_verify", "verify, ms", _fixed("profiled_ms_verify", 2)),
-    ("profiled_ms_rest", "rest, ms", _fixed("profiled_ms_rest", 2)),
-    ("ms_to_first_token", "first token, ms", _fixed("ms_to_first_token", 1)),
-    ("ms_per_output_token", "per token, ms", _fixed("ms_per_output_token", 2)),
-    ("ms_to_first_token_p50", "first token, ms, p50 / p99", _both("ms_to_first_token", 1)),
-    ("ms_per_output_token_p50", "per token, ms, p50 / p99", _both("ms_per_output_token", 2)),
-    ("peak_memory_bytes", "peak memory, GiB", _fixed("peak_memory_bytes", 2, scale=2**-30)),
-    ("cost_per_million_tokens", "cost per million tokens", _fixed("cost_per_million_tokens", 3)),
-]
+def _figure(
+    key: str, heading: str, digits: int, short: str | None = None, unit: str = "", scale: float = 1.0
+) -> Column:
+    return Column(heading, lambda row: f"{row[key] * scale:.{digits}f}{unit}", short)
 
 
-def method_table(rows: Sequence[Row]) -> Table:
-    """Headings and cells of one row per method (of a task) or per load (of a server)."""
-    shown = [
-        column
-        for column in COLUMNS
-        if any(row.get(column[0]) is not None and (column[0] not in UNLESS_ZERO or row[column[0]]) for row in rows)
-    ]
-    cells = [["" if row.get(key) is None else write(row) for key, _, write in shown] for row in rows]
-    return [heading for _, heading, _ in shown], cells
+def _pair(first: str, second: str, heading: str, digits: int, between: str, short: str | None = None) -> Column:
+    return Column(heading, lambda row: f"{row[first]:.{digits}f}{between}{row[second]:.{digits}f}", short)
+
+
+# By a row's field. A column without any value is left out.
+COLUMNS: dict[str, Column] = {
+    "task": _word("task"),
+    "method": _word("method"),
+    "server": _word("server"),
+    "concurrency": _figure("concurrency", "requests at once", 0),
+    "requests": _figure("requests", "requests", 0),
+    "failed": _figure("failed", "failed", 0),
+    "identical": Column("identical texts", lambda row: _identical(row), "same"),
+    "score": _figure("score", "score", 1, unit=" %", scale=100),
+    "tau_micro": _figure("tau_micro", "tau", 2),
+    "tau_macro": _figure("tau_macro", "tau, macro", 2),
+    "tau": _figure("tau", "tau, server's counters", 2),
+    "tokens_per_step": _figure("tokens_per_step", "tokens per step", 2, "tok/ step"),
+    "tokens_per_second": _figure("tokens_per_second", "tokens/s", 0, "tok/s"),
+    "speedup": _figure("speedup", "speed-up", 2, unit="x"),
+    "speedup_p10": _pair("speedup_p10", "speedup_p90", "10 to 90 % of prompts", 1, "-", "10-90 %"),
+    "ms_per_step": _figure("ms_per_step", "step, ms", 2, "step ms"),
+    "profiled_ms_draft": _figure("profiled_ms_draft", "a step's draft, ms", 2, "draft ms"),
+    "profiled_ms_verify": _figure("profiled_ms_verify", "verify, ms", 2, "verify ms"),
+    "profiled_ms_rest": _figure("profiled_ms_rest", "rest, ms", 2, "rest ms"),
+    "profiled_host_syncs_per_step": _figure("profiled_host_syncs_per_step", "host reads per step", 1, "syncs"),
+    "profiled_memory_bytes": _figure("profiled_memory_bytes", "allocated, MiB", 1, "peak MiB", scale=2**-20),
+    "compilations": _figure("compilations", "compilations", 0),
+    "ms_to_first_token": _figure("ms_to_first_token", "first token, ms", 1, "TTFT ms"),
+    "ms_per_output_token": _figure("ms_per_output_token", "per token, ms", 2, "TPOT ms"),
+    "ms_to_first_token_p50": _pair(
+        "ms_to_first_token_p50", "ms_to_first_token_p99", "first token, ms, p50 / p99", 1, " / "
+    ),
+    "ms_per_output_token_p50": _pair(
+        "ms_per_output_token_p50", "ms_per_output_token_p99", "per token, ms, p50 / p99", 2, " / "
+    ),
+    "peak_memory_bytes": _figure("peak_memory_bytes", "peak memory, GiB", 2, "peak GiB", scale=2**-30),
+    "cost_per_million_tokens": _figure("cost_per_million_tokens", "cost per million tokens", 3),
+}
+UNLESS_ZERO = ("failed", "compilations")
+DECODED = ("task", "method", "identical", "tau_micro", "tokens_per_step", "tokens_per_second", "speedup")
+
+
+def table_of(rows: Sequence[Row], keys: Iterable[str] = COLUMNS, short: bool = False) -> Table:
+    """Headings and cells of rows, a column for each of `keys` ([`COLUMNS`]) that any row has a value for."""
+    shown = {
+        key: COLUMNS[key]
+        for key in keys
+        if any(row.get(key) is not None and (key not in UNLESS_ZERO or row[key]) for row in rows)
+    }
+    cells = [["" if row.get(key) is None else column.write(row) for key, column in shown.items()] for row in rows]
+    return [(short and column.short) or column.heading for column in shown.values()], cells
+
+
+def caveat(rows: Sequence[Row]) -> str:
+    """What has to be said of a speed-up where texts of one task differ in length; empty where they do not."""
+    lengths: dict[Any, set[int]] = {}
+    for row in rows:
+        if {"task", "method", "tokens"} <= set(row):
+            lengths.setdefault(row["task"], set()).add(row["tokens"])
+    if all(len(of_task) == 1 for of_task in lengths.values()):
+        return ""
+    return "Texts that are not identical differ in length here: a speed-up is a ratio of seconds, not of tokens/s."
 
 
 def any_table(rows: Sequence[Row]) -> Table:
@@ -66,28 +110,6 @@ def any_table(rows: Sequence[Row]) -> Table:
     flat = [dict(_flattened(row)) for row in rows]
     keys = list(dict.fromkeys(key for row in flat for key in row))
     return [key.replace("_", " ") for key in keys], [[_plain(row.get(key)) for key in keys] for row in flat]
-
-
-def decode_table(rows: Sequence[Row]) -> Table:
-    """Headings and cells of ways of decoding side by side, a row per task and method."""
-    headings = ["task", "method", "identical texts", "tau", "tokens per step", "tokens/s", "speed-up"]
-    return headings, [
-        [
-            row["task"],
-            row["method"],
-            _identical(row),
-            *(
-                "" if row[key] is None else f"{row[key]:.{digits}f}{unit}"
-                for key, digits, unit in (
-                    ("tau_micro", 2, ""),
-                    ("tokens_per_step", 2, ""),
-                    ("tokens_per_second", 0, ""),
-                    ("speedup", 2, "x"),
-                )
-            ),
-        ]
-        for row in rows
-    ]
 
 
 def markdown(table: Table) -> str:

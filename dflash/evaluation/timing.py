@@ -1,4 +1,4 @@
-"""One decode under a clock: plain `target.generate` and DFlash, measured alike.
+"""How long one decode takes, and how many tokens each of its steps gave: plain `target.generate` and DFlash alike.
 
 The loop knows no clock; here `next` is timed from outside. What the caller does with each piece of text (printing it) is
 outside the clock in both. Nothing is hooked into the models, so a compiled forward runs as it does for everybody. It
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,30 @@ class TimedRun:
     @property
     def tau(self) -> float:
         """Mean acceptance length, as the DFlash paper and the engines count it; NaN without a verify step."""
-        steps = len(self.acceptance_lengths)
-        return sum(self.acceptance_lengths) / steps if steps else float("nan")
+        return tau(self.acceptance_lengths)
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens kept, without the prefill's, per forward of the target behind the prefill; NaN if there is none."""
-        steps = self.num_forwards - 1
-        return (len(self.token_ids) - 1) / steps if steps else float("nan")
+        return tokens_per_step(len(self.token_ids), self.num_forwards)
+
+
+def tau(acceptance_lengths: Sequence[int]) -> float:
+    """Mean acceptance length over verify steps; NaN over none."""
+    return sum(acceptance_lengths) / len(acceptance_lengths) if acceptance_lengths else float("nan")
+
+
+def tokens_per_step(num_tokens: int, num_forwards: int, num_texts: int = 1) -> float:
+    """Tokens kept, without each text's first, per forward behind each text's first; NaN if there is none."""
+    steps = num_forwards - num_texts
+    return (num_tokens - num_texts) / steps if steps else float("nan")
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds that `work()` takes; it ends with a value read on the CPU, so that a device has finished too."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def timed_generate(

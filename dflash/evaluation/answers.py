@@ -1,0 +1,200 @@
+"""What every method answers to every question: asked in turns, under the clock, and scored.
+
+Methods are callables (ids in, a timed run out), so that a server is measured as a pair is. It knows no file and no other
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from dflash.evaluation.harness import Measurement, Method, TimedRun, measured, summarise, take_turns
+from dflash.evaluation.memory import PeakMemory
+from dflash.evaluation.scoring import is_right
+from dflash.evaluation.sessions import Begin
+from dflash.evaluation.tasks import TASKS, Question
+
+
+# A dialogue of `{"role", "content"}` to ids [1, S].
+Encode = Callable[[list[dict[str, str]]], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Measurement):
+    """What one method made of one turn of a question.
+
+    Attributes:
+        row: The question's row in its data set.
+        turn: Counted from 0.
+        category: The question's.
+        score: Whether it is right; `None` where there is nothing to compare with, and for all turns but the last.
+        peak_memory_bytes: The most that was in use while the method ran; `None` if that is not known.
+        text: The answer.
+    """
+
+    row: int
+    turn: int
+    category: str | None
+    score: bool | None
+    peak_memory_bytes: int | None
+    text: str
+
+
+def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = True) -> Encode:
+    """Dialogues in the tokenizer's chat template, with its thinking on or off; without a template, turns as paragraphs."""
+
+    def encode(messages: list[dict[str, str]]) -> torch.Tensor:
+        if not chat_template or not tokenizer.chat_template:
+            text = "\n\n".join(message["content"] for message in messages)
+            return tokenizer(text, return_tensors="pt")["input_ids"]
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+    return encode
+
+
+def evaluate(
+    questions: Iterable[Question],
+    begin: Begin,
+    encode: Encode,
+    tokenizer: Any,
+    memory: PeakMemory | None = None,
+    repeats: int = 1,
+    max_prompt_tokens: int | None = None,
+) -> Iterator[list[Answer]]:
+    """Each question's answers, all turns and methods, as it is done.
+
+    The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
+    Every method is asked the same: in later turns, with the first method's answers before.
+
+    Args:
+        questions: Of one task or several.
+        begin: Makes the methods of a dialogue, by name.
+        encode: A dialogue's ids.
+        tokenizer: Decodes the answers.
+        memory: Watched while each method runs; `None` where it cannot be seen from here.
+        repeats: How often each method answers; texts and scores are those of the first time.
+        max_prompt_tokens: A dialogue ends before a turn whose prompt is longer, at once if it is the first: no answers.
+    """
+    is_warm = False
+    for number, question in enumerate(questions):
+        first_ids = encode([{"role": "user", "content": question.turns[0]}])
+        if max_prompt_tokens is not None and first_ids.shape[1] > max_prompt_tokens:
+            yield []
+            continue
+        if not is_warm:
+            take_turns(begin(), first_ids, 0)
+            is_warm = True
+        yield _answers(
+            question, number, [begin() for _ in range(repeats)], encode, tokenizer, memory, max_prompt_tokens
+        )
+
+
+def _answers(
+    question: Question,
+    number: int,
+    sessions: list[dict[str, Method]],
+    encode: Encode,
+    tokenizer: Any,
+    memory: PeakMemory | None,
+    max_prompt_tokens: int | None,
+) -> list[Answer]:
+    messages: list[dict[str, str]] = []
+    found: list[Answer] = []
+    for turn, said in enumerate(question.turns):
+        messages.append({"role": "user", "content": said})
+        input_ids = encode(messages)
+        if max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens:
+            break
+        peaks: dict[str, int] = {}
+        rounds = [
+            take_turns(_watched(methods, memory, peaks), input_ids, number + repeat)
+            for repeat, methods in enumerate(sessions)
+        ]
+        texts = {name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()}
+        scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
+        for measurement in measured(question.task, turn, rounds):
+            found.append(
+                Answer(
+                    **vars(measurement),
+                    row=question.index,
+                    turn=turn,
+                    category=question.category,
+                    score=scores.get(measurement.method),
+                    peak_memory_bytes=peaks.get(measurement.method),
+                    text=texts[measurement.method],
+                )
+            )
+        messages.append({"role": "assistant", "content": next(iter(texts.values()))})
+    return found
+
+
+def _watched(methods: dict[str, Method], memory: PeakMemory | None, peaks: dict[str, int]) -> dict[str, Method]:
+    """The methods, each noting in `peaks` the most memory that it ever had."""
+    if memory is None:
+        return methods
+
+    def watched(name: str) -> Method:
+        def run(input_ids: torch.Tensor) -> TimedRun:
+            memory.reset()
+            result = methods[name](input_ids)
+            peaks[name] = max(peaks.get(name, 0), memory.read())
+            return result
+
+        return run
+
+    return {name: watched(name) for name in methods}
+
+
+def _scores(question: Question, texts: dict[str, str]) -> dict[str, bool]:
+    """Whether each method's text is right; a text that several wrote is scored once. Empty where there is no answer."""
+    scorer = TASKS[question.task].scorer if question.task in TASKS else None
+    if scorer is None or question.reference is None:
+        return {}
+    right = {text: is_right(scorer, text, question.reference) for text in set(texts.values())}
+    return {name: right[text] for name, text in texts.items()}
+
+
+def summarise_answers(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The rows of [`summarise`], one per task and method, and what answers add to them.
+
+    `score` is the share of right answers among `scored`; `peak_memory_bytes` is the highest of all.
+    """
+    rows = summarise(answers)
+    for row in rows:
+        chosen = [a for a in answers if a.task == row["task"] and a.method == row["method"]]
+        scores = [answer.score for answer in chosen if answer.score is not None]
+        peaks = [answer.peak_memory_bytes for answer in chosen if answer.peak_memory_bytes is not None]
+        row["score"] = round(sum(scores) / len(scores), 4) if scores else None
+        row["scored"] = len(scores)
+        row["peak_memory_bytes"] = max(peaks, default=None)
+    return rows
+
+
+def numbered(answers: Iterable[Answer]) -> list[Answer]:
+    """In the order of tasks, rows and turns, each turn of each question with a `prompt_index` of its own."""
+    order = {name: place for place, name in enumerate(TASKS)}
+    ordered = sorted(answers, key=lambda a: (order.get(a.task, len(order)), a.task, a.row, a.turn))
+    turns = groupby(ordered, key=lambda a: (a.task, a.row, a.turn))
+    return [replace(answer, prompt_index=index) for index, (_, group) in enumerate(turns) for answer in group]
+
+
+def by_category(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """As [`summarise_answers`], a row per category, task and method, for tasks of several kinds."""
+    kinds = [replace(a, task=f"{a.task}/{a.category}") for a in answers if a.category is not None]
+    rows = summarise_answers(kinds)
+    for row in rows:
+        row["task"], row["category"] = row["task"].split("/", 1)
+    return rows
+
+
+def as_measurements(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """What a result file holds of the answers: all but their text."""
+    return [{name: value for name, value in asdict(answer).items() if name != "text"} for answer in answers]
