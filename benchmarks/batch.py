@@ -9,20 +9,20 @@ which the two take turns; tokens are counted up to each row's end.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from records import prompt_ids, save
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from dflash import spec_generate
+from dflash.commands.common import show_table
 from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.evaluation import any_table, seconds_of
 
 
 def arguments() -> argparse.Namespace:
@@ -34,12 +34,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args()
-
-
-def seconds_of(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    began = time.perf_counter()
-    sequences = run()
-    return time.perf_counter() - began, sequences
 
 
 def measure(target: Any, drafter: Any, batches: list[list[list[int]]], args: argparse.Namespace) -> dict[str, Any]:
@@ -56,11 +50,14 @@ def measure(target: Any, drafter: Any, batches: list[list[list[int]]], args: arg
             "dflash": lambda ids=ids, asked=asked: spec_generate(drafter, target, ids, **asked),
         }
         times: dict[str, list[float]] = {name: [] for name in runs}
-        texts = {}
+        texts: dict[str, torch.Tensor] = {}
+
+        def decode(name: str, runs: Any = runs, texts: Any = texts) -> None:
+            texts[name] = runs[name]()
+
         for repeat in range(args.repeats):
             for name in sorted(runs, reverse=bool(repeat % 2)):
-                taken, texts[name] = seconds_of(runs[name])
-                times[name].append(taken)
+                times[name].append(seconds_of(partial(decode, name)))
         for name in runs:
             seconds[name] += median(times[name])
         ours, plain = texts["dflash"][:, width:], texts["target.generate"][:, width:]
@@ -91,14 +88,7 @@ def main() -> None:
     for size in args.batch_sizes:
         batches = [prompts[begin : begin + size] for begin in range(0, len(prompts) - size + 1, size)]
         summary.append(measure(target, drafter, batches, args))
-
-    table = Table("batch", "identical", "target.generate tokens/s", "dflash tokens/s", "speed-up")
-    for row in summary:
-        plain, ours = (f"{speed:.0f}" for speed in row["tokens_per_second"].values())
-        table.add_row(
-            str(row["batch_size"]), f"{row['identical']}/{row['prompts']}", plain, ours, f"{row['speedup']:.2f}"
-        )
-    Console().print(table)
+    show_table(any_table(summary))
     if args.output is not None:
         decoding = {"temperature": 0.0, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
         save(args.output, target, drafter, decoding=decoding, summary=summary)

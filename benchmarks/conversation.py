@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from records import save
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from dflash import Conversation
+from dflash.commands.common import show_table
 from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.evaluation import timed_blocks
+from dflash.evaluation import any_table, timed_blocks
 
 
 def arguments() -> argparse.Namespace:
@@ -84,17 +83,7 @@ def main() -> None:
         }
         for number, turn in enumerate(turns, start=1)
     ]
-    table = Table("turn", "identical", "prompt tokens", "reused", "ms to first token, fresh", "kept")
-    for row in summary:
-        times = (f"{ms:.1f}" for ms in row["ms_to_first_token"].values())
-        table.add_row(
-            str(row["turn"]),
-            f"{row['identical']}/{row['chats']}",
-            f"{row['prompt_tokens']:.0f}",
-            f"{row['reused_tokens']:.0f}",
-            *times,
-        )
-    Console().print(table)
+    show_table(any_table(summary))
     if args.output is not None:
         decoding = {"temperature": 0.0, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
         save(args.output, target, drafter, decoding=decoding, summary=summary)

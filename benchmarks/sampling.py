@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from records import prompt_ids, save
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from dflash import spec_generate
+from dflash.commands.common import show_table
 from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.evaluation import any_table
 from dflash.verification_dflash import Proposals, pick, verify_block, verify_rejection
 
 
@@ -103,15 +103,8 @@ def main() -> None:
         name = f"rows drawn independently, {verification}"
         taus[name] = sampled_tau(target, drafter, prompts, verification, args.max_new_tokens)
     scripts = [scripted(share, num_proposals, args.rows) for num_proposals in (7, 15) for share in (0.5, 0.7, 0.9)]
-
-    table = Table("proposals of the embedded pair at temperature 1", "tau")
-    for name, tau in taus.items():
-        table.add_row(name, f"{tau:.2f}")
-    Console().print(table)
-    table = Table("scripted law: share of the target's", "proposals", "rejection", "block", "gain")
-    for row in scripts:
-        table.add_row(*(str(value) for value in row.values()))
-    Console().print(table)
+    show_table(any_table([{"proposals at temperature 1": name, "tau": tau} for name, tau in taus.items()]))
+    show_table(any_table(scripts))
     if args.output is not None:
         save(args.output, target, drafter, temperature=1.0, prompts=len(prompts), tau=taus, scripted=scripts)
 

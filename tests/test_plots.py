@@ -73,6 +73,19 @@ def test_every_task_has_a_panel_and_every_method_its_own_colour():
     assert texts(figure)[:2] == ["dflash", "dflash tree"]
 
 
+def test_the_key_of_many_methods_stands_between_the_title_and_the_panels():
+    names = ["prompt lookup", "native dflash", "dflash", "dflash compiled", "dflash tree", "random drafter adaptive"]
+    rows = [row(method=name, acceptance_histogram=[index + 1, 9]) for index, name in enumerate(names)]
+    figure = plots.acceptance_by_position(rows)
+    figure.draw_without_rendering()
+    title, key, panel = (
+        part.get_window_extent() for part in (figure.texts[0], figure.legends[0], figure.axes[0].title)
+    )
+    assert title.y0 >= key.y1
+    assert key.y0 >= panel.y1
+    assert key.x1 <= figure.bbox.x1
+
+
 def test_a_task_with_short_steps_does_not_cut_off_another() -> None:
     rows = [row("long"), row("short", acceptance_histogram=[9, 9])]
     assert [axes.get_xlim() for axes in plots.acceptance_by_position(rows).axes] == [(1, 3), (1, 3)]

@@ -15,7 +15,7 @@ from dflash import cli
 from dflash.evaluation.page import drawings
 from dflash.evaluation.plots import LIGHT
 from dflash.evaluation.results import read_result
-from dflash.evaluation.tables import markdown, table_of, with_table
+from dflash.evaluation.tables import caveat, markdown, table_of, with_table
 
 
 pytest.importorskip("matplotlib", reason="the page's plots are the extra `eval`")
@@ -216,3 +216,18 @@ def test_columns_without_a_value_are_left_out_and_pipes_kept_inside_cells() -> N
     assert cells == [["a|b", "1 of 2"]]
     assert markdown((headings, cells)).endswith("| a\\|b | 1 of 2 |")
     assert with_table("x<!-- n:begin -->y<!-- n:end -->z", "n", "T") == "x<!-- n:begin -->\nT\n<!-- n:end -->z"
+
+
+def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run: Any, tmp_path: Path) -> None:
+    """Promise: where rounding made a text longer or shorter, table and page say what the speed-up compares."""
+    assert caveat([PLAIN, ROW]) == ""
+    assert caveat([PLAIN, {**ROW, "task": "another", "tokens": 7}]) == ""
+    shorter = {**ROW, "identical": 3, "tokens": 190}
+    said = caveat([PLAIN, shorter])
+    assert "a ratio of seconds" in said
+    run(written(tmp_path, {**RESULT, "summary": [PLAIN, shorter]}), "--output", tmp_path / "out")
+    assert said in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
+    run(tmp_path / "eval.json", "--readme", readme)
+    assert said in readme.read_text(encoding="utf-8")

@@ -50,7 +50,8 @@ def evaluate(
     """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
 
     With --url and --baseline-url two servers answer, and only the target's tokenizer is read here.
-    In several processes, each with its share of the prompts: accelerate launch -m dflash.cli eval …, or torchrun.
+    In several processes, each with its share of the prompts: torchrun --nproc-per-node N -m dflash.cli eval …, or
+    accelerate launch (which starts a single one with --cpu).
     """
     hide_loading_bars()
     if data_root is not None:
