@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .commands.canary import canary
 from .commands.bench import bench
+from .commands.canary import canary
 from .commands.common import (
     Dtype,
     Pair,

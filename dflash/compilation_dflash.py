@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .cache_dflash import PreallocatedCache, bucket
 from .masks_dflash import additive_mask, decoding_visibility, tree_visibility
+from .transfers_dflash import to_device
 
 
 logger = logging.get_logger(__name__)
@@ -32,6 +34,9 @@ AUTO_STEPS = 2048
 
 # What torch.compile hands the graphs to.
 BACKEND = "inductor"
+
+# Kinds of device that compute while the host goes on: there the next step is launched before the last one is read.
+ASYNCHRONOUS = ("cuda",)
 
 # How far logits and features of compiled forwards may be from eager ones, relative to the largest.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -79,6 +84,10 @@ class _Bucket(CacheLayerMixin):
         return self.num_keys
 
 
+class NotCompiledError(Exception):
+    """What was to run compiled can run only eagerly."""
+
+
 class CompiledPair:
     """A target and a drafter with their compiled forwards: made once, and kept as long as both live (`of`).
 
@@ -97,6 +106,7 @@ class CompiledPair:
         self.num_steps = 0
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
         self._is_cuda = target.device.type == "cuda"
+        self._is_asynchronous = target.device.type in ASYNCHRONOUS
         self._functions: dict[str, Callable[..., Any]] = {}
         self._checked: set[str] = set()
         config = target.config.get_text_config(decoder=True)
@@ -116,6 +126,11 @@ class CompiledPair:
     def is_active(self) -> bool:
         """Whether forwards run compiled."""
         return self.reason is None and (self.is_wanted or self.num_steps >= AUTO_STEPS)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched from lengths that the device alone knows, and gains by it."""
+        return self.is_active and self._is_asynchronous
 
     def give_up(self, reason: str) -> None:
         """Runs eagerly from now on and says why, once."""
@@ -144,20 +159,15 @@ class CompiledPair:
 
         The first time both run, the eager one last, and what is compiled stays in use if they agree.
         """
-        # Somebody's hooks want to see every forward.
-        is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in (target, drafter))
-        if is_hooked or not self.is_active:
+        if not self.is_active or _is_watched(target, drafter):
             return eagerly()
         is_new = kind not in self._checked
         if not self._checked:
             self._prepare(target)
         bar = logging.tqdm(total=1, desc=f"Compiling {kind} (once)", leave=False, disable=None if is_new else True)
         try:
-            output = compiled()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
-            self.give_up(f"{kind} does not compile ({type(error).__name__}: {_first_line(error)})")
+            output = self._attempt(kind, compiled)
+        except NotCompiledError:
             return eagerly()
         finally:
             bar.close()
@@ -172,6 +182,25 @@ class CompiledPair:
             self.give_up(f"compiled, {kind} computes something else than eagerly")
         return expected
 
+    def ahead(self, kind: str, target: Any, drafter: Any, compiled: Callable[[], Any]) -> Any:
+        """What `compiled` gives behind lengths that the device alone knows; the cache's stay as they are.
+
+        Raises:
+            NotCompiledError: where `either` would have run eagerly, which needs those lengths.
+        """
+        if kind not in self._checked or not self.is_active or _is_watched(target, drafter):
+            raise NotCompiledError(kind)
+        return self._attempt(kind, compiled)
+
+    def _attempt(self, kind: str, compiled: Callable[[], Any]) -> Any:
+        try:
+            return compiled()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
+            self.give_up(f"{kind} does not compile ({type(error).__name__}: {_first_line(error)})")
+            raise NotCompiledError(kind) from error
+
     def _prepare(self, target: Any) -> None:
         # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
         # cannot be captured.
@@ -179,7 +208,13 @@ class CompiledPair:
         target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
 
     def verify(
-        self, target: Any, drafter: Any, token_ids: torch.Tensor, cache: PreallocatedCache, tree: Any = None
+        self,
+        target: Any,
+        drafter: Any,
+        token_ids: torch.Tensor,
+        cache: PreallocatedCache,
+        tree: Any = None,
+        num_rejected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, S, V] and context features [B, S, L * D] of token_ids [B, S] behind a cache that holds text.
 
@@ -191,11 +226,12 @@ class CompiledPair:
             token_ids: The columns.
             cache: The target's.
             tree: `(ancestors, depths)` as in `tree_visibility`; `None`: a chain.
+            num_rejected: How many of each row's last columns are counted as text and are none, [B].
         """
         width, device = token_ids.shape[1], token_ids.device
         ancestors, depths = tree or (torch.ones(width, width, dtype=torch.bool, device=device).tril(), None)
         depths = torch.arange(width, device=device) if depths is None else depths
-        keys, values, index, starts = self._storage(cache, width, device)
+        keys, values, index, starts = self._storage(cache, width, device, num_rejected)
         token_ids = _dense(token_ids)
         if width > 1:
             for tensor, dims in ((token_ids, [1]), (ancestors, [0, 1]), (depths, [0])):
@@ -217,7 +253,7 @@ class CompiledPair:
         drafter: Any,
         token_ids: torch.Tensor,
         features: torch.Tensor,
-        num_real: list[int],
+        num_real: list[int] | torch.Tensor,
         cache: PreallocatedCache,
     ) -> torch.Tensor:
         """The drafter's last hidden states [B, N, D] of the block token_ids [B, N] behind new context [B, C, L * D].
@@ -227,7 +263,7 @@ class CompiledPair:
         block_size, device = token_ids.shape[1], token_ids.device
         features = functional.pad(features, (0, 0, 0, block_size - features.shape[1]))
         keys, values, index, starts = self._storage(cache, 2 * block_size, device)
-        counts = torch.tensor(num_real, device=device)
+        counts = num_real if isinstance(num_real, torch.Tensor) else to_device(torch.tensor(num_real), device)
         token_ids, features = _dense(token_ids), _dense(features)
         self._begin_step(token_ids, features, counts)
         return self._function("draft", _draft)(
@@ -235,13 +271,15 @@ class CompiledPair:
         )
 
     def _storage(
-        self, cache: PreallocatedCache, width: int, device: torch.device
+        self, cache: PreallocatedCache, width: int, device: torch.device, num_rejected: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Keys and values of all layers with room for `width` more, the bucket's indices, and each row's length."""
         lengths = cache.lengths
         num_keys = bucket(max(lengths) + width)
         keys, values = cache.storage(num_keys)
-        index, starts = torch.arange(num_keys, device=device), torch.tensor(lengths, device=device)
+        index, starts = torch.arange(num_keys, device=device), to_device(torch.tensor(lengths), device)
+        if num_rejected is not None:
+            starts = starts - num_rejected
         torch._dynamo.mark_dynamic(index, 0)
         for tensor in (*keys, *values):
             if self._is_cuda:
@@ -351,6 +389,12 @@ def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
         if len(devices) > 1 or target.device != drafter.device:
             return f"the models lie on several devices ({', '.join(sorted(map(str, devices | {target.device})))})"
     return None
+
+
+def _is_watched(target: Any, drafter: Any) -> bool:
+    """Whether somebody wants to see every forward or every operation: by hooks, or by a dispatch mode."""
+    is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in (target, drafter))
+    return is_hooked or is_in_torch_dispatch_mode()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Context:
     is_real: torch.Tensor  # bool [B, C]: the other columns are padding, or were computed behind a rejected token
     num_real: list[int]
     is_packed: bool = True  # each row's real columns come first
+    counts: torch.Tensor | None = None  # [B] where the device alone knows `num_real`, which is then the most it can be
 
     @classmethod
     def first_columns(cls, features: torch.Tensor, num_real: list[int]) -> Context:
@@ -38,6 +39,12 @@ class Context:
         else:
             is_real = torch.arange(width, device=features.device) < features.new_tensor(num_real)[:, None]
         return cls(features[:, :width], is_real, num_real)
+
+    @classmethod
+    def unread(cls, features: torch.Tensor, counts: torch.Tensor) -> Context:
+        """The first `counts` [B] columns of each row, numbers that the host has not read."""
+        is_real = torch.arange(features.shape[1], device=features.device) < counts[:, None]
+        return cls(features, is_real, [features.shape[1]] * len(features), counts=counts)
 
     @classmethod
     def joined(cls, parts: Sequence[Context]) -> Context:
@@ -170,6 +177,17 @@ class Conversation:
         """The drafter's cache holds the context now."""
         self._num_read += sum(context.num_real[0] for context in self._waiting)
         self._waiting = []
+
+    def catch_up(self, num_columns: int) -> None:
+        """Counts what a step that was launched ahead has done, now that the one before it is committed.
+
+        Its draft has read the context that waits, and its columns stand behind the target's text.
+        """
+        context = self.context
+        if num_columns > 1 and context is not None:  # it was drafted
+            self.draft_cache.advance(context.num_real)
+            self.mark_read()
+        self.target_cache.advance([num_columns] * len(self.target_cache.lengths))
 
     def keep_rows(self, rows: list[int]) -> None:
         """Forgets the other rows of the batch: those that are done cost nothing from here on."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .cache_dflash import bucket
+from .compilation_dflash import CompiledPair
 from .conversation_dflash import Context, Conversation
 from .latency_dflash import LatencyCurve, measured_curve
 from .lookup_dflash import PromptLookup
@@ -25,6 +26,9 @@ logger = logging.get_logger(__name__)
 
 # Verify steps without a single accepted proposal after which the drafter is called inactive.
 INACTIVE_STEPS = 32
+
+# Tokens of a position that a tree looks at, at most: the ninth best is hardly ever among the likeliest paths.
+TREE_BRANCHES = 8
 
 # Nodes of a draft tree whose size is chosen step by step, at most.
 LARGEST_TREE = 64
@@ -75,8 +79,26 @@ class Proposer:
         self._pacer: Pacer | None = None
         self._num_steps = self._num_accepted = 0
 
-    def propose(self, rows: list[Row], anchors: torch.Tensor, num_wanted: int) -> Proposals:
-        """At most `num_wanted` tokens deep behind the anchors [B, 1] of all rows."""
+    @property
+    def num_proposals(self) -> int:
+        """Proposals of a whole block."""
+        count = self.block_size - (0 if self.drafter.config.sample_from_anchor else 1)
+        return count if self.max_draft_tokens is None else min(count, self.max_draft_tokens)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether every block is a whole one that is drafted without knowing the text before it."""
+        is_plain = self.lookup is None and not self.is_adaptive and not self.draft_tree
+        return is_plain and self.num_proposals < self.block_size  # a step's features are context for one block
+
+    def propose(
+        self, rows: list[Row], anchors: torch.Tensor, num_wanted: int, unread: Context | None = None
+    ) -> Proposals:
+        """At most `num_wanted` tokens deep behind the anchors [B, 1] of all rows.
+
+        With an `unread` context, which the memory does not hold yet, the memory and its caches stay as they are; raises
+        NotCompiledError where that cannot be done.
+        """
         nothing = Proposals(anchors[:, :0])
         if self.max_draft_tokens is not None:
             num_wanted = min(num_wanted, self.max_draft_tokens)
@@ -87,7 +109,7 @@ class Proposer:
             return Proposals(anchors.new_tensor(list(found.values())), looked_up=tuple(found)).first(num_wanted)
         if self._pacer is not None and not self._pacer.wants_draft(len(rows)):
             return nothing
-        proposals = self._draft(rows, anchors, num_wanted)
+        proposals = self._draft(rows, anchors, num_wanted, unread)
         return proposals.with_lookups(found) if found else proposals
 
     def record(self, proposals: Proposals, num_accepted: Sequence[int]) -> None:
@@ -103,24 +125,27 @@ class Proposer:
             if self._num_steps == INACTIVE_STEPS and not self._num_accepted:
                 _warn_inactive(self.drafter, self.tapped.target)
 
-    def _draft(self, rows: list[Row], anchors: torch.Tensor, num_wanted: int) -> Proposals:
+    def _draft(
+        self, rows: list[Row], anchors: torch.Tensor, num_wanted: int, unread: Context | None = None
+    ) -> Proposals:
         """What the drafter proposes behind the anchors: one forward, after which its cache holds context alone.
 
         A drafter whose positions know nothing of each other proposes its argmax, at a temperature too: letting the target
         sample accepts more than positions that are sampled independently, at the same law (`verification_dflash`).
         """
-        context = self.memory.context
+        context = unread or self.memory.context
         if context is None:
             raise RuntimeError("The drafter has read all that the target computed: nothing stands before the anchor.")
         hidden_states = self._hidden_states(anchors, context)
-        self.memory.mark_read()
+        if unread is None:
+            self.memory.mark_read()
         if self.is_adaptive and self._pacer is None:  # the drafter's cache holds the text now, as in later steps
             hidden_states = hidden_states.clone()  # a CUDA graph's output, which its next run overwrites
             self._pacer = Pacer(self.latency_curve or self._measure(anchors), len(rows))
             self._pacer.wants_draft(len(rows))
         proposing = hidden_states[:, 0 if self.drafter.config.sample_from_anchor else 1 :]
         count, proposing = proposing.shape[1], proposing[:, :num_wanted]
-        if self.draft_tree:
+        if self.draft_tree and (self._pacer is None or self._pacer.wants_tree()):
             return self._grow_tree(proposing, anchors)
         propose: Any = self.drafter.propose
         options: dict[str, Any] = {"with_confidences": True} if self._pacer is not None else {}
@@ -147,7 +172,7 @@ class Proposer:
         compute_logits: Any = self.drafter.compute_logits
         budget = self.draft_tree if self.max_draft_tokens is None else min(self.draft_tree, self.max_draft_tokens)
         logits = compute_logits(proposing, self.tapped.head)[0].float() / self.temperature  # [n, V]
-        best, token_ids = logits.log_softmax(dim=-1).topk(min(budget, logits.shape[-1]), dim=-1)
+        best, token_ids = logits.log_softmax(dim=-1).topk(min(budget, TREE_BRANCHES, logits.shape[-1]), dim=-1)
         best, token_ids = torch.stack([best.double(), token_ids.double()]).tolist()  # one synchronisation
         return grow_tree(best, [list(map(int, row)) for row in token_ids], budget)
 
@@ -168,16 +193,17 @@ class Proposer:
 
         pair = self.tapped.compiled
         fits = context.is_packed and context.features.shape[1] <= self.block_size and cache.get_seq_length() > 0
+        kind, models = f"a draft for {'one row' if len(anchors) == 1 else 'rows'}", (self.tapped.target, self.drafter)
+        counts = context.num_real if context.counts is None else context.counts
+
+        def compiled() -> torch.Tensor:
+            return cast(CompiledPair, pair).draft(*models, token_ids, context.features, counts, cache)
+
+        if pair is not None and context.counts is not None:
+            return pair.ahead(kind, *models, compiled)
         if pair is None or not fits:
             return eagerly()
-        return pair.either(
-            f"a draft for {'one row' if len(anchors) == 1 else 'rows'}",
-            self.tapped.target,
-            self.drafter,
-            lambda: pair.draft(self.tapped.target, self.drafter, token_ids, context.features, context.num_real, cache),
-            eagerly,
-            lambda: cache.advance(context.num_real),
-        )
+        return pair.either(kind, *models, compiled, eagerly, lambda: cache.advance(context.num_real))
 
     def _placed(self, context: Context) -> dict[str, Any]:
         """Positions and mask of rows of different lengths; a single row's follow from its cache."""

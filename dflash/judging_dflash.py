@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from .rows_dflash import Row
+from .transfers_dflash import to_device
 from .trees_dflash import DraftTree
 from .verification_dflash import (
     PositionNoise,
@@ -66,8 +67,17 @@ class Judge:
         """Whether proposals that are drawn from the drafter's law are accepted more often than its argmax."""
         return self.noise is not None and self.verification != "match"
 
-    def __call__(self, logits: torch.Tensor, rows: list[Row], proposals: Proposals) -> Verdict:
-        """What of the proposals stands. Column i of the logits is processed behind [text, proposals 1..i]."""
+    def runs_ahead(self, proposals: Proposals) -> bool:
+        """Whether a block like this one is judged without knowing the text before it, and how long that is."""
+        return self._is_prefix_free and proposals.tree is None and self._rule(proposals) == "match"
+
+    def __call__(
+        self, logits: torch.Tensor, rows: list[Row], proposals: Proposals, unread: Verdict | None = None
+    ) -> Verdict:
+        """What of the proposals stands. Column i of the logits is processed behind [text, proposals 1..i].
+
+        The text is that of the rows and, behind it, what an `unread` verdict gives, if this block `runs_ahead`.
+        """
         logits = logits.to(proposals.token_ids.device)
         if proposals.tree is not None:
             return self._walk(logits[0], rows[0], proposals.tree)
@@ -75,7 +85,7 @@ class Judge:
         if self.processors:
             logits = self._process(logits.float(), rows, proposals.token_ids, rule)
         if rule == "match":
-            return verify_match(proposals, logits, self._choose(logits, rows))
+            return verify_match(proposals, logits, self._choose(logits, rows, unread=unread))
         uniforms = torch.stack([self.noise.fresh(row.index, logits.shape[1]) for row in rows]).to(logits.device)
         verify = verify_rejection if rule == "rejection" else verify_block
         return verify(proposals, logits, uniforms)
@@ -123,12 +133,19 @@ class Judge:
             return "match" if proposals.probabilities is None else "block"
         return self.verification
 
-    def _choose(self, scores: torch.Tensor, rows: list[Row], first: int = 0) -> torch.Tensor:
+    def _choose(
+        self, scores: torch.Tensor, rows: list[Row], first: int = 0, unread: Verdict | None = None
+    ) -> torch.Tensor:
         """The target's choices [B, N] by scores [B, N, V] of the columns from `first` on."""
         if self.noise is None:
             return choose_greedy(scores)
-        uniforms = [self.noise(row.index, len(row.new_ids) + first, scores.shape[1]) for row in rows]
-        return choose_sampled(scores, torch.stack(uniforms).to(scores.device))
+        count = scores.shape[1] + (0 if unread is None else unread.token_ids.shape[1])
+        drawn = torch.stack([self.noise(row.index, len(row.new_ids) + first, count) for row in rows])
+        uniforms = to_device(drawn, scores.device)
+        if unread is not None:  # each row's columns begin behind what that verdict gives it
+            columns = torch.arange(scores.shape[1], device=scores.device)
+            uniforms = uniforms.gather(1, unread.num_written[:, None] + columns)
+        return choose_sampled(scores, uniforms)
 
     def _process(self, scores: torch.Tensor, rows: list[Row], proposals: torch.Tensor, rule: str) -> torch.Tensor:
         """The processors' scores [B, n + 1, V]; those that never look at the prefix get all columns in one call."""

@@ -487,6 +487,7 @@ class DFlashDraftModel(PreTrainedModel):
         from .recurrent_dflash import is_supported  # noqa: F401
         from .rows_dflash import Row  # noqa: F401
         from .target_dflash import TappedTarget  # noqa: F401
+        from .transfers_dflash import to_host  # noqa: F401
         from .trees_dflash import DraftTree  # noqa: F401
         from .validation_dflash import check_pair  # noqa: F401
         from .verification_dflash import accept_prefix  # noqa: F401

@@ -20,9 +20,12 @@ DECAY = 0.95
 SHORTEST_PAUSE = 8
 LONGEST_PAUSE = 128
 
-# What drafts are thought to gain before one was seen, in tokens, and how much of the running mean the latest one is.
-TRUST = 0.3
-RECENT = 0.2
+# Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
+MARGIN = 0.9
+
+# Trees that pay less than a chain in so many drafts running are not grown for so many drafts.
+TREE_MISSES = 4
+TREE_PAUSE = 16
 
 
 class Pacer:
@@ -41,13 +44,23 @@ class Pacer:
         self._accepted, self._expected = 1.0, 1.0
         self._is_drafted = self._is_tree = False
         self._promised = 0.0
-        self._advantage = TRUST
         self._pause, self._left = SHORTEST_PAUSE, 0
+        self._tree_misses = 0
+        self._trust()
+
+    def _trust(self) -> None:
+        """Forgets what earlier drafts gave: one that is tried now is judged by itself."""
+        self._drafted_tokens, self._drafted_ms = float(self.num_rows), self.curve.verify(1)
 
     @property
     def rate(self) -> float:
         """Tokens per millisecond of late, and never less than plain decoding gives."""
         return max(self._tokens / self._milliseconds, self.num_rows / self.curve.verify(1))
+
+    @property
+    def drafts_pay(self) -> bool:
+        """Whether steps with a draft have given as much as plain decoding would have in their time, of late."""
+        return self._drafted_tokens / self._drafted_ms > MARGIN * self.num_rows / self.curve.verify(1)
 
     @property
     def calibration(self) -> float:
@@ -58,10 +71,18 @@ class Pacer:
         """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
         if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
             self._tokens *= num_rows / self.num_rows
-            self._advantage, self._left, self.num_rows = TRUST, 0, num_rows
+            self._left, self.num_rows = 0, num_rows
+            self._trust()
         self._is_drafted, self._is_tree, self._promised = self._left == 0, False, 0.0
         self._left = max(0, self._left - 1)
         return self._is_drafted
+
+    def wants_tree(self) -> bool:
+        """Whether to grow a tree behind this draft. While a chain pays more, only now and then one is tried."""
+        if self._tree_misses < TREE_MISSES:
+            return True
+        self._tree_misses = (self._tree_misses + 1) % (TREE_MISSES + TREE_PAUSE)
+        return False
 
     def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
         """How many proposals to verify, and whether as a tree.
@@ -72,17 +93,13 @@ class Pacer:
         """
         count, gain = self._best(survival, 0.0)
         num_nodes, gain_of_tree = self._best(tree_survival, self.curve.tree_ms or 0.0)
-        is_tree = gain_of_tree > gain
-        if is_tree:
-            count, gain, survival = num_nodes, gain_of_tree, tree_survival
-        self._advantage += RECENT * (gain - self.rate * self.curve.draft_ms - self._advantage)
-        if self._advantage < 0:
-            self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        else:
-            self._pause = SHORTEST_PAUSE
+        self._is_tree = gain_of_tree > gain
+        if tree_survival:
+            self._tree_misses = 0 if self._is_tree else self._tree_misses + 1
+        if self._is_tree:
+            count, survival = num_nodes, tree_survival
         self._promised = sum(survival[:count])
-        self._is_tree = is_tree
-        return count, is_tree
+        return count, self._is_tree
 
     def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
         """The number of columns that gains most over a single one, in tokens, and what it gains."""
@@ -101,6 +118,14 @@ class Pacer:
         milliseconds += (self.curve.tree_ms or 0.0) if self._is_tree else 0.0
         self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
         self._milliseconds = DECAY * self._milliseconds + milliseconds
+        if self._is_drafted:
+            self._drafted_tokens = DECAY * self._drafted_tokens + num_accepted + self.num_rows
+            self._drafted_ms = DECAY * self._drafted_ms + milliseconds
+            if self.drafts_pay:
+                self._pause = SHORTEST_PAUSE
+            else:
+                self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+                self._trust()
         if self._promised:
             self._accepted = DECAY * self._accepted + num_accepted
             self._expected = DECAY * self._expected + self._promised

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+
+# Criteria that take a text wherever it lies. On the host they do not wait for what the device is doing.
+HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 
 @dataclass
@@ -21,6 +32,14 @@ class Row:
     def text(self, more_ids: torch.Tensor) -> torch.Tensor:
         """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
         return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor(self.new_ids), more_ids])[None]
+
+    @cached_property
+    def _prompt_on_host(self) -> torch.Tensor:
+        return self.prompt_ids.cpu()
+
+    def text_on_host(self) -> torch.Tensor:
+        """Prompt and new tokens, [1, S + new], on the CPU."""
+        return torch.cat([self._prompt_on_host, torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype)])[None]
 
 
 def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
@@ -37,12 +56,19 @@ def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable
     for criterion in criteria:
         if isinstance(criterion, EosTokenCriteria):
             stop_ids.update(criterion.eos_token_id.tolist())
-    others = StoppingCriteriaList(c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria)))
+    on_host = StoppingCriteriaList(c for c in criteria if type(c) in HOST_CRITERIA)
+    others = StoppingCriteriaList(
+        c
+        for c in criteria
+        if type(c) not in HOST_CRITERIA and not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))
+    )
 
     def cut(row: Row, token_ids: list[int]) -> list[int]:
         for count, token_id in enumerate(token_ids, start=1):
             row.new_ids.append(token_id)
             row.is_done = token_id in stop_ids or len(row.new_ids) == max_new_tokens
+            if on_host:
+                row.is_done |= bool(on_host(row.text_on_host(), None).all())
             if others:
                 row.is_done |= bool(others(row.text(row.prompt_ids[:0]), None).all())
             if row.is_done:

@@ -21,6 +21,7 @@ from .masks_dflash import additive_mask, causal_visibility, tree_visibility
 from .recurrent_dflash import LINEAR_TYPES, HybridCache, linear_mixers
 from .trees_dflash import DraftTree
 from .validation_dflash import check_pair, decoder_layers
+from .verification_dflash import Verdict
 
 
 class TappedTarget:
@@ -91,11 +92,15 @@ class TappedTarget:
         is_real: torch.Tensor | None = None,
         num_real: Sequence[int] | None = None,
         tree: DraftTree | None = None,
+        unread: Verdict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs token_ids [B, S] behind `cache`; their keys and values are appended to it.
 
         In a ragged cache, is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
         default: all. With a `tree` the columns of the single row are its anchor and nodes.
+
+        With an `unread` verdict on the last columns in `cache` these run behind what of them stands, and the cache's
+        lengths stay as they are; raises NotCompiledError where that cannot be done.
 
         Returns the logits of the last `num_logits` columns [B, num_logits, V] and the context features of all
         [B, S, L * D], on the drafter's device and in its dtype. If it asks for all logits, all columns can be rolled
@@ -108,11 +113,19 @@ class TappedTarget:
             return self._forward_eagerly(token_ids, cache, num_logits, is_real, num_real, shape)
         pair = self.compiled
         pair.num_steps += 1
+        kind = f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}"
+
+        def compiled() -> tuple[torch.Tensor, torch.Tensor]:
+            num_rejected = None if unread is None else unread.num_rejected
+            return pair.verify(self.target, self.drafter, token_ids, cache, shape, num_rejected)
+
+        if unread is not None:
+            return pair.ahead(kind, self.target, self.drafter, compiled)
         return pair.either(
-            f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}",
+            kind,
             self.target,
             self.drafter,
-            lambda: pair.verify(self.target, self.drafter, token_ids, cache, shape),
+            compiled,
             lambda: self._forward_eagerly(token_ids, cache, num_logits, None, None, shape),
             lambda: cache.advance([width] * len(token_ids)),
         )

@@ -141,6 +141,21 @@ class Verdict:
     scores: torch.Tensor
     columns: list[int] | None = None
 
+    @property
+    def num_written(self) -> torch.Tensor:
+        """How many tokens the target writes, [B]."""
+        return self.num_accepted + 1
+
+    @property
+    def num_rejected(self) -> torch.Tensor:
+        """How many of the verified columns, anchor included, stand behind no text, [B]."""
+        return self.token_ids.shape[1] - self.num_written
+
+    @property
+    def anchors(self) -> torch.Tensor:
+        """The last token that the target writes, [B, 1]: the next block begins with it."""
+        return self.token_ids.gather(1, self.num_accepted[:, None])
+
 
 def choose_greedy(logits: torch.Tensor) -> torch.Tensor:
     """The target's choice for every row, [B, N] of logits [B, N, V]: its argmax."""

@@ -27,6 +27,7 @@ from tiny_models import (
     make_target,
 )
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from dflash import Conversation, DFlashDraftModel, compilation_dflash, spec_generate
@@ -187,6 +188,9 @@ def test_auto_compiles_what_has_run_long(monkeypatch: pytest.MonkeyPatch) -> Non
     with counted_forwards(target) as forwards:  # somebody's hooks: they see every forward
         assert torch.equal(spec_generate(drafter, target, prompt, **GREEDY).sequences, truth)
     assert len(forwards) > NEW_TOKENS // 2
+    with FlopCounterMode(display=False):  # a dispatch mode: it sees every operation
+        assert torch.equal(spec_generate(drafter, target, prompt, **GREEDY).sequences, truth)
+    assert pair_of(target, drafter).is_active
     assert torch.equal(spec_generate(drafter, target, prompt, compile=False, **GREEDY).sequences, truth)
     assert counters["stats"]["unique_graphs"] == graphs
 

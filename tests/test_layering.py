@@ -23,28 +23,31 @@ ARROWS = {
         "(card_dflash)", "(door_dflash)",
         "(compilation_dflash)", "(conversation_dflash)", "(decoding_dflash)", "(drafting_dflash)", "(judging_dflash)",
         "(latency_dflash)", "(lookup_dflash)", "(pacing_dflash)", "(recurrent_dflash)", "(rows_dflash)", "(target_dflash)",
-        "(trees_dflash)", "(validation_dflash)", "(verification_dflash)"
+        "(transfers_dflash)", "(trees_dflash)", "(validation_dflash)", "(verification_dflash)"
     },
     "masks_dflash": set(),
     "cache_dflash": set(),
     "recurrent_dflash": {"cache_dflash"},
+    "transfers_dflash": set(),
     "trees_dflash": set(),
-    "compilation_dflash": {"cache_dflash", "masks_dflash"},
+    "compilation_dflash": {"cache_dflash", "masks_dflash", "transfers_dflash"},
     "verification_dflash": {"trees_dflash"},
     "rows_dflash": set(),
     "validation_dflash": {"recurrent_dflash", "verification_dflash"},
     "target_dflash": {
-        "cache_dflash", "compilation_dflash", "masks_dflash", "recurrent_dflash", "trees_dflash", "validation_dflash"
+        "cache_dflash", "compilation_dflash", "masks_dflash", "recurrent_dflash", "trees_dflash", "validation_dflash",
+        "verification_dflash"
     },
     "conversation_dflash": {"cache_dflash", "target_dflash"},
     "lookup_dflash": {"rows_dflash"},
     "drafting_dflash": {
-        "cache_dflash", "conversation_dflash", "latency_dflash", "lookup_dflash", "masks_dflash", "pacing_dflash",
+        "cache_dflash", "compilation_dflash", "conversation_dflash", "latency_dflash", "lookup_dflash", "masks_dflash", "pacing_dflash",
         "rows_dflash", "target_dflash", "trees_dflash", "verification_dflash"
     },
-    "judging_dflash": {"rows_dflash", "trees_dflash", "verification_dflash"},
+    "judging_dflash": {"rows_dflash", "transfers_dflash", "trees_dflash", "verification_dflash"},
     "decoding_dflash": {
-        "conversation_dflash", "drafting_dflash", "judging_dflash", "rows_dflash", "target_dflash", "verification_dflash"
+        "compilation_dflash", "conversation_dflash", "drafting_dflash", "judging_dflash", "rows_dflash", "target_dflash",
+        "transfers_dflash", "verification_dflash"
     },
     "generation_dflash": {
         "compilation_dflash", "conversation_dflash", "decoding_dflash", "drafting_dflash", "judging_dflash",

@@ -60,6 +60,7 @@ SHIPPED_CODE = {
     "recurrent_dflash.py",
     "rows_dflash.py",
     "target_dflash.py",
+    "transfers_dflash.py",
     "trees_dflash.py",
     "validation_dflash.py",
     "verification_dflash.py",

@@ -107,6 +107,15 @@ def known_device(device: str | None) -> str:
     return device
 
 
+def own_device(processes: Any) -> str | None:
+    """The GPU of this process among several on one machine; `None` leaves the choice."""
+    import torch
+
+    if processes.count == 1 or not torch.cuda.is_available():
+        return None
+    return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
+
+
 def given(text: str) -> str:
     """The prompt; ValueError if there is none."""
     if not text.strip():

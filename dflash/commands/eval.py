@@ -14,7 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from dflash.commands.common import Dtype, checkpoint, hide_loading_bars, listed, load_pair, named, show_table
+from dflash.commands.common import (
+    Dtype,
+    checkpoint,
+    hide_loading_bars,
+    listed,
+    load_pair,
+    named,
+    own_device,
+    show_table,
+)
 
 
 def evaluate(
@@ -87,7 +96,7 @@ def evaluate(
         answer = partial(run_backend, plan, questions, *_served(plan, url, baseline_url, model, hardware))
     else:
         answer = partial(
-            run_plan, plan, questions, *load_pair(target, drafter, dtype, device or _own_device(processes))
+            run_plan, plan, questions, *load_pair(target, drafter, dtype, device or own_device(processes))
         )
     error = Console(stderr=True, highlight=False)
     with _progress(error, processes.is_first) as progress:
@@ -126,15 +135,6 @@ def _hide_reading_bars() -> None:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-
-
-def _own_device(processes: Any) -> str | None:
-    """The GPU of this process among several on one machine; `None` leaves the choice."""
-    import torch
-
-    if processes.count == 1 or not torch.cuda.is_available():
-        return None
-    return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
 
 
 class _Bar:

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from .common import Dtype, checkpoint, hide_loading_bars, known_device, load_pair, named, torch_dtype
+from .common import Dtype, checkpoint, hide_loading_bars, known_device, load_pair, named, own_device, torch_dtype
 
 
 def regenerate(
@@ -84,7 +84,7 @@ def regenerate(
     if url is not None:
         writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
     else:
-        writer, tokenizer = _target(target, drafter, dtype, device or _own_device(processes), batch_size or 8)
+        writer, tokenizer = _target(target, drafter, dtype, device or own_device(processes), batch_size or 8)
     error = Console(stderr=True, highlight=False)
     with _progress(error, processes.is_first) as progress:
         record = regenerate_data(
@@ -150,15 +150,6 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
         except OSError:  # what the config says of it then counts
             generation_config = GenerationConfig.from_model_config(config)
     return ServerWriter(url, model, tokenizer, config, generation_config, batch_size, key), tokenizer
-
-
-def _own_device(processes: Any) -> str | None:
-    """The GPU of this process among several on one machine; `None` leaves the choice."""
-    import torch
-
-    if processes.count == 1 or not torch.cuda.is_available():
-        return None
-    return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
 
 
 class _Bar:
