@@ -953,7 +953,9 @@ def test_a_prompt_in_chunks(tiny_target: PreTrainedModel, chunk_size: int) -> No
             output = run(drafter, tiny_target, batch, prefill_chunk_size=chunk_size, max_new_tokens=20, pad_token_id=0)
             length = max(prompts[row].shape[1] for row in rows)
             forwards = -(-length // chunk_size)
-            assert widths[:forwards] == [chunk_size] * (length // chunk_size) + [length % chunk_size] * bool(length % chunk_size)
+            assert widths[:forwards] == [chunk_size] * (length // chunk_size) + [length % chunk_size] * bool(
+                length % chunk_size
+            )
             for row, text in zip(rows, output.sequences, strict=True):
                 assert torch.equal(text[-20:], truths[row][0, prompts[row].shape[1] :][:20])
             if len(rows) == 1:

@@ -15,7 +15,9 @@ NEW_TOKENS = 40
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("asked", [{}, {"draft_tree": 9}, {"adaptive": True}, {"compile": True}, {"prefill_chunk_size": 4}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"draft_tree": 9}, {"adaptive": True}, {"compile": True}, {"prefill_chunk_size": 4}]
+)
 def test_every_token_is_the_argmax_of_the_forward_that_committed_it(
     dtype: torch.dtype, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +40,9 @@ def test_memory_that_runs_out_is_said_with_what_needs_less(monkeypatch: pytest.M
     drafter = ScriptedDrafter(target, greedy(target, make_prompt(9), max_new_tokens=20, eos_token_id=None), [1])
 
     def full(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 64 bytes.\nframes")
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 64 bytes.\nframes"
+        )
 
     monkeypatch.setattr(target.model, "forward", full)
     with pytest.raises(torch.OutOfMemoryError, match=r"can't allocate memory: 64 bytes\.\): lower prefill_chunk_size"):
