@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_prompt, make_target
 
-from dflash import compilation_dflash, generate_blocks, spec_generate
+from dflash import LatencyCurve, compilation_dflash, generate_blocks, spec_generate
+from dflash.latency_dflash import machine
 
 
 NEW_TOKENS = 40
+# As many columns as you like, so that no clock decides what is accepted here.
+FREE = LatencyCurve((1, 16), (4.0, 4.0), 0.001, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "asked", [{}, {"draft_tree": 9}, {"adaptive": True}, {"compile": True}, {"prefill_chunk_size": 4}]
+    "asked", [{}, {"draft_tree": 9}, {"latency_curve": FREE}, {"compile": True}, {"prefill_chunk_size": 4}]
 )
 def test_every_token_is_the_argmax_of_the_forward_that_committed_it(
     dtype: torch.dtype, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -27,6 +31,8 @@ def test_every_token_is_the_argmax_of_the_forward_that_committed_it(
     # Right as long as the text is plain decoding's own: a near-tie that flips ends that, and not the promise.
     drafter = ScriptedDrafter(target, truth, [2, BLOCK_SIZE - 1, 0, 3]).to(dtype)
     request: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "stop_token_ids": []}
+    if "latency_curve" in asked:
+        asked = {"latency_curve": replace(FREE, machine=machine(target, drafter))}
     blocks = list(generate_blocks(drafter, target, prompt, output_logits=True, **request, **asked))
     written = [token_id for block in blocks for token_id in block.token_ids]
     assert len(written) == NEW_TOKENS

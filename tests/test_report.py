@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash import cli
-from dflash.evaluation.page import drawings
+from dflash.evaluation.page import drawings, write_page
 from dflash.evaluation.plots import LIGHT
 from dflash.evaluation.results import read_result
 from dflash.evaluation.tables import caveat, markdown, table_of, with_table
@@ -151,12 +151,10 @@ def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: 
         ({**RESULT, "schema_version": 7}, "has schema version 7, and this version of dflash reads 1: measure again."),
         ({"model_type": "qwen3"}, "is no result: it has no schema_version; give one of `dflash bench`"),
         ([1, 2], "is no result: it has no schema_version"),
-        ({"schema_version": 1, "fixtures": {}}, "is no result: its summary holds no rows"),
-        ({**RESULT, "summary": []}, "is no result: its summary holds no rows"),
         ("# notes", "is no JSON ("),
         ("", "is no JSON ("),
     ],
-    ids=["version", "config", "list", "no-summary", "no-rows", "markdown", "empty"],
+    ids=["version", "config", "list", "markdown", "empty"],
 )
 def test_a_file_that_cannot_be_shown_is_named(run: Any, tmp_path: Path, content: Any, message: str) -> None:
     good, bad = written(tmp_path), written(tmp_path, content, "bad.json")
@@ -165,6 +163,16 @@ def test_a_file_that_cannot_be_shown_is_named(run: Any, tmp_path: Path, content:
     assert err.startswith(f"dflash: {bad} {message}")
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [{"schema_version": 1, "fixtures": {}}, {**RESULT, "summary": []}], ids=["none", "empty"]
+)
+def test_a_lone_file_without_rows_is_named(run: Any, tmp_path: Path, content: Any) -> None:
+    bad = written(tmp_path, content, "bad.json")
+    status, out, err = run(bad, "--output", tmp_path / "out")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"dflash: {bad} is no result: its summary holds no rows")
 
 
 def test_bytes_and_missing_files_are_named(run: Any, tmp_path: Path) -> None:
@@ -231,3 +239,11 @@ def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run
     readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
     run(tmp_path / "eval.json", "--readme", readme)
     assert said in readme.read_text(encoding="utf-8")
+
+
+def test_results_without_rows_are_left_out_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: all of this repository's own results at once, some of which are no tables."""
+    committed = sorted((Path(__file__).parent.parent / "benchmarks" / "results").glob("*.json"))
+    page = write_page(committed, tmp_path / "page")
+    assert "decode_tiny_cpu" in page.read_text(encoding="utf-8")
+    assert "sampling_tiny holds no rows to show and is left out." in caplog.text

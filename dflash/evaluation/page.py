@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from dflash.evaluation import plots
 from dflash.evaluation.harness import PLAIN
 from dflash.evaluation.results import Row, published, read_result, setup
@@ -21,6 +23,8 @@ from dflash.evaluation.tables import COLUMNS, DECODED, Table, any_table, caveat,
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+logger = logging.get_logger(__name__)
 
 NOTE_WIDTH = 150  # letters in one line below a figure
 LONGEST_SHOWN = 40  # letters of a chat template that is written out
@@ -44,7 +48,12 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    results = {name: read_result(path) for name, path in _names(paths).items()}
+    results = {name: read_result(path, needs_rows=len(paths) == 1) for name, path in _names(paths).items()}
+    for name in [name for name, result in results.items() if not result["summary"]]:
+        logger.warning(f"{name} holds no rows to show and is left out.")
+        del results[name]
+    if not results:
+        raise ValueError(f"None of {', '.join(map(str, paths))} holds rows: give results of bench, eval or canary.")
     folder = Path(folder)
     sections = [_section(name, result, folder) for name, result in results.items()]
     templates = Environment(

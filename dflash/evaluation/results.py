@@ -18,8 +18,8 @@ from dflash.evaluation.records import SCHEMA_VERSION
 Row = dict[str, Any]
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
-    """A result file's content, its `summary` a list of rows.
+def read_result(path: str | Path, needs_rows: bool = True) -> dict[str, Any]:
+    """A result file's content, its `summary` a list of rows; of none, where a result without rows is one too.
 
     Raises:
         ValueError: for a file that is no result or one of another schema version, naming the file.
@@ -41,6 +41,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
     if isinstance(rows, dict):
         rows = [rows]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        if not needs_rows:
+            return {**result, "summary": []}
         raise ValueError(f"{path} is no result: its summary holds no rows; give one of {writers}.")
     return {**result, "summary": rows}
 
