@@ -152,7 +152,9 @@ def ask(page: Any, prompt: str = PROMPT, **pair: Any) -> None:
     if pair:
         page.get_by_text("Another pair, another length").click()
         for name, value in pair.items():
-            page.fill(f"#{name} textarea, #{name} input", str(value))
+            field = f"#{name} textarea, #{name} input"
+            page.click(field)  # which waits until it has unfolded: what is filled in before can be lost
+            page.fill(field, str(value))
     page.fill("#prompt textarea", prompt)
     page.click("#write")
 
