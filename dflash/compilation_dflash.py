@@ -10,8 +10,9 @@ What cannot be compiled, or computes something else than eager does, runs eagerl
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -42,6 +43,9 @@ ASYNCHRONOUS = ("cuda",)
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 5e-2
 
+# Names of what the compiler watches of the models: their modules, attributes and weights.
+_OF_MODELS = re.compile(r"\b(target|drafter)\b")
+
 
 class _Bucket(CacheLayerMixin):
     """One layer's storage as a compiled forward sees it: new columns go to their slots, all keys of the bucket come out."""
@@ -68,7 +72,7 @@ class _Bucket(CacheLayerMixin):
         return self.keys[:, :, : self.num_keys], self.values[:, :, : self.num_keys]
 
     def get_seq_length(self, *args: Any) -> int:
-        """Masks and positions are given: nobody may ask."""
+        """Whatever: masks and positions are given, and nothing else rests on it."""
         return 0
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
@@ -113,14 +117,30 @@ class CompiledPair:
         self._types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
         self._window = getattr(config, "sliding_window", None)
         self.reason = _why_not(target, drafter, self._types)
+        self._state: list[Any] | None = None  # of the models when they were first compiled
 
     @classmethod
     def of(cls, target: PreTrainedModel, drafter: PreTrainedModel) -> CompiledPair:
-        """The one of these two models."""
+        """The one of these two models, as they are now."""
         of_target = cls._pairs.setdefault(target, weakref.WeakKeyDictionary())
-        if drafter not in of_target:
+        if drafter in of_target:
+            of_target[drafter]._look_again(target, drafter)
+        else:
             of_target[drafter] = cls(target, drafter)
         return of_target[drafter]
+
+    def _look_again(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        """Drops what was compiled for models that are no longer as they were.
+
+        Once per text: to look at all of their modules in each step would take as long as a small forward.
+        """
+        if self._state is None or _is_watched(target, drafter):
+            return
+        state = _state_of(target, drafter)
+        if state != self._state:
+            self._state, self.reason = state, _why_not(target, drafter, self._types)
+            self._functions.clear()
+            self._checked.clear()
 
     @property
     def is_active(self) -> bool:
@@ -142,8 +162,10 @@ class CompiledPair:
             # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
             code = function.__code__.replace()
             own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            mode = "reduce-overhead" if self._is_cuda else None  # CUDA graphs
-            self._functions[kind] = torch.compile(own, fullgraph=True, backend=BACKEND, mode=mode)
+            options: dict[str, Any] = {"triton.cudagraphs": True} if self._is_cuda else {}
+            if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that knows the option
+                options["guard_filter_fn"] = _guards_on_inputs
+            self._functions[kind] = torch.compile(own, fullgraph=True, backend=BACKEND, options=options or None)
         return self._functions[kind]
 
     def either(
@@ -163,7 +185,7 @@ class CompiledPair:
             return eagerly()
         is_new = kind not in self._checked
         if not self._checked:
-            self._prepare(target)
+            self._prepare(target, drafter)
         bar = logging.tqdm(total=1, desc=f"Compiling {kind} (once)", leave=False, disable=None if is_new else True)
         try:
             output = self._attempt(kind, compiled)
@@ -201,11 +223,12 @@ class CompiledPair:
             self.give_up(f"{kind} does not compile ({type(error).__name__}: {_first_line(error)})")
             raise NotCompiledError(kind) from error
 
-    def _prepare(self, target: Any) -> None:
+    def _prepare(self, target: Any, drafter: Any) -> None:
         # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
         # cannot be captured.
         some_id = torch.zeros(1, 1, dtype=torch.long, device=target.device)
         target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        self._state = _state_of(target, drafter)
 
     def verify(
         self,
@@ -389,6 +412,29 @@ def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
         if len(devices) > 1 or target.device != drafter.device:
             return f"the models lie on several devices ({', '.join(sorted(map(str, devices | {target.device})))})"
     return None
+
+
+def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which guards each step evaluates: not the thousands on the models, which `CompiledPair` looks after."""
+    return [not _OF_MODELS.search(guard.name) for guard in guards]
+
+
+def _state_of(*models: PreTrainedModel) -> list[Any]:
+    """What graphs take for granted of models: their modules, with all that decides how these run, but no weight's values."""
+    of_modules = [_kind_of(vars(module)) for model in models for module in model.modules()]
+    return [*of_modules, *(model.config._attn_implementation for model in models)]
+
+
+def _kind_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.shape, value.requires_grad
+    if isinstance(value, dict):
+        return {key: _kind_of(of_key) for key, of_key in value.items() if not hasattr(of_key, "is_tap")}
+    if isinstance(value, (list, tuple)):
+        return [_kind_of(entry) for entry in value]
+    if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
+        return value
+    return id(value) if callable(value) else type(value)  # a module, a hook, a method put over another one
 
 
 def _is_watched(target: Any, drafter: Any) -> bool:

@@ -205,11 +205,16 @@ def _write(step: Step, cut: Callable[[Row, list[int]], list[int]], keeping: froz
                 is_prefill=is_prefill,
                 row=row.index,
                 is_lookup=place in step.proposals.looked_up,
-                scores=verdict.scores[place, : len(kept)].float() if "scores" in keeping else None,
-                logits=of_tokens[place, : len(kept)].float() if "logits" in keeping else None,
+                scores=_kept(verdict.scores[place, : len(kept)]) if "scores" in keeping else None,
+                logits=_kept(of_tokens[place, : len(kept)]) if "logits" in keeping else None,
             )
         )
     return blocks
+
+
+def _kept(logits: torch.Tensor) -> torch.Tensor:
+    """In float32 and of its own: the next run of a CUDA graph overwrites what this one gave."""
+    return logits.to(torch.float32, copy=True)
 
 
 def _go_on(step: Step, memory: Conversation) -> tuple[list[Row], torch.Tensor]:

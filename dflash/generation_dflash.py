@@ -250,7 +250,7 @@ def custom_generate(
         model_kwargs: Holds the attention mask.
     """
     attention_mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
-    check_settings(drafter, block_size, verification, max_draft_tokens, draft_tree, compile, latency_curve)
+    check_settings(drafter, block_size, verification, max_draft_tokens, adaptive, draft_tree, compile, latency_curve)
     check_prepared(generation_config, attention_mask, num_rows, conversation)
     check_processors(logits_processor)
     check_batch(target, drafter, num_rows)

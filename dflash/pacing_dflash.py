@@ -16,16 +16,35 @@ from .latency_dflash import LatencyCurve
 # What a running sum keeps of itself per step: about twenty steps count.
 DECAY = 0.95
 
-# Steps without a draft, after drafts did not pay: few at first, more each time.
+# Steps without a draft, after drafts did not pay, and drafts without a tree: few at first, more each time.
 SHORTEST_PAUSE = 8
 LONGEST_PAUSE = 128
 
 # Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
 MARGIN = 0.9
 
-# Trees that pay less than a chain in so many drafts running are not grown for so many drafts.
-TREE_MISSES = 4
-TREE_PAUSE = 16
+
+class _Pause:
+    """How often something is left out that did not pay: twice as often each time."""
+
+    def __init__(self) -> None:
+        self._length, self._left = SHORTEST_PAUSE, 0
+
+    def is_over(self) -> bool:
+        """Whether it is time to try again; a step of the pause passes if not."""
+        is_over, self._left = self._left == 0, max(0, self._left - 1)
+        return is_over
+
+    def record(self, has_paid: bool) -> None:
+        """Takes note of what a try gave."""
+        if has_paid:
+            self._length = SHORTEST_PAUSE
+        else:
+            self._left, self._length = self._length, min(2 * self._length, LONGEST_PAUSE)
+
+    def end(self) -> None:
+        """Tries in the next step."""
+        self._left = 0
 
 
 class Pacer:
@@ -44,8 +63,7 @@ class Pacer:
         self._accepted, self._expected = 1.0, 1.0
         self._is_drafted = self._is_tree = False
         self._promised = 0.0
-        self._pause, self._left = SHORTEST_PAUSE, 0
-        self._tree_misses = 0
+        self._drafts, self._trees = _Pause(), _Pause()
         self._trust()
 
     def _trust(self) -> None:
@@ -71,18 +89,15 @@ class Pacer:
         """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
         if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
             self._tokens *= num_rows / self.num_rows
-            self._left, self.num_rows = 0, num_rows
+            self.num_rows = num_rows
+            self._drafts.end()
             self._trust()
-        self._is_drafted, self._is_tree, self._promised = self._left == 0, False, 0.0
-        self._left = max(0, self._left - 1)
+        self._is_drafted, self._is_tree, self._promised = self._drafts.is_over(), False, 0.0
         return self._is_drafted
 
     def wants_tree(self) -> bool:
         """Whether to grow a tree behind this draft. While a chain pays more, only now and then one is tried."""
-        if self._tree_misses < TREE_MISSES:
-            return True
-        self._tree_misses = (self._tree_misses + 1) % (TREE_MISSES + TREE_PAUSE)
-        return False
+        return self._trees.is_over()
 
     def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
         """How many proposals to verify, and whether as a tree.
@@ -95,7 +110,7 @@ class Pacer:
         num_nodes, gain_of_tree = self._best(tree_survival, self.curve.tree_ms or 0.0)
         self._is_tree = gain_of_tree > gain
         if tree_survival:
-            self._tree_misses = 0 if self._is_tree else self._tree_misses + 1
+            self._trees.record(self._is_tree)
         if self._is_tree:
             count, survival = num_nodes, tree_survival
         self._promised = sum(survival[:count])
@@ -104,9 +119,10 @@ class Pacer:
     def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
         """The number of columns that gains most over a single one, in tokens, and what it gains."""
         best, best_gain, expected = 0, 0.0, 0.0
+        rate, calibration, free_ms = self.rate, self.calibration, self.curve.verify(1) - extra_ms
         for count, chance in enumerate(survival, start=1):
-            expected += min(chance * self.calibration, self.num_rows)
-            gain = expected - self.rate * (self.curve.verify(1 + count) - self.curve.verify(1) + extra_ms)
+            expected += min(chance * calibration, self.num_rows)
+            gain = expected - rate * (self.curve.verify(1 + count) - free_ms)
             if gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
@@ -121,10 +137,8 @@ class Pacer:
         if self._is_drafted:
             self._drafted_tokens = DECAY * self._drafted_tokens + num_accepted + self.num_rows
             self._drafted_ms = DECAY * self._drafted_ms + milliseconds
-            if self.drafts_pay:
-                self._pause = SHORTEST_PAUSE
-            else:
-                self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+            self._drafts.record(self.drafts_pay)
+            if not self.drafts_pay:
                 self._trust()
         if self._promised:
             self._accepted = DECAY * self._accepted + num_accepted

@@ -235,6 +235,7 @@ class _Taps:
                 if threading.get_ident() == thread:
                     self._keep(slot, output[0] if isinstance(output, tuple) else output)
 
+            hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
             return hook
 
         self._handles = [layer.register_forward_hook(keep(slot)) for slot, layer in enumerate(self.layers)]

@@ -399,6 +399,7 @@ def check_settings(
     block_size: Any,
     verification: Any,
     max_draft_tokens: Any,
+    adaptive: Any,
     draft_tree: Any,
     compile: Any,
     latency_curve: Any,
@@ -417,7 +418,9 @@ def check_settings(
         )
     if not isinstance(draft_tree, int) or draft_tree < 0:
         raise ValueError(f"draft_tree={draft_tree!r}: use a number of nodes, or True for as many as pay.")
-    if compile not in (True, False, "auto"):
+    if not isinstance(adaptive, bool):
+        raise ValueError(f"adaptive={adaptive!r}: use True or False.")
+    if not isinstance(compile, bool) and compile != "auto":
         raise ValueError(f"compile={compile!r}: use True, False or 'auto'.")
     if latency_curve is not None and not hasattr(latency_curve, "verify_ms"):
         raise ValueError(

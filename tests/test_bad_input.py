@@ -304,6 +304,7 @@ def test_a_target_in_training_that_keeps_no_cache(tiny_drafter: DFlashDraftModel
 @pytest.mark.parametrize(
     "asked",
     [
+        {"adaptive": "yes"},
         {"draft_tree": -1},
         {"draft_tree": 2.5},
         {"latency_curve": {}},

@@ -192,6 +192,51 @@ def test_auto_compiles_what_has_run_long(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(spec_generate(drafter, target, prompt, **GREEDY).sequences, truth)
     assert pair_of(target, drafter).is_active
     assert torch.equal(spec_generate(drafter, target, prompt, compile=False, **GREEDY).sequences, truth)
+    assert torch.equal(spec_generate(drafter, target, prompt, **GREEDY).sequences, truth)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def _other_activation(target: Any) -> None:
+    target.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def _method_put_over(target: Any) -> None:
+    attend = target.model.layers[1].self_attn
+    plain = attend.forward
+    attend.forward = lambda *args, **kwargs: (plain(*args, **kwargs)[0] * 0.0, None)
+
+
+def _switch(target: Any) -> None:
+    target.model.layers[0].input_layernorm.variance_epsilon = 10.0
+
+
+def _hook(target: Any) -> None:
+    target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * -2.0)
+
+
+@pytest.mark.parametrize("change", [_other_activation, _method_put_over, _switch, _hook])
+def test_a_target_that_changes_between_texts_is_compiled_anew(change: Any) -> None:
+    """Promise: what runs is the model as it is now, though no step looks at all of its modules."""
+    target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
+    asked = {**GREEDY, "compile": True}
+    before = spec_generate(drafter, target, prompt, **asked).sequences
+    pair_of(target, drafter)
+    change(target)
+    truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
+    assert not torch.equal(truth, before)
+    assert torch.equal(spec_generate(drafter, target, prompt, **asked).sequences, truth)
+
+
+def test_other_weights_in_the_same_place_compile_nothing() -> None:
+    target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
+    asked = {**GREEDY, "compile": True}
+    spec_generate(drafter, target, prompt, **asked)
+    graphs = counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        target.model.layers[0].mlp.down_proj.weight.neg_()
+    target.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(-target.model.layers[1].mlp.up_proj.weight)
+    truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
+    assert torch.equal(spec_generate(drafter, target, prompt, **asked).sequences, truth)
     assert counters["stats"]["unique_graphs"] == graphs
 
 
@@ -256,7 +301,7 @@ def test_buckets(length: int) -> None:
     assert bucket(size) == size
 
 
-@pytest.mark.parametrize("value", ["yes", 2, None])
+@pytest.mark.parametrize("value", ["yes", 1, 2, None])
 def test_a_compile_that_is_none(value: Any) -> None:
     with pytest.raises(ValueError, match="compile="):
         spec_generate(
