@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +22,12 @@ from typing import Any
 
 import torch
 from records import prompt_ids, save
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dflash import DFlashDraftModel
+from dflash.commands.common import show_table
 from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.evaluation import any_table
 from dflash.training import Example, TrainingSettings, load_examples, new_drafter, regenerate, train
 from dflash.training.initialization import find_mask_token
 from dflash.training.preparation import hold_out
@@ -208,7 +207,6 @@ def run(subject: Subject, cell: Cell, args: argparse.Namespace, seed: int) -> di
         if changed:
             raise ValueError(f"{finished} is of other settings ({'; '.join(changed)}): give another --work.")
         return figures
-    began = time.perf_counter()
     drafter = make_drafter(subject, cell, args, seed)
     is_resumed = folder.with_name(f"{folder.name}.state").exists()
     record = train(
@@ -231,7 +229,7 @@ def run(subject: Subject, cell: Cell, args: argparse.Namespace, seed: int) -> di
         "accuracy": last["accuracy"],
         "parameters": drafter.num_parameters(),
         "target_layer_ids": drafter.config.target_layer_ids,
-        "seconds": None if is_resumed else round(time.perf_counter() - began, 1),
+        "seconds": record.seconds,
     }
     facts = json.loads((folder / "training.json").read_text())
     finished.write_text(json.dumps(figures | {"settings": facts["settings"]}, indent=1) + "\n")
@@ -245,7 +243,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         chosen = [row for row in rows if (row["target"], row["axis"], row["cell"]) == key]
         taus = [row["tau"] for row in chosen]
         width = STUDENT.get(len(taus) - 1, 1.96) * stdev(taus) / math.sqrt(len(taus)) if len(taus) > 1 else None
-        seconds = [row["seconds"] for row in chosen if row["seconds"] is not None]
+        seconds = [row["seconds"] for row in chosen if row["seconds"] is not None]  # older runs know none
         summary.append(
             {
                 **dict(zip(("target", "axis", "cell"), key, strict=True)),
@@ -262,7 +260,6 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
-    console = Console()
     measurements: list[dict[str, Any]] = []
     subjects: dict[str, Any] = {}
     for name, target, data in args.pair or [("tiny", "embedded", None)]:
@@ -279,16 +276,9 @@ def main() -> None:
                 for seed in range(args.seeds):
                     figures = run(subject, cell, args, seed)
                     measurements.append({"target": name, "axis": axis, "cell": cell.name, "seed": seed, **figures})
-                    console.print(f"{name}, {axis} {cell.name}, seed {seed}: tau {figures['tau']:.3f}")
+                    print(f"{name}, {axis} {cell.name}, seed {seed}: tau {figures['tau']:.3f}")
     summary = summarise(measurements)
-    table = Table("target", "axis", "cell", "tau", "± (95 %)", "accepted per block", "s a run")
-    for row in summary:
-        table.add_row(
-            *(row["target"], row["axis"], row["cell"], f"{row['tau']:.2f}"),
-            *("" if row[name] is None else f"{row[name]:.2f}" for name in ("tau_interval", "accepted_per_block")),
-            "" if row["seconds"] is None else f"{row['seconds']:.0f}",
-        )
-    console.print(table)
+    show_table(any_table(summary))
     if args.output is not None:
         drafter = make_drafter(subject, Cell("", ""), args, seed=0)
         asked = {name: value for name, value in vars(args).items() if name not in ("pair", "work", "output")}

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +42,22 @@ def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Ca
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(what, total=num_steps)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
+    """A bar for many of a kind, on standard error, gone at the end: how many are done, `more`, and how long is left.
+
+    Hidden off a terminal; in all processes but the first its console is silent too.
+    """
+    console = Console(stderr=True, highlight=False, quiet=not is_first)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    hidden = not (is_first and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
+        yield progress
 
 
 class TextStream:

@@ -1,4 +1,4 @@
-"""The table of recipes: each cell is a run of its own, done once, and what repeats over seeds comes with an interval."""
+"""Benchmarks of training: a table of recipes whose cells are runs of their own, and what a trained drafter accepts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from tiny_models import MASK_TOKEN_ID, make_target, make_tokenizer
+
+from dflash.training import TrainingSettings, measure_acceptance, new_drafter, train, with_response
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -16,8 +19,13 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("training", monkeypatch)
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark's script as a module."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("training_benchmark", BENCHMARKS / "training.py")
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -66,3 +74,40 @@ def test_the_interval_is_students(benchmark: ModuleType) -> None:
     (row,) = benchmark.summarise(rows)
     assert (row["tau"], row["tau_interval"], row["seconds"]) == (2.0, 2.4843, None)  # 4.303 / sqrt(3)
     assert benchmark.summarise(rows[:1])[0]["tau_interval"] is None
+
+
+def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block by block size: its tau is the trainer's, its texts are the target's, and what it was trained on is there."""
+    target = make_target()
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4)
+    data = [with_response([5, 6], [20 + i, 21, 22, 23, 24]) for i in range(4)]
+    settings = TrainingSettings(steps=2, mixed_precision="no", num_anchors=2)
+    train(drafter, target, data, [], settings, tmp_path / "my-DFlash", show_progress=False)
+    rows = [{"prompt_ids": [5, 6, 7]}, {"prompt": "why"}, {"text": "once upon a time there"}]
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["drafter.py", "--block-sizes", "4", "3", "--max-new-tokens", "10", "--output", str(tmp_path / "d.json")]
+    for name, place in (("target", "target"), ("drafter", "my-DFlash"), ("prompts", "held.jsonl")):
+        words += [f"--{name}", str(tmp_path / place)]
+    monkeypatch.setattr(sys, "argv", words)
+    script = load("drafter", monkeypatch)
+    script.main()
+    result = json.loads((tmp_path / "d.json").read_text())
+    facts = json.loads((tmp_path / "my-DFlash" / "training.json").read_text())
+    assert (result["kind"], result["training"]) == ("drafter", facts)
+    assert facts["seconds"] > 0
+    plain, whole, short = result["summary"]
+    assert [row["method"] for row in (plain, whole, short)] == [
+        "target.generate",
+        "dflash, block 4",
+        "dflash, block 3",
+    ]
+    assert all((row["prompts"], row["identical"]) == (3, 3) for row in (plain, whole, short))
+    assert (
+        max(map(max, (m["acceptance_lengths"] for m in result["measurements"] if m["method"] == short["method"]))) <= 3
+    )
+    saved = script.DFlashDraftModel.from_pretrained(tmp_path / "my-DFlash", dtype=script.torch.float32).eval()
+    prompts = [script.prompt_ids(row, make_tokenizer()) for row in rows]
+    assert whole["tau_micro"] == pytest.approx(measure_acceptance(saved, target, prompts, 10).tau, abs=1e-4)
+    assert str(tmp_path) not in json.dumps(result)

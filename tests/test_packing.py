@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, make_target
+from tiny_models import FAMILIES, make_drafter, make_target
 from transformers import PreTrainedModel
 
-from dflash import DFlashConfig, DFlashDraftModel
+from dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 from dflash.training.anchors import sample_anchors
 from dflash.training.batches import Batch, collate, epoch_batches, pack_examples
@@ -19,28 +19,10 @@ from dflash.training.targets import FrozenTarget, can_pack
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served and family.images is None]
-MASK_ID = VOCAB_SIZE - 1
 
 
-def make_drafter(target: PreTrainedModel, **fields: object) -> DFlashDraftModel:
-    torch.manual_seed(1)
-    hidden_size = target.config.get_text_config(decoder=True).hidden_size
-    return DFlashDraftModel(
-        DFlashConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=hidden_size,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            initializer_range=0.2,
-            **({"block_size": 5} | fields),
-            mask_token_id=MASK_ID,
-            target_layer_ids=[0, 2],
-            num_target_layers=4,
-        )
-    )
+def drafter_for(target: PreTrainedModel) -> DFlashDraftModel:
+    return make_drafter(hidden_size=target.config.get_text_config(decoder=True).hidden_size, block_size=5)
 
 
 def make_examples(lengths: Sequence[int], seed: int = 0) -> list[Example]:
@@ -148,7 +130,7 @@ def test_fixed_blocks_are_the_same_each_epoch() -> None:
 def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) -> None:
     """Of every family; those with a running state are refused, for it would go on into the next document."""
     target = FAMILIES[name].make()
-    tapped = TappedTarget(target, make_drafter(target))
+    tapped = TappedTarget(target, drafter_for(target))
     read = FrozenTarget(tapped)
     examples = make_examples([11, 6, 14])
     alone = [read(collate([example], [[]], 0), wants_states=True) for example in examples]
@@ -181,7 +163,7 @@ def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) 
 def test_logits_that_are_not_the_heads_are_not_learned_from() -> None:
     target = make_target("qwen3")
     own_forward = target.forward
-    drafter = make_drafter(target)
+    drafter = drafter_for(target)
 
     def forward(*args: object, **kwargs: object) -> object:
         output = own_forward(*args, **kwargs)
@@ -203,8 +185,10 @@ def test_logits_that_are_not_the_heads_are_not_learned_from() -> None:
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 def test_packing_changes_neither_loss_nor_gradient(loss: str, weights: str) -> None:
     target = make_target("qwen3_sliding")
-    drafter = make_drafter(target)
+    drafter = drafter_for(target)
     examples, anchors = make_examples([11, 7, 14, 9]), [[3, 5, 9], [4], [3, 4, 5, 12], [6]]
+    # Supervised from its first token on, so that nothing but its document ends the block before it.
+    examples[2] = with_response([], examples[2].input_ids)
     loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), None, 7, loss=loss, weights=weights)
     found = []
     for rows in (None, [[0, 2], [3, 1]], [[1, 3, 0, 2]]):

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import make_drafter, make_target, make_tokenizer
 
 from dflash import cli
@@ -91,6 +91,7 @@ class Spoken:
     """A writer that says what it is told to, as the tokenizer spells it."""
 
     positions, facts, batch_size, is_concurrent = 400, {}, 4, False
+    revision = None
 
     def __init__(self, tokenizer: Any, say: Callable[[str], tuple[str, bool]]) -> None:
         self.tokenizer, self.say = tokenizer, say
@@ -290,6 +291,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
     assert len(read(output)) == 3 * breaks_at
     assert not json.loads(output.with_suffix(".manifest.json").read_text())["complete"]
     output.write_bytes(output.read_bytes()[:-5])
+    (tmp_path / ".killed.jsonl.77.tmp").write_text("half")  # of a kill while the rows were put in order
     writer = Counting(TargetWriter(target, None, 2))  # another batch size may go on
     told: list[tuple[int, int]] = []
     regenerate_data(
@@ -304,6 +306,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
     left = len(CHATS) - 3 * breaks_at + 1
     assert (writer.asked, told) == (left, [(left, len(CHATS) - left)])
     assert output.read_bytes() == whole.read_bytes()
+    assert not list(tmp_path.glob(".*"))
     assert json.loads(output.with_suffix(".manifest.json").read_text())["complete"]
     writer = Counting(TargetWriter(target))
     regenerate_data(writer, tokenizer, CHATS, output, SAMPLED, resume=True)
@@ -518,38 +521,23 @@ def test_a_full_disk_leaves_what_was_finished_to_go_on_with(target: Any, tokeniz
     assert output.read_bytes() == whole.read_bytes()
 
 
-class Engine(ThreadingHTTPServer):
+class Engine(LoopbackServer):
     """An OpenAI-compatible server of a target; it tells ids or text alone, as engines do."""
 
-    daemon_threads = True
-
     def __init__(self, target: Any, tokenizer: Any, tells_ids: bool = True, fails_at: int | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.writer, self.tokenizer = TargetWriter(target), tokenizer
         self.tells_ids, self.fails_at = tells_ids, fails_at
         self.asked: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         self.models = ["tiny"]
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: Engine
 
-    def log_message(self, *args: Any) -> None: ...
-
-    def reply(self, status: int, content: Any) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
     def do_GET(self) -> None:
-        self.reply(200, {"data": [{"id": name} for name in self.server.models]})
+        self.reply({"data": [{"id": name} for name in self.server.models]})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -557,25 +545,15 @@ class Handler(BaseHTTPRequestHandler):
         with engine.lock:
             engine.asked.append(asked)
             if engine.fails_at is not None and len(engine.asked) > engine.fails_at:
-                self.reply(503, {"error": {"message": "the engine is dead"}})
+                self.reply({"error": {"message": "the engine is dead"}}, 503)
                 return
             [answer] = engine.writer([Request(asked["prompt"], asked["seed"], asked["max_tokens"])], Sampling())
         spoken = answer.token_ids[:-1] if answer.ended else answer.token_ids
         choice = {"text": engine.tokenizer.decode(spoken), "finish_reason": "stop" if answer.ended else "length"}
-        self.reply(200, {"choices": [choice | ({"token_ids": answer.token_ids} if engine.tells_ids else {})]})
+        self.reply({"choices": [choice | ({"token_ids": answer.token_ids} if engine.tells_ids else {})]})
 
-
-@contextmanager
-def serving(*arguments: Any, **how: Any) -> Iterator[Engine]:
-    engine = Engine(*arguments, **how)
-    thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-        engine.server_close()
-        thread.join()
+    def reply(self, content: Any, status: int = 200) -> None:
+        self.say(json.dumps(content), status)
 
 
 def server_writer(url: str, target: Any, tokenizer: Any, **how: Any) -> ServerWriter:
@@ -586,7 +564,7 @@ def test_a_server_gives_the_rows_that_the_target_gives_here(target: Any, tokeniz
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     rows = [*CHATS, user("one", "two")]
     regenerate_data(TargetWriter(target), tokenizer, rows, here, SETTINGS)
-    with serving(target, tokenizer) as engine:
+    with started(Engine(target, tokenizer)) as engine:
         writer = server_writer(f"{engine.url}/v1", target, tokenizer, batch_size=4, api_key="k")
         record = regenerate_data(writer, tokenizer, rows, there, replace(SETTINGS, top_p=0.9, top_k=7, seed=5))
     assert read(there) == read(here)
@@ -601,7 +579,7 @@ def test_ids_that_a_server_does_not_tell_are_encoded_from_its_text_and_counted(
 ) -> None:
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     regenerate_data(TargetWriter(target), tokenizer, CHATS, here, SETTINGS)
-    with serving(target, tokenizer, tells_ids=False) as engine:
+    with started(Engine(target, tokenizer, tells_ids=False)) as engine:
         record = regenerate_data(server_writer(engine.url, target, tokenizer), tokenizer, CHATS, there, SETTINGS)
     assert record.encoded == len(CHATS)
     for mine, its in zip(read(here), read(there), strict=True):
@@ -614,7 +592,7 @@ def test_a_server_that_is_down_or_dies_is_one_sentence_and_the_rest_can_follow(
     target: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     output = tmp_path / "r.jsonl"
-    with serving(target, tokenizer, fails_at=3) as engine:
+    with started(Engine(target, tokenizer, fails_at=3)) as engine:
         with pytest.raises(ValueError, match=r"/v1/completions answered 503 .*: the engine is dead\."):
             regenerate_data(
                 server_writer(engine.url, target, tokenizer, batch_size=1), tokenizer, CHATS, output, SETTINGS
@@ -703,7 +681,7 @@ def test_the_command_writes_rows_and_what_they_depend_on(
     status, out, _ = run(drafted, "--drafter", folder / "drafter", "--batch-size", 3)
     assert (status, drafted.read_bytes()) == (0, output.read_bytes())
     assert ", tau 1." in out
-    with serving(target, tokenizer) as engine:
+    with started(Engine(target, tokenizer)) as engine:
         status, out, error = run(tmp_path / "served.jsonl", "--url", engine.url, "--drop-cut")
     assert status == 0, error
     assert read(tmp_path / "served.jsonl") == [row for row in rows if row["finish"] == "stop"]

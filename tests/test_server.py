@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_target, make_tokenizer
 
 from dflash import cli, generate_blocks
@@ -32,14 +32,11 @@ USER = [{"role": "user", "content": "hi"}]
 STEP = 0.003  # seconds of a verify step
 
 
-class Engine(ThreadingHTTPServer):
+class Engine(LoopbackServer):
     """A server whose every verify step takes `STEP` and gives `tau` tokens, streamed, counted and exposed as vLLM does."""
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, tau: int = 1, num_tokens: int = 13, metrics: str = "vllm", **faults: Any) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.tau, self.num_tokens, self.metrics, self.faults = tau, num_tokens, metrics, faults
         self.lock = threading.Lock()
         self.drafts = 100  # what others asked before
@@ -47,10 +44,6 @@ class Engine(ThreadingHTTPServer):
         self.requests: list[dict[str, Any]] = []
         self.under_way = self.most_under_way = 0
         self.keys: list[str | None] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def exposed(self) -> str:
         if self.metrics == "vllm":
@@ -77,18 +70,8 @@ class Engine(ThreadingHTTPServer):
         return "\n".join({"sglang": counters + gauge, "sglang-old": gauge, "none": []}[self.metrics]) + "\n"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: Engine
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def say(self, body: str, status: int = 200, kind: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body.encode())))
-        self.end_headers()
-        self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
@@ -154,15 +137,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(engine: Engine | None = None, **options: Any) -> Iterator[Engine]:
-    engine = engine or Engine(**options)
-    thread = threading.Thread(target=engine.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
+    with started(engine or Engine(**options)) as engine:
         yield engine
-    finally:
-        engine.shutdown()
-        engine.server_close()
-        thread.join()
 
 
 @pytest.fixture
@@ -511,7 +487,7 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
         ('{"text": "a"}\n', "line 1: each line"),
         ('{"prompt": " "}\n', "line 1: each line"),
         ("[1]\n", "line 1: each line"),
-        ("\n", "is empty: give a line of JSON"),
+        ("\n", "is empty: write one prompt a line"),
     ):
         bad.write_text(text, encoding="utf-8")
         assert message in run("--url", "http://x", "--prompts", bad)[2]

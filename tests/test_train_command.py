@@ -101,6 +101,46 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     assert torch.equal(ours, target.generate(prompt, max_new_tokens=12, do_sample=False))
 
 
+def test_the_record_and_the_card_say_who_wrote_the_answers(
+    run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From `dflash regenerate`'s manifest, which stands beside its rows: target, law, source and licence."""
+    questions, answers, output = (tmp_path / name for name in ("chats.jsonl", "answers.jsonl", "my-DFlash"))
+    rows = [{"prompt_ids": [5, 6, 7 + i], "license": "cc-by-4.0"} for i in range(20)]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    words = ["regenerate", "--target", folder / "target", "--data", questions, "--output", answers]
+    words += ["--max-new-tokens", 16, "--temperature", 0.5, "--top-k", 30, "--seed", 3]
+    monkeypatch.setattr(sys, "argv", ["dflash", *map(str, words)])
+    with pytest.raises(SystemExit):
+        cli.main()
+
+    status, _, err = run("--data", answers, "--output", output, *flags(**TINY))
+    assert (status, "another target" in err) == (0, False)
+    facts = json.loads((output / "training.json").read_text())
+    manifest = json.loads(answers.with_suffix(".manifest.json").read_text())
+    assert facts["answers"] == {name: value for name, value in manifest.items() if name != "complete"}
+    assert facts["answers"]["settings"]["weights"] == facts["target"]["fingerprint"]
+    card = (output / "README.md").read_text()
+    assert card.startswith("---\nlicense: cc-by-4.0\n")
+    assert (
+        "Its answers were written by `target` at temperature 0.5, top-p 1, top-k 30, seed 3, thinking off, at most 16 tokens "
+        "each, to `chats.jsonl` (20 rows, licence cc-by-4.0). `dflash regenerate --target target --data chats.jsonl"
+        in card
+    )
+    assert "No licence was stated" not in card
+    run("--data", answers, "--output", output, *flags(**TINY, license="mit"), "--overwrite")
+    assert (output / "README.md").read_text().startswith("---\nlicense: mit\n")
+
+    make_target(seed=9).save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    answers.with_suffix(".manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    given = ["--target", tmp_path / "other", "--data", answers, "--output", tmp_path / "third"]
+    status, _, err = run(*given, *flags(**TINY))
+    assert status == 0
+    assert "answers.jsonl holds the answers of another target (target, weights" in err
+    assert "answers.jsonl is unfinished: dflash regenerate --resume writes the rest of it." in err
+
+
 def test_a_yaml_file_says_the_same_as_flags_which_win_over_it(run: Any, folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "recipe.yaml"
     lines = [
@@ -172,11 +212,17 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--num-taps", "2", "--target-layer-ids", "1"], "give the number or the layers"),
         (["--output", "OUT", "--mask-token-id", "40"], "Sequence 1 holds the mask token (40, at position"),
         (["--output", "OUT", "--mask-token-id", "400"], "outside the vocabulary of 96"),
+        (["--output", "OUT", "--mask-token-id", "2"], "mask_token_id=2 is also an end-of-text (2) token"),
         (["--output", "OUT", "--log-with", "nothing"], "log_with='nothing' is not one of the trackers installed here"),
         (["--output", "OUT", "--init", "/nowhere"], "/nowhere"),
         (["--output", "OUT", "--warmup-ratio", "2"], "warmup_ratio=2.0: give a share"),
         (["--output", "OUT", "--learning-rate", "0"], "learning_rate=0.0: give a number above 0"),
         (["--output", "OUT", "--max-length", "4"], "is as long as a block of 16"),
+        (
+            ["--output", "/proc/x/y"],
+            "The output /proc/x/y cannot be written (No such file or directory): choose another",
+        ),
+        (["--output", "OUT", "--target", "/nowhere"], "The target /nowhere cannot be loaded ("),
     ],
 )
 def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], said: str) -> None:
@@ -307,11 +353,12 @@ def test_the_same_from_python(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_tracker_gets_loss_rate_and_acceptance(run: Any, tmp_path: Path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     status, *_ = run("--output", tmp_path / "drafter", *flags(**TINY, log_with="tensorboard", log_every=1))
     assert status == 0
     (events,) = (tmp_path / "drafter.logs").rglob("events.out.tfevents.*.0")
-    found = reading.EventAccumulator(str(events.parent))
+    found = EventAccumulator(str(events.parent))
     found.Reload()
     scalars = {name: [event.step for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
     assert scalars["train/loss"] == scalars["train/learning_rate"] == [1, 2, 3, 4]

@@ -216,8 +216,11 @@ def test_a_mask_token_in_the_data_is_refused() -> None:
 
 
 def test_ids_that_the_target_does_not_know_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Sequence 1 holds the token id 50 but the target's vocabulary is 50"):
-        usable([with_response([3], [50, 6, 7])])
+    for token_id in (50, -1):
+        with pytest.raises(
+            ValueError, match=rf"Sequence 2 holds the token id {token_id} but the target's vocabulary is 50"
+        ):
+            usable([with_response([3], [5, 6, 7]), with_response([3], [token_id, 6, 7])])
 
 
 @pytest.mark.parametrize(
@@ -251,5 +254,4 @@ def test_fixed_anchors_cut_each_response_into_blocks() -> None:
     loss_mask = [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1]
     assert fixed_anchors(loss_mask, 2) == [2, 4, 8]
     assert fixed_anchors(loss_mask, 4) == [2, 8]
-    assert fixed_anchors([1] * 9, 4, document_ids=[0] * 5 + [1] * 4) == [0, 5]
     assert fixed_anchors([0, 0, 1], 4) == []

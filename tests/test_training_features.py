@@ -92,6 +92,7 @@ def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(
     data = examples(3)
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "features-00007.safetensors").write_bytes(b"half")
+    (tmp_path / "half" / ".manifest.json.partial").write_text("half")
     write_features(tmp_path / "half", frozen, data, wants_states=False, batch_tokens=256)
     assert sorted(path.name for path in (tmp_path / "half").iterdir()) == [
         "features-00000.safetensors",

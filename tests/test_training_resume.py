@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from tiny_models import MASK_TOKEN_ID, PAD_TOKEN_ID, make_target
 
 from dflash import DFlashDraftModel
-from dflash.training import Example, TrainingRecord, TrainingSettings, new_drafter, train, with_response
+from dflash.training import Example, TrainingRecord, TrainingSettings, keeping, new_drafter, train, with_response
 from dflash.training import state as training_state
 from dflash.training.state import clear_leftovers, state_folder
 
@@ -60,9 +61,11 @@ def run(output: Path, settings: TrainingSettings = SETTINGS, **arguments: Any) -
 
 
 def written(folder: Path) -> dict[str, bytes]:
-    """A checkpoint byte for byte, but for its name in the card."""
+    """A checkpoint byte for byte, but for its name in the card and how long it took."""
     return {
-        path.name: path.read_bytes().replace(folder.name.encode(), b"NAME")
+        path.name: re.sub(
+            rb'"seconds": [\d.]+|[\d.]+ minutes', b"TIME", path.read_bytes().replace(folder.name.encode(), b"NAME")
+        )
         for path in sorted(folder.iterdir())
         if path.is_file() and path.suffix != ".py"
     }
@@ -112,6 +115,36 @@ def test_a_signal_ends_the_run_behind_its_step_with_the_state_saved(
     record = run(output, resume=True)
     assert record.stopped_at is None
     assert written(output) == unbroken[0]
+
+
+def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither half a file nor a state without its run stays beside the checkpoint."""
+    write: Callable[..., Any] = keeping.remove_state
+
+    def stopped_on_the_way(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(folder)
+
+    monkeypatch.setattr(keeping, "remove_state", stopped_on_the_way)
+    record = run(tmp_path / "drafter")
+    assert record.stopped_at is None
+    assert written(tmp_path / "drafter") == unbroken[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_the_time_of_all_starts_is_recorded(tmp_path: Path) -> None:
+    output = tmp_path / "drafter"
+    stopped(output, step=7)
+    facts = json.loads((state_folder(output) / "state.json").read_text())
+    assert facts["record"]["seconds"] > 0
+    facts["record"]["seconds"] = 7200.0
+    (state_folder(output) / "state.json").write_text(json.dumps(facts))
+    record = run(output, resume=True)
+    assert 7200 < record.seconds < 7300
+    assert json.loads((output / "training.json").read_text())["seconds"] == record.seconds
+    assert re.search(r"12\d\.\d minutes on 1 process in all", (output / "README.md").read_text())
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:

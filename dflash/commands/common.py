@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash.terminal import progress_bar
@@ -116,6 +117,16 @@ def own_device(processes: Any) -> str | None:
     return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
 
 
+def api_key(variable: str | None) -> str | None:
+    """What the environment variable of --api-key-env holds, `None` without one; ValueError if it is not set."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(f"--api-key-env {variable} is not set: export it, or leave the option out.")
+    return key
+
+
 def given(text: str) -> str:
     """The prompt; ValueError if there is none."""
     if not text.strip():
@@ -135,6 +146,22 @@ def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = F
     from dflash.evaluation import chat_encoder
 
     return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+
+
+def numbered_lines(path: Path, option: str) -> list[tuple[int, str]]:
+    """A file's lines that are not blank, counted from 1; ValueError if it cannot be read or has none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} cannot be read ({error.strerror}): name a file of one prompt a line."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is no text in UTF-8: name a file of one prompt a line.") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{option} {path} is empty: write one prompt a line.")
+    return lines
 
 
 def listed(text: str, option: str) -> tuple[str, ...]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TextColumn
 
-from .common import Dtype, checkpoint, hide_loading_bars, known_device, load_pair, named, own_device, torch_dtype
+from dflash.terminal import counting_bar
+
+from .common import (
+    Dtype,
+    api_key,
+    checkpoint,
+    hide_loading_bars,
+    known_device,
+    load_pair,
+    named,
+    own_device,
+    torch_dtype,
+)
 
 
 def regenerate(
@@ -55,7 +56,8 @@ def regenerate(
 ) -> None:
     """Writes DATA with the target's own answers, to train a drafter on. Chats are written turn by turn.
 
-    In several processes, each with its share of the rows: accelerate launch -m dflash.cli regenerate …, or torchrun.
+    In N processes, each with its share of the rows, on GPUs or on a CPU (where accelerate launch starts one alone):
+    torchrun --nproc_per_node N -m dflash.cli regenerate …
     """
     if url is not None and drafter is not None:
         raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
@@ -85,8 +87,8 @@ def regenerate(
         writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
     else:
         writer, tokenizer = _target(target, drafter, dtype, device or own_device(processes), batch_size or 8)
-    error = Console(stderr=True, highlight=False)
-    with _progress(error, processes.is_first) as progress:
+    with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
+        progress = _Bar(bar)
         record = regenerate_data(
             writer,
             tokenizer,
@@ -140,9 +142,7 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
 
     from dflash.training import ServerWriter
 
-    key = None if api_key_env is None else os.environ.get(api_key_env)
-    if api_key_env is not None and not key:
-        raise ValueError(f"--api-key-env {api_key_env} is not set: export it, or leave the option out.")
+    key = api_key(api_key_env)
     with named("--target", target):
         tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target)
         try:
@@ -155,16 +155,17 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
 class _Bar:
     """Progress over one process's share."""
 
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._task = progress.add_task("Answering", total=None, rate="")
         self._tokens = 0
 
     def begin(self, share: int, record: Any) -> None:
         for reason, count in (record.left_out or {}).items():
-            self._console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
+            self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
         if record.was_finished:
-            self._console.print(f"Answered before: {record.was_finished:,} of {share + record.was_finished:,} rows.")
+            everything = share + record.was_finished
+            self._progress.console.print(f"Answered before: {record.was_finished:,} of {everything:,} rows.")
         self._progress.reset(self._task, total=share)
 
     def row(self, tokens: int) -> None:
@@ -172,16 +173,3 @@ class _Bar:
         seconds = next(task.elapsed for task in self._progress.tasks if task.id == self._task)
         rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch
         self._progress.update(self._task, advance=1, rate=rate)
-
-
-@contextmanager
-def _progress(console: Console, is_first: bool) -> Iterator[_Bar]:
-    """A bar on standard error, gone at the end; hidden off a terminal and in all processes but the first."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    quiet = Console(stderr=True, quiet=True)
-    shown = is_first and console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        yield _Bar(progress, console if is_first else quiet)

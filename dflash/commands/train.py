@@ -33,7 +33,8 @@ def train(
 ) -> None:
     """Trains a drafter for a target, by the paper's recipe unless told otherwise; comes back with its checkpoint.
 
-    Several processes: `torchrun -m dflash.cli train …`, or `accelerate launch -m dflash.cli train …`.
+    In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
+    torchrun --nproc_per_node N -m dflash.cli train …
     """
     given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
     asked = _from_file(config) | given

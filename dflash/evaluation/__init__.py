@@ -4,19 +4,21 @@ from .answers import Answer, chat_encoder, summarise_answers
 from .bench import run_bench
 from .canary import Load, run_canary
 from .comparison import Difference, first_difference
-from .evaluate import Plan, questions_of, run_backend, run_plan
-from .harness import Prompt, check_methods
+from .evaluate import Plan, pair_backend, questions_of, run_plan
+from .harness import GREEDY, Prompt, check_methods
 from .page import save_drawing, save_plots, write_page, write_readme
 from .processes import Processes
 from .records import write_result
 from .remote import server_backend
+from .results import place_of
 from .server import Server
 from .tables import any_table, caveat, table_of
 from .tasks import TASKS, Question, load_questions
-from .timing import TimedRun, seconds_of, timed_blocks, timed_generate
+from .timing import TimedRun, seconds_of, stopwatch, timed_blocks, timed_generate
 
 
 __all__ = [
+    "GREEDY",
     "TASKS",
     "Answer",
     "Difference",
@@ -33,8 +35,9 @@ __all__ = [
     "check_methods",
     "first_difference",
     "load_questions",
+    "pair_backend",
+    "place_of",
     "questions_of",
-    "run_backend",
     "run_bench",
     "run_canary",
     "run_plan",
@@ -42,6 +45,7 @@ __all__ = [
     "save_plots",
     "seconds_of",
     "server_backend",
+    "stopwatch",
     "summarise_answers",
     "table_of",
     "timed_blocks",

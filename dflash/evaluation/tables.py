@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash.evaluation.harness import PLAIN
 from dflash.evaluation.results import Row
 
+
+ROUNDING = ("bfloat16", "float16")
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -41,7 +44,10 @@ def _figure(
 
 
 def _pair(first: str, second: str, heading: str, digits: int, between: str, short: str | None = None) -> Column:
-    return Column(heading, lambda row: f"{row[first]:.{digits}f}{between}{row[second]:.{digits}f}", short)
+    def write(row: Row) -> str:
+        return between.join(f"{row[key]:.{digits}f}" for key in (first, second) if row.get(key) is not None)
+
+    return Column(heading, write, short)
 
 
 # By a row's field. A column without any value is left out.
@@ -56,7 +62,8 @@ COLUMNS: dict[str, Column] = {
     "score": _figure("score", "score", 1, unit=" %", scale=100),
     "tau_micro": _figure("tau_micro", "tau", 2),
     "tau_macro": _figure("tau_macro", "tau, macro", 2),
-    "tau": _figure("tau", "tau, server's counters", 2),
+    "tau": _figure("tau", "tau", 2),
+    "tau_interval": _figure("tau_interval", "± (95 %)", 2),
     "tokens_per_step": _figure("tokens_per_step", "tokens per step", 2, "tok/ step"),
     "tokens_per_second": _figure("tokens_per_second", "tokens/s", 0, "tok/s"),
     "speedup": _figure("speedup", "speed-up", 2, unit="x"),
@@ -94,22 +101,39 @@ def table_of(rows: Sequence[Row], keys: Iterable[str] = COLUMNS, short: bool = F
     return [(short and column.short) or column.heading for column in shown.values()], cells
 
 
-def caveat(rows: Sequence[Row]) -> str:
-    """What has to be said of a speed-up where texts of one task differ in length; empty where they do not."""
+def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
+    """What has to be said of rows whose texts may differ, and of a speed-up where they differ in length; else empty.
+
+    Args:
+        rows: Of `summarise`.
+        dtype: The target's, `None` if it is not known.
+    """
+    said = []
+    if dtype in ROUNDING and any("identical" in row for row in rows):
+        said.append(
+            f"In {dtype} two tokens can be within rounding of each other, and a text may then go another way than "
+            f"{PLAIN}'s: --dtype float32 shows that they are equal."
+        )
     lengths: dict[Any, set[int]] = {}
     for row in rows:
         if {"task", "method", "tokens"} <= set(row):
             lengths.setdefault(row["task"], set()).add(row["tokens"])
-    if all(len(of_task) == 1 for of_task in lengths.values()):
-        return ""
-    return "Texts that are not identical differ in length here: a speed-up is a ratio of seconds, not of tokens/s."
+    if any(len(of_task) > 1 for of_task in lengths.values()):
+        said.append(
+            "Texts that are not identical differ in length here: a speed-up is a ratio of seconds, not of tokens/s."
+        )
+    return " ".join(said)
 
 
 def any_table(rows: Sequence[Row]) -> Table:
-    """Headings and cells of rows of any shape: a column per number or word, nested ones by their path; lists are left out."""
+    """Headings and cells of rows of any shape: a column per number or word, nested ones by their path; lists are left out.
+
+    Fields of [`COLUMNS`] are written as they are there.
+    """
     flat = [dict(_flattened(row)) for row in rows]
-    keys = list(dict.fromkeys(key for row in flat for key in row))
-    return [key.replace("_", " ") for key in keys], [[_plain(row.get(key)) for key in keys] for row in flat]
+    paths = list(dict.fromkeys(path for row in flat for path in row))
+    cells = [[_cell(row, path, values.get(path)) for path in paths] for row, values in zip(rows, flat, strict=True)]
+    return [_heading(path) for path in paths], cells
 
 
 def markdown(table: Table) -> str:
@@ -138,15 +162,28 @@ def _identical(row: Row) -> str:
     return str(row["identical"]) if of is None else f"{row['identical']} of {of}"
 
 
-def _flattened(row: Row, path: str = "") -> Iterable[tuple[str, Any]]:
+# Where a value stands in a row: its field, and of nested ones each further name.
+Path = tuple[str, ...]
+
+
+def _flattened(row: Row, path: Path = ()) -> Iterable[tuple[Path, Any]]:
     for key, value in row.items():
         if isinstance(value, dict):
-            yield from _flattened(value, f"{path}{key} ")
+            yield from _flattened(value, (*path, key))
         elif not isinstance(value, list):
-            yield f"{path}{key}", value
+            yield (*path, key), value
 
 
-def _plain(value: Any) -> str:
+def _heading(path: Path) -> str:
+    field = COLUMNS[path[0]].heading if path[0] in COLUMNS else path[0].replace("_", " ")
+    return ", ".join([*path[1:], field])
+
+
+def _cell(row: Row, path: Path, value: Any) -> str:
     if value is None:
         return ""
+    if path[0] in COLUMNS:
+        return COLUMNS[path[0]].write({**row, path[0]: value})
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -75,6 +75,12 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def stopwatch() -> Callable[[], float]:
+    """A function that gives the seconds since this call."""
+    began = time.perf_counter()
+    return lambda: time.perf_counter() - began
+
+
 def timed_generate(
     target: PreTrainedModel,
     input_ids: torch.Tensor | Mapping[str, torch.Tensor],

@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from .batches import Batch
     from .data import Example, encode, encode_prompt, load_examples, read_examples, with_response, write_examples
     from .initialization import new_drafter
+    from .keeping import save_drafter
     from .planning import Plan, peak_memory, plan
     from .preparation import Prepared, prepare, train_drafter
     from .record import TrainingRecord
     from .regeneration import Regenerated, Sampling, TargetWriter, regenerate
     from .rewriting import RegenerationRecord, RegenerationSettings, regenerate_data
+    from .running import train
     from .served import ServerWriter
     from .settings import TrainingSettings, read_yaml
-    from .trainer import Trainer, save_drafter, train
+    from .trainer import Trainer
 
 __all__ = [
     "Acceptance",
@@ -69,7 +71,9 @@ _MODULE_OF = {
     **dict.fromkeys(("RegenerationRecord", "RegenerationSettings", "regenerate_data"), "rewriting"),
     "ServerWriter": "served",
     **dict.fromkeys(("TrainingSettings", "read_yaml"), "settings"),
-    **dict.fromkeys(("Trainer", "save_drafter", "train"), "trainer"),
+    "Trainer": "trainer",
+    "save_drafter": "keeping",
+    "train": "running",
 }
 
 

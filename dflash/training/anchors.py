@@ -1,4 +1,4 @@
-"""Where the blocks of a training sequence begin. It knows token positions and seeds, no model and no text."""
+"""Where the blocks of one document begin. It knows token positions and seeds, no model, no text and no neighbours."""
 
 from __future__ import annotations
 
@@ -9,28 +9,16 @@ from collections.abc import Sequence
 NO_ANCHOR = -1
 
 
-def valid_anchors(loss_mask: Sequence[int], document_ids: Sequence[int] | None = None) -> list[int]:
-    """Positions a block may begin at: supervised, as is the next token, and both of one document.
+def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
+    """Positions a block may begin at: supervised, as is the next token.
 
     While decoding, an anchor is a token that the target has written and its successor is what the drafter proposes first; a
-    position whose successor is a prompt, padding or another document never occurs.
+    position whose successor is a prompt never occurs.
     """
-    return [
-        i
-        for i in range(len(loss_mask) - 1)
-        if loss_mask[i] and loss_mask[i + 1] and (document_ids is None or document_ids[i] == document_ids[i + 1])
-    ]
+    return [i for i in range(len(loss_mask) - 1) if loss_mask[i] and loss_mask[i + 1]]
 
 
-def sample_anchors(
-    loss_mask: Sequence[int],
-    num_anchors: int,
-    *,
-    seed: int,
-    epoch: int,
-    index: int,
-    document_ids: Sequence[int] | None = None,
-) -> list[int]:
+def sample_anchors(loss_mask: Sequence[int], num_anchors: int, *, seed: int, epoch: int, index: int) -> list[int]:
     """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
 
     They depend on `(seed, epoch, index)` and on the sequence alone, `index` being the sequence's place in the data: neither the
@@ -40,12 +28,12 @@ def sample_anchors(
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
         [2, 3]
     """
-    candidates = valid_anchors(loss_mask, document_ids)
+    candidates = valid_anchors(loss_mask)
     rng = random.Random(f"{seed}-{epoch}-{index}")
     return sorted(rng.sample(candidates, min(num_anchors, len(candidates))))
 
 
-def fixed_anchors(loss_mask: Sequence[int], stride: int, document_ids: Sequence[int] | None = None) -> list[int]:
+def fixed_anchors(loss_mask: Sequence[int], stride: int) -> list[int]:
     """Every `stride`-th valid anchor of each response from its first on, the same each epoch.
 
     With the block size as stride a response is cut into blocks as ordinary block diffusion cuts it, which the paper compares
@@ -57,7 +45,7 @@ def fixed_anchors(loss_mask: Sequence[int], stride: int, document_ids: Sequence[
     """
     anchors: list[int] = []
     previous, begin = None, 0
-    for anchor in valid_anchors(loss_mask, document_ids):
+    for anchor in valid_anchors(loss_mask):
         if previous is None or anchor != previous + 1:
             begin = anchor
         if (anchor - begin) % stride == 0:

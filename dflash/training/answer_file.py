@@ -22,6 +22,24 @@ class Line(NamedTuple):
     parts: int
 
 
+def manifest_path(path: Path) -> Path:
+    """Where the manifest of an output stands."""
+    return path.with_suffix(".manifest.json")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest beside an output says; ValueError for a file that is none."""
+    manifest = manifest_path(path)
+    try:
+        found: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
+        found["settings"]["samples"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{manifest} is no manifest of a run: move it away from {path.name}, or choose another file."
+        ) from error
+    return found
+
+
 class AnswerFile:
     """A run's output: JSON lines, all lines of a row together.
 
@@ -38,7 +56,7 @@ class AnswerFile:
         if path.suffix != ".jsonl" or path.is_dir():
             raise ValueError(f"The output {path} must be a file that ends in .jsonl, which is how training reads it.")
         self.path = path
-        self.manifest = path.with_suffix(".manifest.json")
+        self.manifest = manifest_path(path)
         self._settings = json.loads(json.dumps(settings))
         self._own = path if rank == 0 else path.with_name(f"{path.stem}.part{rank}{path.suffix}")
 
@@ -63,10 +81,13 @@ class AnswerFile:
                 "anew, or choose another output."
             )
         if resume:
-            self._refuse_changes(self.read_manifest()["settings"])
+            self._refuse_changes(read_manifest(self.path)["settings"])
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Clears away an older run if asked to, and writes the manifest. For the first process alone."""
+        """Clears away an older run if asked to, and what a kill left half-written; writes the manifest. For the first process."""
+        for name in (self.path.name, self.manifest.name):
+            for unfinished in self.path.parent.glob(f".{name}.*.tmp"):
+                unfinished.unlink()
         if overwrite:
             for path in (*self._parts(), self.manifest):
                 path.unlink(missing_ok=True)
@@ -139,17 +160,6 @@ class AnswerFile:
             if path != self.path:
                 path.unlink()
         return {name: counts[name] for name in ("rows", "tokens", "cut")}
-
-    def read_manifest(self) -> dict[str, Any]:
-        """What the manifest holds."""
-        try:
-            manifest: dict[str, Any] = json.loads(self.manifest.read_text(encoding="utf-8"))
-            manifest["settings"]["samples"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.manifest} is no manifest of a run: delete it with {self.path.name}, or choose another output."
-            ) from error
-        return manifest
 
     def write_manifest(self, facts: dict[str, Any]) -> None:
         """Writes the manifest, aside and then renamed."""

@@ -131,6 +131,19 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
     return rows
 
 
+def epoch_rows(
+    lengths: Sequence[int], epoch: int, *, batch_tokens: int, seed: int, pack_length: int | None = None
+) -> list[list[list[int]]]:
+    """One epoch's batches of rows of documents, by their numbers. The same seed and epoch give the same."""
+    rng = random.Random(f"batches-{seed}-{epoch}")
+    if pack_length is None:
+        indices = batch_indices(list(map(_padded, lengths)), batch_tokens, rng)
+        return [[[i] for i in batch] for batch in indices]
+    packed = pack_examples(lengths, pack_length, rng)
+    count = max(1, batch_tokens // pack_length)
+    return [packed[begin : begin + count] for begin in range(0, len(packed), count)]
+
+
 def epoch_batches(
     examples: Sequence[Example],
     epoch: int,
@@ -141,6 +154,7 @@ def epoch_batches(
     seed: int,
     pack_length: int | None = None,
     fixed_stride: int | None = None,
+    first: int = 0,
 ) -> Iterator[Batch]:
     """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches.
 
@@ -153,17 +167,11 @@ def epoch_batches(
         seed: Of the order and of the anchors.
         pack_length: Documents side by side in rows of this width; `None`: each has a row of its own.
         fixed_stride: Blocks begin at every so manieth token of a response; `None` draws the anchors.
+        first: Batches before this one are left out, and cost nothing.
     """
-    rng = random.Random(f"batches-{seed}-{epoch}")
-    batches: list[list[list[int]]]  # batches of rows of documents
-    if pack_length is None:
-        indices = batch_indices([_padded(len(example)) for example in examples], batch_tokens, rng)
-        batches = [[[i] for i in batch] for batch in indices]
-    else:
-        packed = pack_examples([len(example) for example in examples], pack_length, rng)
-        count = max(1, batch_tokens // pack_length)
-        batches = [packed[begin : begin + count] for begin in range(0, len(packed), count)]
-    for batch in batches:
+    lengths = [len(example) for example in examples]
+    batches = epoch_rows(lengths, epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length)
+    for batch in batches[first:]:
         chosen = [i for row in batch for i in row]
         # A document's anchors depend on itself and not on its neighbours, and so does what is learned from it.
         anchors = [

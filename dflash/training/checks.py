@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.modeling_dflash import DFlashDraftModel
 
 from .anchors import valid_anchors
 from .data import Example
+from .regeneration import stop_ids
+
+
+def usable(
+    examples: Sequence[Example],
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    announce: Callable[[str], None] | None = None,
+) -> list[Example]:
+    """The examples that hold a place for a block; ValueError for data or a mask that the pair cannot be trained with."""
+    config, mask_token_id = target.config.get_text_config(decoder=True), drafter.config.mask_token_id or 0
+    pad_token_id = getattr(target.generation_config, "pad_token_id", None)
+    check_mask_token(
+        mask_token_id,
+        vocab_size=config.vocab_size,
+        pad_token_id=config.pad_token_id if pad_token_id is None else pad_token_id,
+        eos_token_ids=sorted(stop_ids(target.generation_config)),
+    )
+    kept, left_out = usable_examples(
+        examples, block_size=drafter.config.block_size, vocab_size=config.vocab_size, mask_token_id=mask_token_id
+    )
+    if left_out and announce is not None:
+        announce(
+            f"{left_out:,} of {len(examples):,} sequences are left out: shorter than a block, or without two supervised tokens "
+            "in a row."
+        )
+    return kept
 
 
 def usable_examples(
@@ -30,12 +61,12 @@ def usable_examples(
         )
     for number, example in enumerate(examples, start=1):
         input_ids = example.input_ids
-        highest = max(input_ids, default=0)
-        if highest >= vocab_size:
-            raise ValueError(
-                f"Sequence {number} holds the token id {highest} but the target's vocabulary is {vocab_size}: encode the data "
-                "with the target's own tokenizer."
-            )
+        for token_id in (min(input_ids, default=0), max(input_ids, default=0)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"Sequence {number} holds the token id {token_id} but the target's vocabulary is {vocab_size}: encode the "
+                    "data with the target's own tokenizer."
+                )
         if mask_token_id in input_ids:
             raise ValueError(
                 f"Sequence {number} holds the mask token ({mask_token_id}, at position {input_ids.index(mask_token_id)}), "
@@ -50,6 +81,16 @@ def usable_examples(
             "with two supervised tokens in a row: give longer answers, or a smaller block_size."
         )
     return kept, len(examples) - len(kept)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], positions: int | None) -> None:
+    """Raises ValueError for a held-out prompt that leaves the target no position to write to."""
+    longest = max(map(len, prompts), default=0)
+    if positions is not None and longest >= positions:
+        raise ValueError(
+            f"A held-out prompt has {longest} tokens and the target {positions} positions: give a smaller max_length, or "
+            "shorter prompts."
+        )
 
 
 def check_mask_token(

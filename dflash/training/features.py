@@ -88,7 +88,7 @@ def feature_bytes(target: FrozenTarget, examples: Sequence[Example], wants_state
     """Bytes that the features of `examples` take on disk."""
     config = target.tapped.drafter.config
     width = config.hidden_size * (len(config.target_layer_ids) + wants_states)
-    distinct = {key_of(example.input_ids): len(example.input_ids) for example in examples}
+    distinct = {key_of(example.input_ids): len(example) for example in examples}
     return sum(distinct.values()) * width * torch.empty(0, dtype=target.tapped.target.dtype).element_size()
 
 
@@ -123,6 +123,8 @@ def write_features(
     size = feature_bytes(target, examples, wants_states)
     if announce is not None:
         announce(f"Writing {size / 2**20:,.1f} MiB of features of {len(examples):,} sequences to {folder}.")
+    aside = folder / f".{MANIFEST}.partial"
+    aside.unlink(missing_ok=True)
     strangers = [path.name for path in sorted(folder.glob("*")) if path.suffix != ".safetensors"]
     if strangers:
         raise ValueError(f"{folder} holds {strangers[0]}, which is none of our features: give a new folder.")
@@ -160,7 +162,7 @@ def write_features(
             with autocast or nullcontext():
                 states = target(batch, wants_states)
             for row, example in enumerate(chosen):
-                key, length = key_of(example.input_ids), len(example.input_ids)
+                key, length = key_of(example.input_ids), len(example)
                 if key in documents:
                     continue
                 documents[key] = (len(shards), waiting_tokens, length)
@@ -179,7 +181,6 @@ def write_features(
         bar.close()
         close_shard()
         manifest = facts_of(target, examples, wants_states) | {"bytes": size, "shards": shards, "documents": documents}
-        aside = folder / f".{MANIFEST}.partial"
         aside.write_text(json.dumps(manifest) + "\n", encoding="utf-8")
         os.replace(aside, folder / MANIFEST)
 
@@ -203,8 +204,8 @@ def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
 def _batches(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Example]]:
     """All examples, the longest first, padded to at most `batch_tokens`."""
     current: list[Example] = []
-    for example in sorted(examples, key=lambda one: -len(one.input_ids)):
-        if current and (len(current) + 1) * len(current[0].input_ids) > batch_tokens:
+    for example in sorted(examples, key=lambda one: -len(one)):
+        if current and (len(current) + 1) * len(current[0]) > batch_tokens:
             yield current
             current = []
         current.append(example)

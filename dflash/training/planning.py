@@ -49,7 +49,7 @@ def plan(trainer: Trainer) -> Plan:
         steps=trainer.num_steps,
         batches_per_epoch=trainer.batches_per_epoch,
         sequences=len(examples),
-        tokens=sum(len(example.input_ids) for example in examples),
+        tokens=sum(map(len, examples)),
         supervised_tokens=sum(sum(example.loss_mask) for example in examples),
         drafter_parameters=_count(drafter),
         target_parameters=_count(target),
@@ -72,7 +72,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
     moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
 
-    longest = max(len(example.input_ids) for example in trainer.examples)
+    longest = max(map(len, trainer.examples))
     parts = processes * settings.gradient_accumulation_steps
     tokens = max(settings.batch_tokens // parts, longest)
     sequences = max(1, tokens // longest)

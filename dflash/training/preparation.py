@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.validation_dflash import check_pair
 
-from .checks import check_mask_token, check_tokenizer
+from .answer_file import manifest_path, read_manifest
+from .checks import check_mask_token, check_tokenizer, usable
 from .data import Example, load_examples
 from .initialization import find_mask_token, new_drafter, window_fields
-from .record import TrainingRecord, public_name
+from .record import TrainingRecord, model_fingerprint, public_name
+from .running import train
 from .settings import TrainingSettings
-from .trainer import train, usable
 
 
 # A text without a prompt is continued, where acceptance is measured, from so many of its first tokens.
@@ -63,6 +65,7 @@ def train_drafter(
         "target_name": public_name(target),
         "target_is_local": os.path.exists(target),
         "data_name": public_name(data),
+        "answers": answers_of(data, ready.target, arguments.get("announce")),
     }
     arguments["provenance"] = known | (arguments.get("provenance") or {})
     return train(ready.drafter, ready.target, ready.examples, ready.held_out, settings, output, **arguments)
@@ -84,13 +87,15 @@ def prepare(
             target, dtype=settings.target_dtype, device_map=settings.device_map
         )
         tokenizer = AutoTokenizer.from_pretrained(target)
-    except OSError as error:
-        raise ValueError(f"The target {target} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError) as error:  # a name that the Hub would not have is a ValueError
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be reached."
+        ) from error
     examples = load_examples(
         data, tokenizer, split=settings.split, max_length=settings.max_length, enable_thinking=settings.thinking
     )
     check_tokenizer(tokenizer, model.config.get_text_config(decoder=True).vocab_size)
-    examples, held_out = hold_out(examples, settings.held_out, settings.seed)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
         drafter = make_drafter(model, tokenizer, settings)
@@ -99,16 +104,33 @@ def prepare(
         drafter.config.mask_token_id or 0,
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_ids=stop_ids(model, tokenizer),
+        eos_token_ids={tokenizer.eos_token_id} - {None},
     )
+    usable(examples, drafter, model)  # of all, so that what is refused is named by its row
+    examples, held_out = hold_out(examples, settings.held_out, settings.seed)
     return Prepared(model, tokenizer, drafter, usable(examples, drafter, model, announce), held_out)
 
 
-def stop_ids(target: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """The ids that end a text."""
-    stops = getattr(target.generation_config, "eos_token_id", None)
-    listed = stops if isinstance(stops, list) else [stops]
-    return sorted({token_id for token_id in (*listed, tokenizer.eos_token_id) if token_id is not None})
+def answers_of(
+    data: str | os.PathLike[str], target: PreTrainedModel, announce: Callable[[str], None] | None = None
+) -> dict[str, Any] | None:
+    """What `dflash regenerate` recorded of the answers in `data`; `None` for data that it did not write.
+
+    `announce` is told if they are not all there, or another target's.
+    """
+    path = Path(data).expanduser()
+    if not path.is_file() or not manifest_path(path).is_file():
+        return None
+    manifest = read_manifest(path)
+    weights = manifest["settings"].get("weights")
+    if announce is not None and not manifest.get("complete"):
+        announce(f"{path.name} is unfinished: dflash regenerate --resume writes the rest of it.")
+    if announce is not None and weights not in (None, model_fingerprint(target)):
+        announce(
+            f"{path.name} holds the answers of another target ({manifest.get('target')}, weights {weights}): a drafter "
+            "learns more from the answers of its own."
+        )
+    return {name: value for name, value in manifest.items() if name != "complete"}
 
 
 def make_drafter(target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings) -> DFlashDraftModel:

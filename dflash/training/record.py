@@ -36,6 +36,8 @@ class TrainingRecord:
         curve: Points in order.
         best_step: Step of the checkpoint that was kept.
         best_tau: Its acceptance on the held-out prompts, NaN if there were none.
+        seconds: From the start to the end, measurements and saving included, loading not; of a resumed run, of all starts, each
+            up to where the next one went on.
         stopped_at: The step at which a signal ended the run; `None` if it is complete.
         signal: That signal's number.
     """
@@ -43,6 +45,7 @@ class TrainingRecord:
     curve: list[dict[str, Any]] = field(default_factory=list)
     best_step: int = 0
     best_tau: float = float("-inf")
+    seconds: float = 0.0
     stopped_at: int | None = None
     signal: int | None = None
 
@@ -67,11 +70,12 @@ def describe_inputs(
         "target": {
             "class": type(target).__name__,
             "parameters": sum(parameter.numel() for parameter in target.parameters()),
+            "revision": getattr(target.config, "_commit_hash", None),  # on the Hub
             "fingerprint": model_fingerprint(target),
         },
         "data": {
             "examples": len(examples),
-            "tokens": sum(len(example.input_ids) for example in examples),
+            "tokens": sum(map(len, examples)),
             "supervised_tokens": sum(sum(example.loss_mask) for example in examples),
             "fingerprint": fingerprint(examples),
         },
@@ -101,6 +105,7 @@ def describe_run(
             "transformers": transformers.__version__,
             "accelerate": accelerate.__version__,
         },
+        "seconds": record.seconds,
         "best_step": record.best_step,
         "curve": record.curve,
     }
@@ -108,7 +113,9 @@ def describe_run(
 
 def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
     """The README.md of a trained drafter: what it is, how it was trained and what was measured while it was."""
-    data, settings, licence = facts["data"], facts["settings"], facts["settings"]["license"]
+    data, settings, answers = facts["data"], facts["settings"], facts.get("answers")
+    stated = answers["data"]["license"] if answers else None
+    licence = settings["license"] or (stated if stated and "," not in stated else None)
     card = write_card(config, name, facts.get("target_name"))
     if facts.get("target_is_local"):
         card = card.replace(f"base_model: {facts['target_name']}\n", "", 1)
@@ -125,9 +132,11 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
         f"{data['examples']:,} sequences{f' of {source}' if source else ''}, {data['tokens']:,} tokens of which "
         f"{data['supervised_tokens']:,} supervised (fingerprint {data['fingerprint']}); loss {settings['loss']}, position "
         f"weights {settings['position_weights']}, {settings['num_anchors']} {settings['anchors']} anchors, seed "
-        f"{settings['seed']}. {facts['parameters']:,} parameters; the weights are those of step {facts['best_step']}. All "
-        "settings, versions, fingerprints and the whole curve are in `training.json`.",
+        f"{settings['seed']}. {facts['parameters']:,} parameters; the weights are those of step {facts['best_step']}, of "
+        f"{facts['seconds'] / 60:.1f} minutes on {_counted(facts['processes'], 'process', 'processes')} in all. Settings, "
+        "versions, fingerprints and the whole curve are in `training.json`.",
         "",
+        *([_answers_text(answers), ""] if answers else []),
         f"| step | loss | accepted drafts per block, teacher-forced | tau on {facts['held_out']['prompts']} held-out prompts |",
         "|---|---|---|---|",
         *points,
@@ -136,6 +145,32 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
         *([] if licence else ["No licence was stated for these weights.", ""]),
     ]
     return card + "\n" + "\n".join(lines)
+
+
+def _answers_text(answers: dict[str, Any]) -> str:
+    """Who wrote the data, how, and from what: of the manifest beside it."""
+    how, source = answers["settings"], answers["data"]
+    law = "greedily"
+    if how["temperature"]:
+        law = (
+            f"at temperature {how['temperature']:g}, top-p {how['top_p']:g}, top-k {how['top_k']}, seed {how['seed']}"
+        )
+    revision = f" (revision {answers['revision']})" if answers.get("revision") else ""
+    licence = f", licence {source['license']}" if source["license"] else ""
+    return (
+        f"Its answers were written by {_code(answers['target']) or 'the target'}{revision} {law}, thinking "
+        f"{'on' if how['thinking'] else 'off'}, at most {how['max_new_tokens']:,} tokens each, to "
+        f"{_code(source['name']) or 'rows'} ({source['rows']:,} rows{licence})."
+        + (f" `{answers['command']}`" if answers.get("command") else "")
+    )
+
+
+def _code(name: str | None) -> str:
+    return f"`{name}`" if name else ""
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def public_name(source: str | os.PathLike[str] | None) -> str | None:

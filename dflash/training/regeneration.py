@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.generation.logits_process import (
@@ -85,26 +85,6 @@ class Answer:
     is_encoded: bool = False
 
 
-class Writer(Protocol):
-    """Whoever answers: the target in this process or on a server.
-
-    Attributes:
-        positions: Longest sequence, `None` where nobody says.
-        facts: What the answers depend on besides requests and sampling, for the record.
-        batch_size: How many requests it takes at once.
-        is_concurrent: Whether requests may be under way side by side and begin at any time.
-    """
-
-    positions: int | None
-    facts: dict[str, Any]
-    batch_size: int
-    is_concurrent: bool
-
-    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
-        """The answers, in the order of the requests."""
-        ...
-
-
 class TargetWriter:
     """The target in this process; a drafter makes it faster and changes no token that fp32 tells apart.
 
@@ -115,6 +95,12 @@ class TargetWriter:
         target: Any causal model.
         drafter: A `DFlashDraftModel` trained for it.
         batch_size: Prompts that are answered together.
+
+    Attributes:
+        is_concurrent: Whether requests may be under way side by side and begin at any time.
+        positions: Longest sequence, `None` where nobody says.
+        facts: What the answers depend on besides requests and sampling, for the record.
+        revision: The target's on the Hub.
     """
 
     is_concurrent = False
@@ -122,6 +108,7 @@ class TargetWriter:
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel | None = None, batch_size: int = 8) -> None:
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
         self.positions = max_positions(target)
+        self.revision = getattr(target.config, "_commit_hash", None)
         self.facts = {
             "weights": model_fingerprint(target),
             "config": config_fingerprint(target.config, target.generation_config),

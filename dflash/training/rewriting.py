@@ -21,7 +21,12 @@ from .answer_file import AnswerFile
 from .data import FORMS, read_rows
 from .dialogues import Dialogue, Unanswerable, as_dialogue
 from .record import public_name
-from .regeneration import Answer, Request, Sampling, Writer, row_seed
+from .regeneration import Answer, Request, Sampling, TargetWriter, row_seed
+from .served import ServerWriter
+
+
+# Whoever answers: the target in this process or on a server.
+Writer = TargetWriter | ServerWriter
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def regenerate_data(
     are finished, and in the data's order at the end; a run that was stopped goes on with `resume`.
 
     Args:
-        writer: A [`TargetWriter`] or a [`ServerWriter`].
+        writer: A [`TargetWriter`] or a [`ServerWriter`], or what has their attributes and is called as they are.
         tokenizer: The target's.
         data: A file, folder or Hub id as in [`load_examples`], or rows.
         output: A file that ends in `.jsonl`; `dflash train --data` reads it token for token. Its manifest stands beside it.
@@ -156,7 +161,9 @@ def regenerate_data(
     asked, record.left_out = _dialogues(rows, name, tokenizer, settings, writer.positions)
     open_rows = [dialogue for dialogue in asked if dialogue.number not in finished]
     record.was_finished = len(asked) - len(open_rows)
-    facts = _facts(target_name, data, rows, license or _stated_license(source, rows), settings, provenance)
+    facts = _facts(
+        target_name, writer.revision, data, rows, license or _stated_license(source, rows), settings, provenance
+    )
     processes.gather([None])  # nobody writes before all have looked
     if processes.is_first:
         file.begin(overwrite, facts)
@@ -272,6 +279,7 @@ def _rounds(
 
 def _facts(
     target_name: str | None,
+    revision: str | None,
     data: Any,
     rows: Sequence[Mapping[str, Any]],
     license: str | None,
@@ -281,6 +289,7 @@ def _facts(
     """What a reader needs to repeat the run, without a path of the machine."""
     return {
         "target": public_name(target_name),
+        "revision": revision,
         "data": {
             "name": public_name(data) if isinstance(data, (str, os.PathLike)) else None,
             "split": settings.split,

@@ -20,7 +20,7 @@ LONGEST_QUOTE = 160  # letters of what a server said that an error repeats
 
 
 class ServerWriter:
-    """A served target. Whatever goes wrong with it is a ValueError of one sentence that names the address.
+    """A served target, with the attributes of [`TargetWriter`]. Whatever goes wrong with it is a ValueError of one sentence that names the address.
 
     It is asked for completions of ids, so that the chat template is ours. Engines that do not tell the ids of an answer
     have its text encoded again, which is exact for most texts and not for all; the answer says so.
@@ -64,6 +64,7 @@ class ServerWriter:
         if self.model not in served or (model is None and len(served) > 1):
             raise ValueError(f"{self.url} serves {', '.join(served)} and not {model}: name one of them as the model.")
         self.positions = max_positions(SimpleNamespace(config=config))  # type: ignore[arg-type]
+        self.revision = getattr(config, "_commit_hash", None)
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:

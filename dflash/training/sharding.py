@@ -1,4 +1,7 @@
-"""A drafter over several processes: whole in each, or in pieces (FSDP2), and its state as one process would have it."""
+"""A drafter over several processes: whole in each, or in pieces (FSDP2), and its state as one process would have it.
+
+Losses, gradients and counts travel as sums.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import accelerate
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,6 +22,9 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.modeling_dflash import DFlashDraftModel
+
+from .acceptance import Acceptance
+from .losses import DraftCounts
 
 
 def shard_drafter(drafter: DFlashDraftModel) -> None:
@@ -65,3 +72,51 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
     whole: Any = DFlashDraftModel(copy.deepcopy(drafter.config))
     whole.load_state_dict(get_model_state_dict(drafter, options=StateDictOptions(full_state_dict=True)))
     return whole.to(drafter.device).eval()
+
+
+def join_gradients(
+    accelerator: accelerate.Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
+) -> tuple[float, bool]:
+    """Turns the gradients of each process's loss sum into those of the mean loss over all; gives it, and if any wants to stop.
+
+    They meet in one message: a sum of many small tensors would mostly wait. Gradients of a drafter in pieces have met before.
+    """
+    figures = torch.stack([counts.loss_sum, counts.weight_sum, counts.loss_sum.new_tensor(float(stop))])
+    parameters = [parameter for parameter in drafter.parameters() if parameter.grad is not None]
+    if is_sharded(drafter):
+        figures = accelerator.reduce(figures, reduction="sum")
+        scale = 1 / figures[1].clamp(min=1e-9).item()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad *= scale
+    elif accelerator.num_processes == 1:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad /= figures[1].clamp(min=1e-9)
+    else:
+        gradients = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
+        total = accelerator.reduce(torch.cat([*gradients, figures]), reduction="sum")
+        figures = total[-len(figures) :]
+        means = total[: -len(figures)] / figures[1].clamp(min=1e-9)
+        parts = means.split([gradient.numel() for gradient in gradients])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+    loss, wishes = torch.stack([figures[0] / figures[1].clamp(min=1e-9), figures[2]]).tolist()
+    return loss, wishes > 0
+
+
+def join_counts(accelerator: accelerate.Accelerator, counts: DraftCounts) -> DraftCounts:
+    """The counts of all processes."""
+    names = counts.__dataclass_fields__
+    return DraftCounts(**{name: accelerator.reduce(getattr(counts, name), reduction="sum") for name in names})
+
+
+def counts_of_each(accelerator: accelerate.Accelerator, counts: DraftCounts) -> dict[str, torch.Tensor]:
+    """The counts of each process, one behind the other: joined and added to later, they would round another way."""
+    return {name: accelerator.gather(getattr(counts, name)[None]).cpu() for name in counts.__dataclass_fields__}
+
+
+def join_acceptances(accelerator: accelerate.Accelerator, acceptance: Acceptance) -> Acceptance:
+    """The acceptance over the prompts of all processes."""
+    sums = torch.tensor([acceptance.steps, acceptance.committed, acceptance.kept], device=accelerator.device)
+    return Acceptance(*accelerator.reduce(sums, reduction="sum").tolist())

@@ -18,6 +18,8 @@ import torch
 
 from dflash.hub import check_replaceable, replace_folder
 
+from .settings import TrainingSettings
+
 
 FACTS_FILE, TENSORS_FILE = "state.json", "state.pt"
 
@@ -103,11 +105,13 @@ def claim_output(output: Path, resume: bool, overwrite: bool) -> dict[str, Any] 
     Raises:
         ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or something else than a
             drafter's checkpoint.
+        OSError: if nothing can be written there.
     """
     folder = state_folder(output)
     for path in (output, folder):
         clear_leftovers(path)
     check_replaceable(output)  # rather now than when there is something to save
+    _check_writable(output)
     facts = read_facts(folder)
     holds_run = facts is not None or (output.is_dir() and any(output.iterdir()))
     if overwrite:
@@ -128,3 +132,26 @@ def claim_output(output: Path, resume: bool, overwrite: bool) -> dict[str, Any] 
             "or choose another output."
         )
     return None
+
+
+def _check_writable(output: Path) -> None:
+    probe = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        probe.mkdir(parents=True)
+        probe.rmdir()
+    except OSError as error:
+        raise OSError(f"The output {output} cannot be written ({error.strerror}): choose another folder.") from error
+
+
+def refuse_changes(settings: TrainingSettings, inputs: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises ValueError, naming what differs, unless a run with these settings and inputs goes on from a saved state."""
+    changed = settings.changed_from(saved["settings"])
+    for name, now in inputs.items():
+        before = saved["inputs"].get(name, {}).get("fingerprint")
+        if before != now["fingerprint"]:
+            changed.append(f"{name}: {before}, now {now['fingerprint']}")
+    if changed:
+        raise ValueError(
+            f"The run to resume had other settings ({'; '.join(changed)}): give the same, or pass overwrite (--overwrite) to "
+            "begin anew."
+        )

@@ -1,7 +1,7 @@
-"""The training loop: the paper's recipe on one process or several, with the frozen target giving its features online.
+"""One optimiser step after another: the paper's recipe on one process or several, the frozen target giving its features.
 
-What is trained is the drafter alone; the target, its embedding and its head stay as they are. The loop keeps the drafter
-that decodes best on held-out prompts, and knows no text.
+What is trained is the drafter alone; the target, its embedding and its head stay as they are. It knows no text, and when to
+measure or to save is not its business (`running`).
 
 Every process takes its share of each batch, in as many parts as gradients are accumulated over. Losses, gradients and counts
 travel as sums, so that the batch, and neither the number of processes nor of parts, decides what is learned.
@@ -10,7 +10,7 @@ travel as sums, so that the batch, and neither the number of processes nor of pa
 from __future__ import annotations
 
 import copy
-import os
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,27 +19,32 @@ from typing import Any
 
 import accelerate
 import torch
-from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.hub import save_checkpoint
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 from dflash.validation_dflash import decoder_layers
 
-from .acceptance import Acceptance, measure_acceptance
-from .batches import Batch, epoch_batches
-from .checks import usable_examples
+from .acceptance import measure_acceptance
+from .batches import Batch, epoch_batches, epoch_rows
 from .data import Example
 from .features import MANIFEST, CachedFeatures, facts_of, feature_bytes, write_features
-from .interruption import StopSignal
 from .losses import DraftCounts
 from .objective import DrafterLoss
 from .optimizers import build_optimizers, rate_factor
-from .record import TrainingRecord, describe_inputs, describe_run, facts_file, model_card
 from .settings import TrainingSettings
-from .sharding import full_state, is_sharded, load_full_state, shard_drafter, shard_layers, whole_copy
-from .state import claim_output, read_tensors, remove_state, save_state, saving, state_folder
+from .sharding import (
+    counts_of_each,
+    full_state,
+    is_sharded,
+    join_acceptances,
+    join_counts,
+    join_gradients,
+    load_full_state,
+    shard_drafter,
+    shard_layers,
+    whole_copy,
+)
 from .targets import can_pack
 
 
@@ -192,9 +197,9 @@ class Trainer:
         assert counts is not None
         loss, is_stopping = join_gradients(accelerator, self.drafter, counts, stop)
         step = self.step_number + 1
-        if not torch.isfinite(loss):
+        if not math.isfinite(loss):
             raise FloatingPointError(
-                f"The loss of step {step} is {loss.item()}, on batch {place.index} of epoch {place.epoch} "
+                f"The loss of step {step} is {loss}, on batch {place.index} of epoch {place.epoch} "
                 f"({len(batch.input_ids)} sequences, the first of which begins with the ids {batch.input_ids[0, :8].tolist()}): "
                 f"lower learning_rate={settings.learning_rate}, set mixed_precision='no', or look at that batch."
             )
@@ -207,7 +212,7 @@ class Trainer:
         self.counts = _added(self.counts, counts)
         self.step_number = step
         self.next_place = Place(place.epoch, place.index + 1)
-        return StepFigures(loss.item(), float(getattr(norm, "full_tensor", lambda: norm)()), factor, is_stopping)
+        return StepFigures(loss, float(getattr(norm, "full_tensor", lambda: norm)()), factor, is_stopping)
 
     def measure(self, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
         """A point of the curve: what was counted since the last one, and true acceptance on the `held_out` prompts."""
@@ -234,7 +239,7 @@ class Trainer:
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
             "place": asdict(self.next_place),
-            "counts": None if self.counts is None else _each(self.accelerator, self.counts),
+            "counts": None if self.counts is None else counts_of_each(self.accelerator, self.counts),
         }
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
@@ -258,279 +263,30 @@ class Trainer:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Batches that hold all data once; in later epochs one more or less, where sequences meet other neighbours."""
-        return sum(1 for _ in self._epoch(0))
+        lengths = [len(example) for example in self.examples]
+        return len(epoch_rows(lengths, 0, **self._cut()))
 
-    def _epoch(self, epoch: int) -> Iterator[Batch]:
-        return epoch_batches(
-            self.examples,
-            epoch,
-            num_anchors=self.settings.num_anchors,
-            batch_tokens=self.settings.batch_tokens,
-            pad_token_id=self.target.config.get_text_config(decoder=True).pad_token_id or 0,
-            seed=self.settings.seed,
-            pack_length=self._pack_length,
-            fixed_stride=self.drafter.config.block_size if self.settings.anchors == "fixed" else None,
-        )
+    def _cut(self) -> dict[str, Any]:
+        """What decides which documents share a batch."""
+        settings = self.settings
+        return {"batch_tokens": settings.batch_tokens, "seed": settings.seed, "pack_length": self._pack_length}
 
     def _endless_batches(self) -> Iterator[tuple[Place, Batch]]:
         """Every batch from `next_place` on."""
         epoch, first = self.next_place.epoch, self.next_place.index
         while True:
-            for index, batch in enumerate(self._epoch(epoch)):
-                if index >= first:
-                    yield Place(epoch, index), batch
+            batches = epoch_batches(
+                self.examples,
+                epoch,
+                num_anchors=self.settings.num_anchors,
+                pad_token_id=self.target.config.get_text_config(decoder=True).pad_token_id or 0,
+                fixed_stride=self.drafter.config.block_size if self.settings.anchors == "fixed" else None,
+                first=first,
+                **self._cut(),
+            )
+            for index, batch in enumerate(batches, start=first):
+                yield Place(epoch, index), batch
             epoch, first = epoch + 1, 0
-
-
-def train(
-    drafter: DFlashDraftModel,
-    target: PreTrainedModel,
-    examples: Sequence[Example],
-    held_out: Sequence[Sequence[int]],
-    settings: TrainingSettings,
-    output: str | os.PathLike[str],
-    provenance: dict[str, Any] | None = None,
-    show_progress: bool = True,
-    on_point: Callable[[dict[str, Any]], None] | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    announce: Callable[[str], None] | None = None,
-) -> TrainingRecord:
-    """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
-
-    Several processes (of `torchrun`, `accelerate launch`, or any that set the same environment) call it with the same
-    arguments, train the same drafter and return the same record; the first one alone writes, draws and calls `on_point`.
-
-    SIGTERM, or Ctrl-C once, ends it behind the step at hand with the training state saved (`record.stopped_at`). A run that
-    was killed, at whatever step, and is resumed ends with what it would have ended with, bit for bit, on as many processes.
-
-    Args:
-        drafter: The drafter, with fp32 weights.
-        target: Its target; frozen here.
-        examples: Sequences that the target would write.
-        held_out: Prompts to decode for true acceptance; none keeps the last state.
-        settings: The recipe.
-        output: Folder of the checkpoint, replaced in one rename each time a better one is found; the training state stands
-            beside it, in `OUTPUT.state`, until the run is complete.
-        provenance: Facts to keep beside the checkpoint, such as where the data came from.
-        show_progress: Draw a progress bar.
-        on_point: Called with each new point of the curve.
-        resume: Go on from the training state, or begin if there is none.
-        overwrite: Begin anew where another run wrote.
-        announce: Told in a sentence what is about to take long or much room.
-
-    Raises:
-        ValueError: if nothing in the data can be trained on, if `output` holds another run, or if a run to resume had other
-            settings or data.
-        FloatingPointError: if the loss is not a number; checkpoint and training state are the last good ones.
-        OSError: if one of them cannot be written; the older one stands.
-    """
-    output = Path(output).expanduser().absolute()
-    processes = accelerate.PartialState(cpu=not torch.cuda.is_available())
-    with processes.main_process_first():
-        saved = claim_output(output, resume, overwrite)
-    state = None if saved is None else read_tensors(state_folder(output))
-    examples = usable(examples, drafter, target, announce)
-    inputs = describe_inputs(target, examples, held_out)
-    if saved is not None:
-        refuse_changes(settings, inputs, saved)
-    trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
-    record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
-    keeper = _Keeper(trainer, output, inputs, provenance or {}, record)
-    if settings.log_with is not None:
-        trainer.accelerator.init_trackers("dflash", config=_flat(asdict(settings)))
-
-    first, last = trainer.step_number, trainer.num_steps
-    bar = tqdm(
-        range(first + 1, last + 1),
-        "drafter",
-        total=last,
-        initial=first,
-        disable=not (show_progress and trainer.is_first),
-        dynamic_ncols=True,
-    )
-    with StopSignal() as signal:
-        for step in bar:
-            figures = trainer.step(stop=signal.number is not None)
-            if step % settings.log_every == 0:
-                shown = {
-                    "loss": figures.loss,
-                    "gradient_norm": figures.gradient_norm,
-                    "learning_rate": figures.rate_factor * settings.learning_rate,
-                }
-                trainer.accelerator.log(_flat(shown, "train/"), step=step)
-            if step % settings.eval_every == 0 or step == last:
-                point = trainer.measure(held_out)
-                record.curve.append(point)
-                if on_point is not None and trainer.is_first:
-                    on_point(point)
-                trainer.accelerator.log(_flat(point, "eval/"), step=step)
-                bar.set_postfix({name: f"{value:.3f}" for name, value in point.items() if isinstance(value, float)})
-                if not held_out or point["tau"] > record.best_tau:
-                    record.best_step, record.best_tau = step, point.get("tau", float("nan"))
-                    keeper.keep_checkpoint()
-            if figures.is_stopping and step < last:
-                keeper.keep_state()
-                record.stopped_at, record.signal = step, signal.number
-                break
-            if step % settings.save_every == 0 and step < last:
-                keeper.keep_state()
-    if record.stopped_at is None:
-        keeper.finish()
-    for tracker in trainer.accelerator.trackers:  # `end_training` would leave the caller's process group too
-        tracker.finish()
-    trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
-    return record
-
-
-class _Keeper:
-    """Writes what a run leaves behind, on the first process."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        output: Path,
-        inputs: dict[str, Any],
-        provenance: dict[str, Any],
-        record: TrainingRecord,
-    ) -> None:
-        self.trainer = trainer
-        self.output = output
-        self.inputs = inputs
-        self.provenance = provenance
-        self.record = record
-
-    def _facts(self) -> dict[str, Any]:
-        trainer = self.trainer
-        described = describe_run(
-            trainer.drafter, self.inputs, trainer.settings, self.record, trainer.accelerator.num_processes
-        )
-        return described | self.provenance
-
-    def keep_checkpoint(self) -> None:
-        """The drafter as it is, in the place of a worse one."""
-        whole = whole_copy(self.trainer.drafter)
-        if self.trainer.is_first:
-            with saving("checkpoint", self.output):
-                save_drafter(whole, self.output, self._facts())
-
-    def keep_state(self) -> None:
-        """What the run needs to go on."""
-        tensors = self.trainer.state()
-        if self.trainer.is_first:
-            record = {name: value for name, value in vars(self.record).items() if name not in ("stopped_at", "signal")}
-            facts = {
-                "step": self.trainer.step_number,
-                "settings": asdict(self.trainer.settings),
-                "processes": self.trainer.accelerator.num_processes,
-                "inputs": self.inputs,
-                "record": record,
-            }
-            save_state(state_folder(self.output), facts, tensors)
-
-    def finish(self) -> None:
-        """The whole curve beside the best checkpoint, and no training state any more."""
-        if self.trainer.is_first:
-            config = self.trainer.drafter.config
-            aside = self.output.with_name(f".{self.output.name}.partial-{os.getpid()}")
-            with saving("checkpoint", self.output):
-                for name, text in _texts(config, self.output.name, self._facts()).items():
-                    aside.write_text(text, encoding="utf-8")
-                    os.replace(aside, self.output / name)
-            remove_state(state_folder(self.output))
-
-
-def save_drafter(
-    drafter: DFlashDraftModel, folder: Path, facts: dict[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> None:
-    """Writes the checkpoint in `dtype` with `facts` as `training.json`; a full disk or a kill leaves the older one."""
-    rounded: Any = copy.deepcopy(drafter)
-    save_checkpoint(rounded.to(dtype), folder, files=_texts(drafter.config, folder.name, facts))
-
-
-def _texts(config: Any, name: str, facts: dict[str, Any]) -> dict[str, str]:
-    """The files beside the weights: the facts and, if they are those of a run, the card that they fill."""
-    card = {"README.md": model_card(config, name, facts)} if "curve" in facts else {}
-    return {"training.json": facts_file(facts), **card}
-
-
-def usable(
-    examples: Sequence[Example],
-    drafter: DFlashDraftModel,
-    target: PreTrainedModel,
-    announce: Callable[[str], None] | None = None,
-) -> list[Example]:
-    """The examples that hold a place for a block; ValueError for data that the pair cannot be trained on."""
-    config = target.config.get_text_config(decoder=True)
-    kept, left_out = usable_examples(
-        examples,
-        block_size=drafter.config.block_size,
-        vocab_size=config.vocab_size,
-        mask_token_id=drafter.config.mask_token_id or 0,
-    )
-    if left_out and announce is not None:
-        announce(
-            f"{left_out:,} of {len(examples):,} sequences are left out: shorter than a block, or without two supervised tokens "
-            "in a row."
-        )
-    return kept
-
-
-def refuse_changes(settings: TrainingSettings, inputs: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises ValueError, naming what differs, unless a run with these settings and inputs goes on from a saved state."""
-    changed = settings.changed_from(saved["settings"])
-    for name, now in inputs.items():
-        before = saved["inputs"].get(name, {}).get("fingerprint")
-        if before != now["fingerprint"]:
-            changed.append(f"{name}: {before}, now {now['fingerprint']}")
-    if changed:
-        raise ValueError(
-            f"The run to resume had other settings ({'; '.join(changed)}): give the same, or pass overwrite (--overwrite) to "
-            "begin anew."
-        )
-
-
-def join_gradients(
-    accelerator: accelerate.Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
-) -> tuple[torch.Tensor, bool]:
-    """Turns the gradients of each process's loss sum into those of the mean loss over all; gives it, and who wants to stop.
-
-    They meet in one message: a sum of many small tensors would mostly wait. Gradients of a drafter in pieces have met before.
-    """
-    figures = torch.stack([counts.loss_sum, counts.weight_sum, counts.loss_sum.new_tensor(float(stop))])
-    parameters = [parameter for parameter in drafter.parameters() if parameter.grad is not None]
-    if is_sharded(drafter):
-        figures = accelerator.reduce(figures, reduction="sum")
-        scale = 1 / figures[1].clamp(min=1e-9).item()
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad *= scale
-    else:
-        gradients = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
-        total = accelerator.reduce(torch.cat([*gradients, figures]), reduction="sum")
-        figures = total[-len(figures) :]
-        means = total[: -len(figures)] / figures[1].clamp(min=1e-9)
-        parts = means.split([gradient.numel() for gradient in gradients])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-    return figures[0] / figures[1].clamp(min=1e-9), bool(figures[2] > 0)
-
-
-def join_counts(accelerator: accelerate.Accelerator, counts: DraftCounts) -> DraftCounts:
-    """The counts of all processes."""
-    names = counts.__dataclass_fields__
-    return DraftCounts(**{name: accelerator.reduce(getattr(counts, name), reduction="sum") for name in names})
-
-
-def _each(accelerator: accelerate.Accelerator, counts: DraftCounts) -> dict[str, torch.Tensor]:
-    """The counts of each process, one behind the other: joined and added to later, they would round another way."""
-    return {name: accelerator.gather(getattr(counts, name)[None]).cpu() for name in counts.__dataclass_fields__}
-
-
-def join_acceptances(accelerator: accelerate.Accelerator, acceptance: Acceptance) -> Acceptance:
-    """The acceptance over the prompts of all processes."""
-    sums = torch.tensor([acceptance.steps, acceptance.committed, acceptance.kept], device=accelerator.device)
-    return Acceptance(*accelerator.reduce(sums, reduction="sum").tolist())
 
 
 def _added(counts: DraftCounts | None, more: DraftCounts) -> DraftCounts:
@@ -538,27 +294,3 @@ def _added(counts: DraftCounts | None, more: DraftCounts) -> DraftCounts:
         return copy.copy(more)
     counts += more
     return counts
-
-
-def _trackers(settings: TrainingSettings, output: Path) -> dict[str, Any]:
-    """What `Accelerator` takes to report to a tracker; ValueError for one that is not installed."""
-    if settings.log_with is None:
-        return {}
-    known = [str(tracker) for tracker in accelerate.tracking.get_available_trackers()]
-    if settings.log_with not in known:
-        raise ValueError(
-            f"log_with={settings.log_with!r} is not one of the trackers installed here ({', '.join(known) or 'none'}): "
-            f"pip install {settings.log_with}, or leave it out."
-        )
-    return {"log_with": settings.log_with, "project_dir": str(output.with_name(f"{output.name}.logs"))}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """What trackers take: numbers and texts, a list as one entry per place."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, list):
-            flat |= {f"{prefix}{name}_{place}": item for place, item in enumerate(value, start=1)}
-        elif value is not None and name != "step":
-            flat[prefix + name] = value
-    return flat
