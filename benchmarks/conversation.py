@@ -86,7 +86,7 @@ def main() -> None:
     show_table(any_table(summary))
     if args.output is not None:
         decoding = {"temperature": 0.0, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
-        save(args.output, target, drafter, decoding=decoding, summary=summary)
+        save(args.output, target, drafter, "conversation", decoding=decoding, summary=summary)
 
 
 if __name__ == "__main__":

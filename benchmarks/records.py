@@ -9,7 +9,7 @@ from dflash.evaluation import chat_encoder
 from dflash.evaluation.records import environment, record, write_result
 
 
-def save(path: Path, target: Any, drafter: Any, kind: str = "decode", **content: Any) -> None:
+def save(path: Path, target: Any, drafter: Any, kind: str, **content: Any) -> None:
     """Writes a result as JSON, aside and then renamed."""
     write_result(path, record(kind, environment(target, drafter), **content))
 

@@ -32,7 +32,7 @@ def decode_table(result: dict[str, Any]) -> str:
         f"{markdown(table_of(result['summary'], DECODED))}\n\n"
         f"Embedded pair ({pair}), greedy, batch {decoding['batch_size']}, block {setup['block_size']}, "
         f"{setup['target_dtype']}, {setup['attention']} attention, {_machine(result)}; medians of {decoding['repeats']} "
-        f"{' '.join(filter(None, ['interleaved repeats.', caveat(result['summary'])]))} `{result['command']}`"
+        f"{' '.join(filter(None, ['interleaved repeats.', caveat(result['summary'], setup['target_dtype'])]))} `{result['command']}`"
     )
 
 
@@ -55,8 +55,9 @@ def batch_table(result: dict[str, Any]) -> str:
 
 def sampling_table(result: dict[str, Any]) -> str:
     """Acceptance at temperature 1, by what is proposed."""
-    headings = [f"proposals at temperature 1, {result['prompts']} held-out prompts", "tau"]
-    cells = [[name, f"{tau:.2f}"] for name, tau in result["tau"].items()]
+    rows = result["summary"]
+    headings = [f"proposals at temperature 1, {rows[0]['prompts']} held-out prompts", "tau"]
+    cells = [[row["proposals"], f"{row['tau']:.2f}"] for row in rows]
     return f"{markdown((headings, cells))}\n\n`{result['command']}`"
 
 

@@ -103,10 +103,13 @@ def main() -> None:
         name = f"rows drawn independently, {verification}"
         taus[name] = sampled_tau(target, drafter, prompts, verification, args.max_new_tokens)
     scripts = [scripted(share, num_proposals, args.rows) for num_proposals in (7, 15) for share in (0.5, 0.7, 0.9)]
-    show_table(any_table([{"proposals at temperature 1": name, "tau": tau} for name, tau in taus.items()]))
+    summary = [{"proposals": name, "prompts": len(prompts), "tau": tau} for name, tau in taus.items()]
+    show_table(any_table(summary))
     show_table(any_table(scripts))
     if args.output is not None:
-        save(args.output, target, drafter, temperature=1.0, prompts=len(prompts), tau=taus, scripted=scripts)
+        save(
+            args.output, target, drafter, "sampling", decoding={"temperature": 1.0}, summary=summary, scripted=scripts
+        )
 
 
 if __name__ == "__main__":

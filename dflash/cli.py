@@ -247,6 +247,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            _fail(f"{error.filename} cannot be used ({error.strerror}): name another path, or see to this one.")
         _fail(first_line(error))
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":
@@ -261,14 +263,11 @@ def _fail(sentence: str) -> None:
     sys.exit(1)
 
 
-PLAIN_GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-
-
 def _warm_up(pair: Pair, input_ids: Any) -> None:
     """A few tokens of both, so that neither run pays for what happens once."""
-    from .evaluation import timed_blocks, timed_generate
+    from .evaluation import GREEDY, timed_blocks, timed_generate
 
-    timed_generate(pair.target, input_ids, max_new_tokens=8, **PLAIN_GREEDY)
+    timed_generate(pair.target, input_ids, max_new_tokens=8, **GREEDY)
     timed_blocks(pair.drafter, pair.target, input_ids, max_new_tokens=24, temperature=0.0)
 
 
@@ -276,7 +275,7 @@ def _show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_to
     """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
     import torch
 
-    from .evaluation import first_difference, timed_blocks, timed_generate
+    from .evaluation import GREEDY, first_difference, place_of, timed_blocks, timed_generate
 
     console = Console(highlight=False)
     console.print(legend(console))
@@ -286,7 +285,7 @@ def _show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_to
         console.print(Text("\ntarget.generate", "dim"))
         printer = BlockPrinter(console, pair.tokenizer)
         plain = timed_generate(
-            pair.target, input_ids, on_tokens=printer.tokens, max_new_tokens=max_new_tokens, **PLAIN_GREEDY
+            pair.target, input_ids, on_tokens=printer.tokens, max_new_tokens=max_new_tokens, **GREEDY
         )
         printer.end()
         console.print(Text("\nDFlash", "dim"))
@@ -300,9 +299,8 @@ def _show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_to
     console.print()
     console.print(comparison_table(rows))
     device = pair.target.device
-    place = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
-    if device.type == "cuda":
-        place = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    place = place_of({"device": name, "threads": torch.get_num_threads()})
     block_size = pair.drafter.config.block_size
     console.print(Text(f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))
 

@@ -22,7 +22,9 @@ from dflash import Conversation
 def messages(is_tiny: bool) -> Iterator[str]:
     """What the user says: lines of standard input, or two questions where nobody types."""
     if is_tiny:
-        yield from questions(2)
+        for question in questions(2):
+            print(f"> {question}")
+            yield question
         return
     while True:
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pair import load, options
 
 from dflash.embedded import heldout_problems
-from dflash.evaluation import Plan, Question, questions_of, run_plan
+from dflash.evaluation import Plan, Question, pair_backend, questions_of, run_plan
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
             Question("gsm8k", index, (problem.question,), problem.answer.split("####")[1].strip())
             for index, problem in enumerate(heldout_problems()[: plan.num_prompts])
         ]
-    result = run_plan(plan, questions, target, drafter, tokenizer)
+    result = run_plan(plan, questions, pair_backend(plan, target, drafter), tokenizer)
 
     plain, ours = result["summary"]
     for row in (plain, ours):

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent
 DATA = FOLDER / "drafters.json"
 NOT_PUBLISHED = "not published"
 NOT_KNOWN = "not known"
+TARGET = "TARGET"  # in code, where the target's id is not published
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "mlx": "MLX"}
 
 CARD = """\
@@ -78,13 +79,13 @@ decoding of the same target.
 
 LIBRARY = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 from dflash import DFlashDraftModel
 
 options = {{"dtype": "auto", "device_map": "auto"}}
 draft = DFlashDraftModel.from_pretrained("{id}", **options)
-target = AutoModelForCausalLM.from_pretrained("{target}", **options)
+target = {auto_class}.from_pretrained("{target}", **options)
 tokenizer = AutoTokenizer.from_pretrained("{target}")
 
 messages = [{{"role": "user", "content": "How many positive whole-number divisors does 196 have?"}}]
@@ -259,8 +260,14 @@ def library(data: dict[str, Any], drafter: dict[str, Any]) -> str:
     said = "; ".join(texts)
     if answer is False:
         return f"Not supported today: {said}."
-    thinking = "" if drafter["thinking"] is None else f"\n    enable_thinking={drafter['thinking'] == 'on'},"
-    code = LIBRARY.format(id=drafter["id"], target=drafter["target"]["id"] or "TARGET", thinking=thinking)
+    code = LIBRARY.format(
+        id=drafter["id"],
+        target=drafter["target"]["id"] or TARGET,
+        thinking="" if drafter["thinking"] is None else f"\n    enable_thinking={drafter['thinking'] == 'on'},",
+        auto_class=data["target_support"][drafter["target"]["kind"]]["auto_class"],
+    )
+    if drafter["target"]["id"] is None:
+        code += f" {stand_in(drafter)}."
     if answer is None:
         return f"Not tried: {said}.\n\n{code}"
     return f"{code}\n\n{said[:1].upper()}{said[1:]}." if said else code
@@ -273,13 +280,21 @@ def native(data: dict[str, Any], drafter: dict[str, Any]) -> str:
             "transformers has a class for this checkpoint (5.15 or later), to be passed as `assistant_model` with "
             '`speculation_type="dflash"`, one prompt at a time.'
         )
-    if data["target_support"][drafter["target"]["kind"]]["native"] is False:
-        return "Refused: assisted generation of transformers takes no target with a recurrent state."
+    refusal = data["target_support"][drafter["target"]["kind"]]["native"]
+    if refusal:
+        return refusal
     reason = data["dialects"][drafter["dialect"]]["native"]
     if reason:
         return f"Not with this drafter: {reason}."
     answer, _ = library_verdict(data, drafter)
     return "Not possible without a class that reads the checkpoint." if answer is False else NATIVE
+
+
+def stand_in(drafter: dict[str, Any]) -> str:
+    """What `TARGET` in a card's code means."""
+    return (
+        f"`{TARGET}` is the id of the target ({drafter['target']['name']}), which was not found in the sources above"
+    )
 
 
 def engine_verdict(data: dict[str, Any], drafter: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -291,7 +306,7 @@ def engine_section(data: dict[str, Any], drafter: dict[str, Any], engine: str) -
     """The engine's command where it is known to read the checkpoint, else what is known."""
     verdict, names = (
         engine_verdict(data, drafter, engine),
-        {"id": drafter["id"], "target": drafter["target"]["id"] or "TARGET"},
+        {"id": drafter["id"], "target": drafter["target"]["id"] or TARGET},
     )
     source = verdict["source"] and cite(data, drafter, verdict["source"])
     heading = f"### {ENGINES[engine]}\n\n"
@@ -316,12 +331,12 @@ def engine_section(data: dict[str, Any], drafter: dict[str, Any], engine: str) -
     else:
         code = MLX.format(**names, block_size=drafter["block_size"] or "N")
     stand_ins = []
-    if names["target"] == "TARGET" and "TARGET" in code:
-        stand_ins.append("`TARGET` is the target's id")
+    if drafter["target"]["id"] is None:
+        stand_ins.append(stand_in(drafter))
     if proposals is None and ("N}" in code or "=N" in code):
         stand_ins.append("`N` is one less than the `block_size` of the checkpoint's config.json")
     command = cite(data, drafter, data["commands"][engine])
-    note = f"\n\n{' and '.join(stand_ins)}." if stand_ins else ""
+    note = f"\n\n{'. '.join(stand_ins)}." if stand_ins else ""
     return f"{heading}{code}{note}\n\nKnown from {source}; the form of the command from {command}."
 
 

@@ -352,13 +352,11 @@ def test_a_result_holds_what_its_readers_need(pair, tmp_path):
 
 
 def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", ["/opt/bin/dflash", "bench", "--target", "/home/me/models/t", "--drafter", "org/d"]
-    )
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/dflash", "bench", "--target", "/opt/models/t", "--drafter", "org/d"])
     assert command() == "dflash bench --target t --drafter org/d"
-    monkeypatch.setattr(sys, "argv", ["/work/benchmarks/decode.py", "--prompts", "3"])
+    monkeypatch.setattr(sys, "argv", ["/opt/dflash/benchmarks/decode.py", "--prompts", "3"])
     assert command() == "benchmarks/decode.py --prompts 3"
-    monkeypatch.setattr(sys, "argv", ["/work/dflash/cli.py", "eval", "--output=/home/me/r.json", "--tasks", "a,b"])
+    monkeypatch.setattr(sys, "argv", ["/opt/dflash/cli.py", "eval", "--output=/opt/r.json", "--tasks", "a,b"])
     assert command() == "dflash eval --output=r.json --tasks a,b"
 
 
@@ -381,6 +379,8 @@ def test_bench_on_the_command_line(tmp_path):
     ("text", "options", "said"),
     [
         ("", [], "is empty: write one prompt a line"),
+        ("x", ["--prompts", "none.txt"], "--prompts none.txt cannot be read (No such file or directory): name a file"),
+        (b"\xff", [], "is no text in UTF-8: name a file of one prompt a line"),
         ('{"question"\n', [], "line 1 is no JSON"),
         ('{"answer": "4"}\n', [], "line 1 holds no text: give a prompt or a question"),
         ("x", ["--target", "t"], "--target and --drafter go together"),
@@ -394,7 +394,7 @@ def test_bench_on_the_command_line(tmp_path):
 )
 def test_bad_input_is_one_sentence(tmp_path, text, options, said):
     prompts = tmp_path / "p.txt"
-    prompts.write_text(text)
+    prompts.write_bytes(text if isinstance(text, bytes) else text.encode())
     outcome = CliRunner().invoke(app, ["bench", "--prompts", str(prompts), *options])
     assert isinstance(outcome.exception, ValueError)
     assert said in str(outcome.exception)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tiny_models import ScriptedDrafter, greedy, make_drafter, make_prompt, make_target, make_tokenizer
+from typer.testing import CliRunner
 
 from dflash import Block, cli, embedded
-from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
-from dflash.terminal import BlockPrinter, Comparison, TextStream, comparison_table
+from dflash.evaluation import TASKS, TimedRun, first_difference, timed_blocks, timed_generate
+from dflash.evaluation.harness import HAS_NATIVE, METHODS, NATIVE
+from dflash.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
 
 
 @pytest.fixture(scope="module")
@@ -305,10 +307,45 @@ def test_first_difference_names_place_and_margin(tiny_target: Any) -> None:
     assert first_difference(tiny_target, prompt_ids, ids, ids[:4]).index == 4
 
 
+def test_a_bar_is_silent_in_all_processes_but_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_first, said in ((True, "5 rows\n"), (False, "")):
+        with counting_bar(is_first) as bar:
+            bar.console.print("5 rows")
+        assert capsys.readouterr().err == said
+
+
+def test_a_path_that_cannot_be_used_is_named_in_a_sentence(run: Any, tmp_path: Path) -> None:
+    """Promise: what the system refuses reads like what the library does."""
+    taken = tmp_path / "taken"
+    taken.touch()
+    status, _, err = run("export-demo", taken)
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith(f"dflash: {taken}")
+    assert "Errno" not in err
+
+
 def test_help_needs_no_model() -> None:
     done = subprocess.run([sys.executable, "-m", "dflash.cli", "--help"], capture_output=True, text=True, check=True)
     for name in ("demo", "generate", "export-demo"):
         assert name in done.stdout
+
+
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_help_names_every_task_and_method_on_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the names in the help are those that are accepted, none cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    lines = CliRunner().invoke(cli.app, [command, "--help"]).output.split("╭")[0].splitlines()
+    paragraphs = " ".join(line.strip() or "\n" for line in lines).splitlines()
+
+    def listed(what: str) -> list[str]:
+        (found,) = (text.strip() for text in paragraphs if text.strip().startswith(f"{what}: "))
+        return [name.split(" (")[0] for name in found.removeprefix(f"{what}: ").rstrip(".").split(", ")]
+
+    known = [name for name in listed("Methods") if name != NATIVE or HAS_NATIVE]
+    assert known == list(METHODS)
+    if command == "eval":
+        assert listed("Tasks") == list(TASKS)
 
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:

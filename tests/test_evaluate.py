@@ -19,7 +19,7 @@ from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter,
 from transformers import DynamicCache
 
 from dflash import cli
-from dflash.evaluation import Plan, Processes, Question, TimedRun, processes, questions_of, run_plan
+from dflash.evaluation import Plan, Processes, Question, TimedRun, pair_backend, processes, questions_of, run_plan
 from dflash.evaluation.answers import Answer, chat_encoder, evaluate, numbered, summarise_answers
 from dflash.evaluation.journal import Journal, key
 from dflash.evaluation.memory import PeakMemory
@@ -58,6 +58,12 @@ def folders(pair: tuple[Any, Any, Any], tmp_path_factory: pytest.TempPathFactory
     tokenizer.save_pretrained(folder / "target")
     drafter.save_pretrained(folder / "drafter")
     return str(folder / "target"), str(folder / "drafter")
+
+
+def run_pair(plan: Plan, pair: tuple[Any, Any, Any], **options: Any) -> dict[str, Any]:
+    """The result of all questions of a plan."""
+    target, drafter, tokenizer = pair
+    return run_plan(plan, questions_of(plan), pair_backend(plan, target, drafter), tokenizer, **options)
 
 
 class Saying:
@@ -201,7 +207,7 @@ def test_targets_whose_cache_cannot_go_back_keep_nothing() -> None:
 
 def test_result_holds_what_its_figures_depend_on(pair: tuple[Any, Any, Any], data_root: Path) -> None:
     plan = replace(PLAN, tasks=("mt-bench", "gsm8k"), num_prompts=2, data_root=data_root, thinking=True)
-    result = run_plan(plan, questions_of(plan), *pair)
+    result = run_pair(plan, pair)
     assert (result["schema_version"], result["kind"]) == (1, "eval")
     decoding = result["decoding"]
     assert decoding["enable_thinking"] is True
@@ -236,7 +242,7 @@ def test_known_acceptance_gives_known_figures(data_root: Path) -> None:
     questions = questions_of(plan)
     ids = tokenizer(questions[0].turns[0], return_tensors="pt")["input_ids"]
     drafter = ScriptedDrafter(target, greedy(target, ids, max_new_tokens=40), [3, 0, 1])
-    row = run_plan(plan, questions, target, drafter, tokenizer)["summary"][1]
+    row = run_pair(plan, (target, drafter, tokenizer))["summary"][1]
     lengths = expected_lengths([3, 0, 1], num_new_tokens=11)
     assert row["acceptance_histogram"] == [lengths.count(n) for n in range(1, max(lengths) + 1)]
     assert row["tau_micro"] == row["tau_macro"] == round(sum(lengths) / len(lengths), 4)
@@ -251,14 +257,7 @@ def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Pat
 
     def run(plan: Plan) -> dict[str, Any]:
         done.clear()
-        return run_plan(
-            plan,
-            questions_of(plan),
-            *pair,
-            output=output,
-            on_question=done.append,
-            on_begin=lambda *n: shares.append(n),
-        )
+        return run_pair(plan, pair, output=output, on_question=done.append, on_begin=lambda *n: shares.append(n))
 
     def fail(answers: list[Answer]) -> None:
         done.append(answers)
@@ -266,7 +265,7 @@ def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_plan(plan, questions_of(plan), *pair, output=output, on_question=fail)
+        run_pair(plan, pair, output=output, on_question=fail)
     assert not output.exists()
     journal = output.with_suffix(".jsonl")
     journal.write_bytes(journal.read_bytes() + b'{"key": "gsm8k/3')
@@ -284,7 +283,7 @@ def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Pat
 
 def test_changed_setting_is_refused_by_name(pair: tuple[Any, Any, Any], data_root: Path, tmp_path: Path) -> None:
     plan = replace(PLAN, data_root=data_root, num_prompts=1)
-    run_plan(plan, questions_of(plan), *pair, output=tmp_path / "r.json")
+    run_pair(plan, pair, output=tmp_path / "r.json")
     for change, message in (
         ({"max_new_tokens": 9}, r"max_new_tokens 8, now 9\)"),
         ({"thinking": True}, r"enable_thinking false, now true\)"),
@@ -293,7 +292,7 @@ def test_changed_setting_is_refused_by_name(pair: tuple[Any, Any, Any], data_roo
     ):
         changed = replace(plan, **change)
         with pytest.raises(ValueError, match=message):
-            run_plan(changed, questions_of(changed), *pair, output=tmp_path / "r.json")
+            run_pair(changed, pair, output=tmp_path / "r.json")
 
 
 def test_changed_rows_are_asked_again(tmp_path: Path) -> None:
@@ -324,7 +323,7 @@ def test_processes_share_the_questions_and_the_first_writes(
     questions = questions_of(plan)
     made: list[list[Answer]] = []
     second = Sibling(1, [[], [(key(q), []) for q in questions[::2]]])
-    run_plan(plan, questions, *pair, output=output, processes=second, on_question=made.append)
+    run_pair(plan, pair, output=output, processes=second, on_question=made.append)
     assert [answers[0].row for answers in made] == [q.index for q in questions[1::2]]
     assert not output.exists()
     assert (tmp_path / "r.part1.jsonl").exists()
@@ -333,28 +332,22 @@ def test_processes_share_the_questions_and_the_first_writes(
     of_second = [(key(q), answers) for q, answers in zip(questions[1::2], made, strict=True)]
     first = Sibling(0, [[], of_second])
     (tmp_path / "r.part1.jsonl").rename(tmp_path / "aside")  # the first came before the second wrote
-    result = run_plan(
-        plan, questions, *pair, output=output, processes=first,
+    result = run_pair(
+        plan, pair, output=output, processes=first,
         on_begin=lambda *n: (tmp_path / "aside").rename(tmp_path / "r.part1.jsonl"), on_question=mine.append,
     )  # fmt: skip
     assert [answers[0].row for answers in mine] == [q.index for q in questions[::2]]
     assert [m["row"] for m in result["measurements"][::2]] == [q.index for q in questions]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.jsonl"]
-    assert (
-        len(
-            Journal(
-                output.with_suffix(".jsonl"),
-                json.loads(output.with_suffix(".jsonl").read_text().split("\n")[0])["settings"],
-            ).read()
-        )
-        == 5
-    )
+    journal = output.with_suffix(".jsonl")
+    settings = json.loads(journal.read_text().split("\n")[0])["settings"]
+    assert len(Journal(journal, settings).read()) == 5
 
 
 def test_answer_that_leaves_no_room_for_a_prompt_is_refused(pair: tuple[Any, Any, Any], data_root: Path) -> None:
     plan = replace(PLAN, data_root=data_root, max_new_tokens=10**6)
     with pytest.raises(ValueError, match="1000000 leaves no room for a prompt: the target can tell"):
-        run_plan(plan, questions_of(plan), *pair)
+        run_pair(plan, pair)
 
 
 def test_peak_memory_is_that_of_the_run() -> None:

@@ -23,7 +23,11 @@ SHARED = "pair.py"  # no example itself
 # What an example must print beside the text.
 SAID = {
     "batch.py": [r"2 answers, tau \d"],
-    "chat.py": [r"tau \d\.\d\d, 0 of \d+ prompt", r"tau \d\.\d\d, [1-9]\d+ of \d+ prompt"],
+    "chat.py": [
+        r"(?sm)^> Omar .+\?\nOmar .+^> \w",
+        r"tau \d\.\d\d, 0 of \d+ prompt",
+        r"tau \d\.\d\d, [1-9]\d+ of \d+ prompt",
+    ],
     "evaluation.py": [r"dflash: \d+% right", r"tau \d\.\d\d", "2 of 2 texts identical, the same score: True"],
     "native_generate.py": ["custom_generate writes the same: True"]
     + ["speculation_type='dflash' writes the same: True"] * HAS_NATIVE,

@@ -10,10 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.validation_dflash import check_pair
@@ -197,6 +202,59 @@ def test_a_card_shows_our_code_unless_it_says_not_supported(drafter):
     refused = build.library_verdict(DATA, drafter)[0] is False
     assert ("Not supported today: " in card) == refused
     assert (f'DFlashDraftModel.from_pretrained("{drafter["id"]}"' in card) == (not refused)
+
+
+def test_every_stand_in_is_explained_where_it_is_used():
+    """Promise: nobody has to guess what to write for `TARGET` or `N` in a snippet."""
+    shown = 0
+    for drafter in DRAFTERS:
+        card = (FOLDER / build.file_name(drafter)).read_text(encoding="utf-8")
+        for section in re.split(r"^##+ ", card, flags=re.MULTILINE):
+            code = " ".join(re.findall(r"```.*?```", section, flags=re.DOTALL))
+            for name in re.findall(r"\b(TARGET|N)\b", code):
+                shown += 1
+                assert f"`{name}` is " in section, (drafter["id"], section)
+    assert shown > 10
+
+
+# The model types of targets that are published with an image encoder, or have an indexer.
+MODEL_TYPES = {
+    "Kimi-K2": "kimi_k25",
+    "Muse-Glimmer": "muse_glimmer",
+    "GLM-5": "glm_moe_dsa",
+    "gemma-4": "gemma4",
+    "Qwen3.5": "qwen3_5",
+}
+
+
+@each_drafter(lambda drafter: drafter["target"]["name"].startswith(tuple(MODEL_TYPES)))
+def test_a_card_loads_its_target_by_a_class_that_takes_it(drafter):
+    """Promise: the auto class of the snippet is one that transformers maps the target's type in."""
+    (model_type,) = (kind for name, kind in MODEL_TYPES.items() if drafter["target"]["name"].startswith(name))
+    classes = {
+        "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    takes = {name for name, types in classes.items() if model_type in types}
+    if not takes:
+        pytest.skip(f"this transformers has no {model_type}")
+    name = DATA["target_support"][drafter["target"]["kind"]]["auto_class"]
+    assert name in takes
+    card = (FOLDER / build.file_name(drafter)).read_text(encoding="utf-8")
+    if build.library_verdict(DATA, drafter)[0] is not False:
+        assert f"import {name}, AutoTokenizer\n" in card
+        assert f"target = {name}.from_pretrained(" in card
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has no GLM of this kind")
+def test_targets_with_an_indexer_are_refused_as_the_cards_say():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_attention_heads": 2}
+    with torch.device("meta"):  # only its config is looked at
+        target = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm_moe_dsa", **sizes, num_hidden_layers=4))
+    config = DFlashConfig(**sizes, num_hidden_layers=1, block_size=4, mask_token_id=63, num_target_layers=4)
+    assert DATA["target_support"]["indexed"]["supported"] is False
+    with pytest.raises(ValueError, match=r"GlmMoeDsaForCausalLM .*index.* DFlash would not be lossless on it"):
+        check_pair(target, DFlashDraftModel(config))
 
 
 def test_target_support_changes_in_one_place():

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="plots are the extra `eval`")
 
 from matplotlib.colors import to_hex
 
-from dflash.evaluation import plots, results
+from dflash.evaluation import canvas, plots, results
 
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +148,7 @@ def test_latency_throughput_names_servers_loads_and_the_target():
     assert sorted(texts(figure)) == ["1", "1", "4", "4", "baseline", "dflash", "target 12.5 ms"]
 
 
-def all_figures(theme=plots.LIGHT):
+def all_figures(theme=canvas.LIGHT):
     yield plots.acceptance_by_position([row()], "note", theme)
     yield plots.acceptance_lengths([row()], "note", theme)
     yield plots.speedups([row()], "note", theme)
@@ -158,7 +158,7 @@ def all_figures(theme=plots.LIGHT):
     yield plots.latency_throughput([load], "note", theme)
 
 
-@pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("theme", [canvas.LIGHT, canvas.DARK], ids=["light", "dark"])
 def test_axes_are_labelled_and_text_is_readable_on_the_paper(theme):
     def luminance(colour):
         channels = [int(to_hex(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -177,7 +177,7 @@ def test_axes_are_labelled_and_text_is_readable_on_the_paper(theme):
 
 
 def test_a_png_is_as_wide_as_a_readme_at_double_density(tmp_path):
-    path = plots.save(plots.speedups([row()]), tmp_path / "new" / "figure.png")
+    path = canvas.save(plots.speedups([row()]), tmp_path / "new" / "figure.png")
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(header[16:20], "big") == 1600

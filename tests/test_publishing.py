@@ -118,8 +118,20 @@ def test_a_dry_run_connects_to_nothing(folder: Path, run: Any, no_connection: No
     assert "kB  model.safetensors\n" in out
     assert "files to me/tiny\n" in out
     assert "left out: notes.txt\n" in out
-    assert "  base_model: not said\n  datasets: not said\n  tags: dflash, speculative-decoding\n" in out
+    assert "  base_model: not said (give --target with its id on the Hub)\n" in out
+    assert (
+        "  datasets: not said (write `datasets: …` into a README.md in the folder, between two lines of ---)\n" in out
+    )
+    assert "  tags: dflash, speculative-decoding\n" in out
     assert 'needs "method": "dflash"' in out
+
+
+def test_a_dry_run_says_what_fills_the_card(folder: Path, run: Any, no_connection: None) -> None:
+    """Promise: a card of the folder's own is not said to change by --target, and the line that is asked for is read."""
+    (folder / "README.md").write_text('---\nlicense: mit\n---\nfrom_pretrained("my-DFlash")\n')
+    assert "  base_model: not said (write `base_model: …` into" in run(folder, "me/my-DFlash", "--dry-run")[1]
+    (folder / "README.md").write_text("---\nbase_model: org/target\n---\n")
+    assert "  base_model: org/target\n" in run(folder, "me/my-DFlash", "--dry-run")[1]
 
 
 def test_a_drafter_that_one_engine_cannot_run_is_published_all_the_same(

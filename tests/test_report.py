@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import re
 import sys
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from dflash import cli
-from dflash.evaluation.page import drawings, write_page
-from dflash.evaluation.plots import LIGHT
+from dflash.evaluation import canvas
+from dflash.evaluation.canvas import LIGHT
+from dflash.evaluation.page import drawings, save_drawing, write_page
 from dflash.evaluation.results import read_result
-from dflash.evaluation.tables import caveat, markdown, table_of, with_table
+from dflash.evaluation.tables import any_table, caveat, markdown, table_of, with_table
 
 
 pytest.importorskip("matplotlib", reason="the page's plots are the extra `eval`")
@@ -40,6 +42,12 @@ RESULT = {
     "summary": [PLAIN, ROW],
     "measurements": [],
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page holds does not depend on how finely its figures are drawn, and most of the time goes into that."""
+    monkeypatch.setattr(canvas, "DPI", 20)
 
 
 @pytest.fixture
@@ -92,10 +100,13 @@ def test_page_needs_no_network_and_has_both_themes(run: Any, tmp_path: Path) -> 
     assert names == [f"eval_{plot}{end}.png" for plot in ("acceptance", "lengths", "speedup") for end in ("", "_dark")]
 
 
-def test_what_a_file_does_not_say_is_called_not_recorded(run: Any, tmp_path: Path) -> None:
+def test_what_a_file_does_not_say_is_said_to_be_missing_in_one_line(run: Any, tmp_path: Path) -> None:
     run(written(tmp_path, {**RESULT, "environment": {}, "decoding": {}}), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert page.count("<dd>not recorded</dd>") == 8  # command and revision are there
+    missing = "pair, hardware, dtype, attention, versions, thinking, chat template, temperature"
+    assert f"<dt>not recorded</dt><dd>{missing}</dd>" in page  # command and revision are there
+    assert re.findall(r"<dt>(.*?)</dt>", page) == ["command", "revision", "not recorded"]
+    assert "None" not in page
     assert "arXiv" not in re.sub(r"<footer>.*", "", page, flags=re.DOTALL)
 
 
@@ -120,10 +131,10 @@ def test_rows_of_other_measurements_are_tables(run: Any, tmp_path: Path) -> None
     status, *_ = run(COMMITTED / "batch_tiny_cpu.json", COMMITTED / "conversation_tiny_cpu.json", "--output", tmp_path)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert status == 0
-    assert "tokens per second target.generate" in page
+    assert "<th>target.generate, tokens/s</th><th>dflash, tokens/s</th><th>speed-up</th>" in page
     batches = read_result(COMMITTED / "batch_tiny_cpu.json")["summary"]
     for row in batches:
-        assert f"<td>{row['speedup']:.4g}</td>" in page
+        assert f"<td>{row['speedup']:.2f}x</td>" in page
 
 
 def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: Path) -> None:
@@ -145,6 +156,13 @@ def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: 
     assert list(growth.draw(LIGHT).axes[0].lines[0].get_ydata()) == [2.0, 2.0]  # the batch's row is another axis
 
 
+def test_a_figure_that_no_row_has_anything_for_is_a_sentence(tmp_path: Path) -> None:
+    """Promise: answers of one token each, which have no time per further token, end no canary with a traceback."""
+    row = {"server": "dflash", "concurrency": 1, "tokens_per_second": 9.0, "ms_per_output_token_p50": None}
+    with pytest.raises(ValueError, match=r"plot.png is not drawn: no row has what latency_throughput shows"):
+        save_drawing({**RESULT, "kind": "serving", "summary": [row]}, "latency_throughput", tmp_path / "plot.png")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -153,8 +171,14 @@ def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: 
         ([1, 2], "is no result: it has no schema_version"),
         ("# notes", "is no JSON ("),
         ("", "is no JSON ("),
+        (
+            {**RESULT, "summary": [{"task": "t"}]},
+            "is no whole result: a row of its summary has no method; measure again.",
+        ),
+        ({**RESULT, "environment": [1]}, "is no result: its environment is [1]; give one of `dflash bench`"),
+        ({**RESULT, "kind": ["eval"]}, "is no result: its kind is ['eval']; give one of `dflash bench`"),
     ],
-    ids=["version", "config", "list", "markdown", "empty"],
+    ids=["version", "config", "list", "markdown", "empty", "row", "environment", "kind"],
 )
 def test_a_file_that_cannot_be_shown_is_named(run: Any, tmp_path: Path, content: Any, message: str) -> None:
     good, bad = written(tmp_path), written(tmp_path, content, "bad.json")
@@ -166,7 +190,12 @@ def test_a_file_that_cannot_be_shown_is_named(run: Any, tmp_path: Path, content:
 
 
 @pytest.mark.parametrize(
-    "content", [{"schema_version": 1, "fixtures": {}}, {**RESULT, "summary": []}], ids=["none", "empty"]
+    "content",
+    [
+        {"schema_version": 1, "fixtures": {}},
+        *({**RESULT, "summary": summary} for summary in ([], [{}], [ROW, {}], {"tau": 2.0})),
+    ],
+    ids=["none", "empty", "empty row", "empty second row", "object"],
 )
 def test_a_lone_file_without_rows_is_named(run: Any, tmp_path: Path, content: Any) -> None:
     bad = written(tmp_path, content, "bad.json")
@@ -180,7 +209,13 @@ def test_bytes_and_missing_files_are_named(run: Any, tmp_path: Path) -> None:
     weights.write_bytes(bytes(range(256)))
     assert f"{weights} is no JSON" in run(weights, "--output", tmp_path / "out")[2]
     missing = tmp_path / "none.json"
-    assert str(missing) in run(missing, "--output", tmp_path / "out")[2]
+    for unreadable, reason in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
+        status, _, err = run(unreadable, "--output", tmp_path / "out")
+        assert (status, err.count("\n")) == (1, 1)
+        assert err.startswith(f"dflash: {unreadable} cannot be read ({reason}): give a result of `dflash bench`")
+    status, _, err = run(written(tmp_path), "--readme", tmp_path / "none.md", "--name", "t")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "none.md cannot be read (No such file or directory): name a file with <!-- t:begin -->" in err
 
 
 def test_readme_table_is_written_between_its_markers_and_nowhere_else(run: Any, tmp_path: Path) -> None:
@@ -226,6 +261,17 @@ def test_columns_without_a_value_are_left_out_and_pipes_kept_inside_cells() -> N
     assert with_table("x<!-- n:begin -->y<!-- n:end -->z", "n", "T") == "x<!-- n:begin -->\nT\n<!-- n:end -->z"
 
 
+def test_rows_of_any_shape_read_as_those_that_are_known() -> None:
+    """Promise: a known field is written as everywhere, also one per method; no Python value stands in a cell."""
+    rows = [
+        {"is_simulated": True, "tokens_per_second": {"dflash": 99.6}, "speedup": 2.5, "ms_kept": 1 / 3, "runs": [1]},
+        {},
+    ]
+    headings, cells = any_table(rows)
+    assert headings == ["is simulated", "dflash, tokens/s", "speed-up", "ms kept"]
+    assert cells == [["yes", "100", "2.50x", "0.3333"], [""] * 4]
+
+
 def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run: Any, tmp_path: Path) -> None:
     """Promise: where rounding made a text longer or shorter, table and page say what the speed-up compares."""
     assert caveat([PLAIN, ROW]) == ""
@@ -241,9 +287,34 @@ def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run
     assert said in readme.read_text(encoding="utf-8")
 
 
-def test_results_without_rows_are_left_out_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Promise: all of this repository's own results at once, some of which are no tables."""
-    committed = sorted((Path(__file__).parent.parent / "benchmarks" / "results").glob("*.json"))
-    page = write_page(committed, tmp_path / "page")
-    assert "decode_tiny_cpu" in page.read_text(encoding="utf-8")
-    assert "sampling_tiny holds no rows to show and is left out." in caplog.text
+def test_texts_that_rounding_may_change_are_said_to_be(run: Any, tmp_path: Path) -> None:
+    """Promise: in half precision table and page say why a text may differ from generate's, and what shows that it does not."""
+    assert caveat([PLAIN, ROW], "float32") == caveat([PLAIN, ROW]) == caveat([{"server": "s"}], "bfloat16") == ""
+    said = caveat([PLAIN, ROW], "bfloat16")
+    assert said.startswith("In bfloat16 two tokens can be within rounding of each other")
+    assert "--dtype float32" in said
+    run(written(tmp_path), "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert said in html.unescape(page)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
+    run(tmp_path / "eval.json", "--readme", readme)
+    assert said in readme.read_text(encoding="utf-8")
+
+
+def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: all of this repository's own results at once: each with rows has a kind of its own and no Python on the page."""
+    committed = sorted(COMMITTED.glob("*.json"))
+    page = write_page(committed, tmp_path / "page").read_text(encoding="utf-8")
+    kinds = dict(re.findall(r"<h2>(\w+) <small>(\w+)</small>", page))
+    assert set(kinds) | {"dialect_fixtures"} == {path.stem for path in committed}
+    assert "dialect_fixtures holds no rows to show and is left out." in caplog.text
+    assert kinds["decode_tiny_cpu"] == "decode"
+    assert len(set(kinds.values())) == len(kinds)
+    cells = re.findall(r"<(?:td|dd|th)>(.*?)</(?:td|dd|th)>", page)
+    assert len(cells) > 100
+    assert not [
+        cell
+        for cell in cells
+        if re.search(r"None|True|False|\{&#39;|\[&#39;|_", re.sub("<.*?>", "", cell)) and ".json" not in cell
+    ]

@@ -168,6 +168,13 @@ def test_unknown_columns_list_those_that_are_there(tmp_path: Path) -> None:
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no rows of gsm8k: put them into gsm8k/test.jsonl or gsm8k.jsonl"):
         load_questions("gsm8k", data_root=tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"--data-root .*nowhere is no folder: name the one that holds gsm8k/test"
+    ):
+        load_questions("gsm8k", data_root=tmp_path / "nowhere")
+    (tmp_path / "gsm8k.jsonl").touch()
+    with pytest.raises(ValueError, match=r"gsm8k.jsonl is empty: get the data set openai/gsm8k again"):
+        load_questions("gsm8k", data_root=tmp_path)
     (tmp_path / "gsm8k.jsonl").write_text('{"question": 1')
     with pytest.raises(ValueError, match=r"gsm8k.jsonl is not JSON, a row a line: get the data set openai/gsm8k"):
         load_questions("gsm8k", data_root=tmp_path)

@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from dflash.commands.common import Dtype, Pair, encode, hide_loading_bars, listed, load_pair, show_table, torch_dtype
+from dflash.commands.common import (
+    Dtype,
+    Pair,
+    encode,
+    hide_loading_bars,
+    listed,
+    load_pair,
+    numbered_lines,
+    show_table,
+    torch_dtype,
+)
 
 
 def bench(
@@ -27,7 +37,8 @@ def bench(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="So many prompts of it.")] = 40,
     methods: Annotated[
-        str | None, typer.Option(help="Names with commas between, besides target.generate. Default: all.")
+        str | None,
+        typer.Option(help="Besides target.generate: names out of those above, with commas between. Default: all."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="How often each method answers; the median counts.")] = 3,
@@ -44,7 +55,12 @@ def bench(
     output: Annotated[Path | None, typer.Option(help="JSON file to write; plots as PNG stand beside it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts."""
+    """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts.
+
+    Methods: target.generate, prompt lookup, native dflash (transformers 5.15 on),
+    dflash, dflash eager, dflash compiled, dflash adaptive, dflash tree,
+    dflash drafting nothing, random drafter adaptive.
+    """
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
@@ -111,9 +127,7 @@ RAW = ("measurements", "profiles")
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: its lines, or the `prompt` or `question` of those that are JSON objects."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path, "--prompts"):
         prompt: Any = line
         if line.lstrip().startswith("{"):
             try:
@@ -124,8 +138,6 @@ def read_prompts(path: Path) -> list[str]:
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f"--prompts {path}, line {number} holds no text: give a prompt or a question.")
         prompts.append(prompt)
-    if not prompts:
-        raise ValueError(f"--prompts {path} is empty: write one prompt a line.")
     return prompts
 
 
@@ -139,7 +151,7 @@ def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
 
 def show(result: dict[str, Any]) -> None:
     """What the clock says and what the passes beside it say, on standard output, and what the figures depend on."""
-    from dflash.evaluation import caveat, table_of
+    from dflash.evaluation import caveat, place_of, table_of
 
     rows, setup, decoding = result["summary"], result["environment"], result["decoding"]
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -148,9 +160,8 @@ def show(result: dict[str, Any]) -> None:
         if "profiled_prompts" in of_task[0]:
             looked_into = f"A step, looked into on {of_task[0]['profiled_prompts']} prompts (slower than on the clock)"
             show_table(table_of(of_task, LOOKED_INTO, short=True), looked_into)
-    place = f"{setup['threads']} threads" if setup["device"] == "cpu" else setup["device"]
     facts = (
-        f"{setup['target_dtype']}, {place}, block {setup['block_size']}, greedy, batch 1, at most "
-        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. {caveat(rows)}"
+        f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, at most "
+        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. {caveat(rows, setup['target_dtype'])}"
     )
     Console(highlight=False).print(Text(facts.rstrip(), "dim"))

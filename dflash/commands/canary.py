@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from dflash.commands.common import given, show_table
+from dflash.commands.common import api_key, given, numbered_lines, show_table
 from dflash.terminal import progress_bar
 
 
@@ -47,9 +46,7 @@ def canary(
 
     levels = _levels(concurrency)
     asked = _prompts(prompts)
-    key = None if api_key_env is None else os.environ.get(api_key_env)
-    if api_key_env is not None and not key:
-        raise ValueError(f"--api-key-env {api_key_env} is not set: export it, or leave the option out.")
+    key = api_key(api_key_env)
     urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
     servers = {}
     for name, address in urls.items():
@@ -106,9 +103,7 @@ def _prompts(path: Path | None) -> list[list[dict[str, str]]]:
 
         return [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path, "--prompts"):
         try:
             row = json.loads(line)
             messages = row.get("messages") or [
@@ -119,6 +114,4 @@ def _prompts(path: Path | None) -> list[list[dict[str, str]]]:
             raise ValueError(
                 f"--prompts {path}, line {number}: each line is a JSON object with messages, prompt or question."
             ) from error
-    if not prompts:
-        raise ValueError(f"--prompts {path} is empty: give a line of JSON for each prompt.")
     return prompts

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.text import Text
 
 from dflash.commands.common import (
@@ -24,19 +23,20 @@ from dflash.commands.common import (
     own_device,
     show_table,
 )
+from dflash.terminal import counting_bar
 
 
 def evaluate(
     target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
     drafter: Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")],
-    tasks: Annotated[str, typer.Option(help="Names with commas between: gsm8k,math500,humaneval,mt-bench …")],
+    tasks: Annotated[str, typer.Option(help="Names out of those above, with commas between.")],
     prompts: Annotated[int, typer.Option(min=0, help="Prompts per task; 0 for all.")] = 80,
     seed: Annotated[int, typer.Option(min=0, help="Which prompts: the same for the same seed.")] = 0,
     data_root: Annotated[Path | None, typer.Option(help="Read the tasks from files below this folder.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 2048,
     repeats: Annotated[int, typer.Option(min=1, help="How often each method answers; the median counts.")] = 1,
     methods: Annotated[
-        str, typer.Option(help="Beside target.generate: dflash, 'native dflash', 'prompt lookup'; commas between.")
+        str, typer.Option(help="Besides target.generate: names out of those above, with commas between.")
     ] = "dflash",
     dtype: Annotated[Dtype, typer.Option(help="auto: as each checkpoint is stored.")] = Dtype.auto,
     device: Annotated[
@@ -58,14 +58,23 @@ def evaluate(
 ) -> None:
     """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
 
+    Tasks: gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench,
+    spec-bench, alpaca, speed-bench.
+
+    Methods: target.generate, prompt lookup, native dflash (transformers 5.15 on),
+    dflash, dflash eager, dflash compiled, dflash adaptive, dflash tree,
+    dflash drafting nothing, random drafter adaptive.
+
     With --url and --baseline-url two servers answer, and only the target's tokenizer is read here.
-    In several processes, each with its share of the prompts: torchrun --nproc-per-node N -m dflash.cli eval …, or
-    accelerate launch (which starts a single one with --cpu).
+
+    In several processes, each with its share of the prompts:
+    torchrun --nproc-per-node N -m dflash.cli eval …,
+    or accelerate launch (which starts a single one with --cpu).
     """
     hide_loading_bars()
     if data_root is not None:
         _hide_reading_bars()
-    from dflash.evaluation import Plan, Processes, questions_of, run_backend, run_plan
+    from dflash.evaluation import Plan, Processes, pair_backend, questions_of, run_plan
 
     if (url is None) != (baseline_url is None):
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
@@ -91,16 +100,15 @@ def evaluate(
             f"--url asks one question at a time, and {processes.count} processes would ask more: start one."
         )
     questions = questions_of(plan)
-    answer: Callable[..., dict[str, Any]]
     if url is not None and baseline_url is not None:
-        answer = partial(run_backend, plan, questions, *_served(plan, url, baseline_url, model, hardware))
+        backend, tokenizer = _served(plan, url, baseline_url, model, hardware)
     else:
-        answer = partial(
-            run_plan, plan, questions, *load_pair(target, drafter, dtype, device or own_device(processes))
-        )
-    error = Console(stderr=True, highlight=False)
-    with _progress(error, processes.is_first) as progress:
-        result = answer(output=output, processes=processes, on_begin=progress.begin, on_question=progress.done)
+        pair = load_pair(target, drafter, dtype, device or own_device(processes))
+        backend, tokenizer = pair_backend(plan, pair.target, pair.drafter), pair.tokenizer
+    # No thread of its own draws the bar: it would take time from what is measured.
+    with counting_bar(processes.is_first, auto_refresh=False) as bar:
+        progress = _Bar(bar)
+        result = run_plan(plan, questions, backend, tokenizer, output, processes, progress.begin, progress.done)
     if not processes.is_first:
         return
     if as_json:
@@ -108,7 +116,7 @@ def evaluate(
     else:
         _show(result)
     if output is not None:
-        error.print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", soft_wrap=True)
+        print(f"{output} holds the figures, {output.with_suffix('.jsonl')} the answers.", file=sys.stderr)
 
 
 SHOWN = (
@@ -140,14 +148,14 @@ def _hide_reading_bars() -> None:
 class _Bar:
     """Progress over one process's share, with the task's speed-up and tau so far."""
 
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._task = progress.add_task("", total=None)
         self._answers: list[Any] = []
 
     def begin(self, share: int, done: int) -> None:
         if done:
-            self._console.print(f"{done} questions were answered before.")
+            self._progress.console.print(f"{done} questions were answered before.")
         self._progress.update(self._task, total=share, refresh=True)
 
     def done(self, answers: Sequence[Any]) -> None:
@@ -163,22 +171,9 @@ class _Bar:
         return f"{row['task']} {row['speedup']:.2f}x{tau}"
 
 
-@contextmanager
-def _progress(console: Console, is_first: bool) -> Iterator[_Bar]:
-    """A bar on standard error, gone at the end; hidden off a terminal and in all processes but the first."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    quiet = Console(stderr=True, quiet=True)
-    shown = is_first and console.is_terminal
-    # No thread of its own draws the bar: it would take time from what is measured.
-    with Progress(*columns, console=console, transient=True, disable=not shown, auto_refresh=False) as progress:
-        yield _Bar(progress, console if is_first else quiet)
-
-
 def _show(result: dict[str, Any]) -> None:
     """The table, and what its figures depend on."""
-    from dflash.evaluation import caveat, table_of
+    from dflash.evaluation import caveat, place_of, table_of
 
     rows = result["summary"]
     show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
@@ -187,14 +182,14 @@ def _show(result: dict[str, Any]) -> None:
     facts = [
         setup.get("engine"),
         setup.get("target_dtype"),
-        f"{setup['threads']} threads" if setup["device"] == "cpu" else setup["device"],
+        place_of(setup),
         f"{setup['processes']} processes" if setup["processes"] > 1 else "",
         f"block size {setup['block_size']}" if "block_size" in setup else "",
         "greedy, batch 1",
         f"thinking {'on' if decoding['enable_thinking'] else 'off'}",
         f"at most {decoding['max_new_tokens']} tokens",
     ]
-    console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows)}".rstrip(), "dim"))
+    console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows, setup.get('target_dtype'))}".rstrip(), "dim"))
     for task in result["tasks"]:
         if task["too_long"]:
             console.print(

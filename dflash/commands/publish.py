@@ -31,7 +31,7 @@ def publish(
 
     plan = publishing.plan(folder, repo_id, target)
     if dry_run:
-        _show(plan)
+        _show(plan, has_card=(folder.expanduser() / publishing.CARD).is_file())
         return
     done = publishing.publish(plan, private, revision, message)
     if not done.is_new:
@@ -40,8 +40,8 @@ def publish(
     print(done.load_line)
 
 
-def _show(plan: Plan) -> None:
-    """Files and sizes, what stays behind, what the card says, and engines that cannot run the drafter."""
+def _show(plan: Plan, has_card: bool) -> None:
+    """Files and sizes, what stays behind, what the card says or how it would, and engines that cannot run the drafter."""
     for file in plan.files:
         print(f"{decimal(file.size):>10}  {file.path}{'  (written)' if file.path in plan.written else ''}")
     print(f"{decimal(sum(file.size for file in plan.files)):>10}  in {len(plan.files)} files to {plan.repo_id}")
@@ -51,7 +51,10 @@ def _show(plan: Plan) -> None:
     for name in ("license", "base_model", "datasets", "tags"):
         value = plan.card.get(name)
         said = ", ".join(map(str, value)) if isinstance(value, list) else value
-        print(f"  {name}: {said or 'not said'}")
+        remedy = f"write `{name}: …` into a README.md in the folder, between two lines of ---"
+        if name == "base_model" and not has_card:
+            remedy = "give --target with its id on the Hub"
+        print(f"  {name}: {said or f'not said ({remedy})'}")
     for verdict in plan.report.verdicts:
         if verdict.verdict != "works":
             print(f"{verdict.name} {verdict.verdict}: `dflash check` says why.")

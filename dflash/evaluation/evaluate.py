@@ -86,31 +86,24 @@ def questions_of(plan: Plan) -> list[Question]:
     ]
 
 
-def run_plan(
-    plan: Plan,
-    questions: Sequence[Question],
-    target: PreTrainedModel,
-    drafter: PreTrainedModel,
-    tokenizer: Any,
-    output: Path | None = None,
-    processes: Processes | None = None,
-    on_begin: Begun = lambda share, done: None,
-    on_question: Done = lambda answers: None,
-) -> dict[str, Any]:
-    """Answers the questions with a pair in this process; see [`run_backend`]."""
+def pair_backend(plan: Plan, target: PreTrainedModel, drafter: PreTrainedModel) -> Backend:
+    """A pair in this process, decoding as the plan says.
+
+    Raises:
+        ValueError: if the target's positions leave no room for a prompt.
+    """
     begin = pair_sessions(target, drafter, plan.max_new_tokens, plan.methods)
     kept = [name for name in begin() if name in keeping_methods(target)]
-    backend = Backend(
+    return Backend(
         begin,
         environment(target, drafter),
         {"caches_kept_between_turns": kept},
         PeakMemory(on_cuda=target.device.type == "cuda"),
         _longest_prompt(plan, target),
     )
-    return run_backend(plan, questions, backend, tokenizer, output, processes, on_begin, on_question)
 
 
-def run_backend(
+def run_plan(
     plan: Plan,
     questions: Sequence[Question],
     backend: Backend,
@@ -124,11 +117,21 @@ def run_backend(
 
     Beside `output` stands a journal (`.jsonl`) of finished questions and their texts. What it holds is not measured again.
 
+    Args:
+        plan: What is evaluated, and how.
+        questions: As [`questions_of`] gives them, or a caller's own.
+        backend: What answers: [`pair_backend`] or `server_backend`.
+        tokenizer: The target's.
+        output: The JSON file to write, `None` for none.
+        processes: This process and its siblings; `None`: as the launcher's variables say.
+        on_begin: Called once.
+        on_question: Called at each answer.
+
     Raises:
         ValueError: if the journal was begun with other settings.
     """
     processes = processes or Processes()
-    begin, memory, longest, setup = backend.begin, backend.memory, backend.max_prompt_tokens, backend.environment
+    memory, longest, setup = backend.memory, backend.max_prompt_tokens, backend.environment
     decoding = {
         "target": public_name(plan.target),
         "drafter": public_name(plan.drafter),
@@ -136,7 +139,7 @@ def run_backend(
         "batch_size": 1,
         "max_new_tokens": plan.max_new_tokens,
         "repeats": plan.repeats,
-        "methods": list(begin()),
+        "methods": list(backend.begin()),
         "enable_thinking": plan.thinking,
         "chat_template": tokenizer.chat_template if plan.chat_template else None,
         "peak_memory": "not measured" if memory is None else memory.kind,
@@ -149,13 +152,13 @@ def run_backend(
         journal.path.parent.mkdir(parents=True, exist_ok=True)
         done = dict(processes.gather(list(journal.read().items())))
         journal.mend()
-    share = processes.share(unfinished(questions, done))
-    on_begin(len(share), len(questions) - len(unfinished(questions, done)))
+    left = unfinished(questions, done)
+    share = processes.share(left)
+    on_begin(len(share), len(questions) - len(left))
     encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
+    answered = evaluate(share, backend.begin, encode, tokenizer, memory, plan.repeats, longest)
     made = []
-    for question, answers in zip(
-        share, evaluate(share, begin, encode, tokenizer, memory, plan.repeats, longest), strict=True
-    ):
+    for question, answers in zip(share, answered, strict=True):
         if journal is not None:
             journal.append(question, answers)
         made.append((key(question), answers))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from dflash.evaluation import plots
+from dflash.evaluation import canvas, plots
 from dflash.evaluation.harness import PLAIN
-from dflash.evaluation.results import Row, published, read_result, setup
+from dflash.evaluation.results import KNOWN_BY, Row, published, read_result, setup
 from dflash.evaluation.tables import COLUMNS, DECODED, Table, any_table, caveat, markdown, table_of, with_table
 
 
@@ -29,6 +29,7 @@ logger = logging.get_logger(__name__)
 NOTE_WIDTH = 150  # letters in one line below a figure
 LONGEST_SHOWN = 40  # letters of a chat template that is written out
 STATED = ("pair", "hardware", "dtype", "attention", "thinking", "temperature", "chat template", "versions")
+UNNAMED = ("pair", "hardware", "versions")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Drawing:
 
     name: str
     shows: str
-    draw: Callable[[plots.Theme], Figure]
+    draw: Callable[[canvas.Theme], Figure]
 
 
 def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
@@ -126,45 +127,55 @@ def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
         ValueError: if matplotlib is not installed.
     """
     return [
-        plots.save(drawing.draw(plots.LIGHT), output.with_name(f"{output.stem}_{drawing.name}.png"))
+        canvas.save(drawing.draw(canvas.LIGHT), output.with_name(f"{output.stem}_{drawing.name}.png"))
         for drawing in drawings(result)
     ]
 
 
 def save_drawing(result: dict[str, Any], name: str, path: Path) -> Path:
-    """Writes the one figure of that name as a PNG."""
-    return plots.save(next(d for d in drawings(result) if d.name == name).draw(plots.LIGHT), path)
+    """Writes the one figure of that name as a PNG; ValueError if the rows have nothing for it."""
+    drawing = next((drawing for drawing in drawings(result) if drawing.name == name), None)
+    if drawing is None:
+        raise ValueError(f"{path} is not drawn: no row has what {name} shows; ask for longer answers.")
+    return canvas.save(drawing.draw(canvas.LIGHT), path)
 
 
 def in_one_line(result: dict[str, Any]) -> str:
     """What the figures of a result depend on; of a long chat template the start of its SHA-256, and the command left out."""
     facts = setup(result)
-    unnamed = {"hardware", "versions", "pair"}
     facts["chat template"] = _template_name(facts["chat template"])
-    return " · ".join(
-        facts[name] if name in unnamed and facts[name] != "not recorded" else f"{name} {facts[name]}"
-        for name in STATED
-    )
+    said = {name: facts[name] for name in STATED}
+    stated = [str(fact) if name in UNNAMED else f"{name} {fact}" for name, fact in said.items() if fact]
+    missing = [name for name, fact in said.items() if not fact]
+    return " · ".join([*stated, *([f"not recorded: {', '.join(missing)}"] if missing else [])])
 
 
 def readme_table(result: dict[str, Any]) -> str:
     """A result's table in Markdown, and under it what its figures depend on and the command that gives them."""
-    rows = result["summary"]
-    if _having(rows, "task", "method", "speedup", "tokens_per_second"):
-        table = table_of(rows, DECODED)
-    elif _having(rows, "server", "concurrency"):
-        table = table_of(rows)
-    else:
-        table = any_table(rows)
-    stated = f"{in_one_line(result)}. {caveat(rows)}".strip()
-    return f"{markdown(table)}\n\n{stated} `{setup(result)['command']}`"
+    rows, facts = result["summary"], setup(result)
+    kind = result.get("kind")
+    table = (
+        any_table(rows) if kind not in KNOWN_BY else table_of(rows, DECODED if "task" in KNOWN_BY[kind] else COLUMNS)
+    )
+    stated = [
+        f"{in_one_line(result)}.",
+        caveat(rows, facts["dtype"]),
+        f"`{facts['command']}`" if facts["command"] else "",
+    ]
+    return f"{markdown(table)}\n\n{' '.join(filter(None, stated))}"
 
 
 def write_readme(readme: str | Path, name: str, path: str | Path) -> None:
     """Writes the table of one result between the markers of `name` in a README; ValueError if there are none."""
     readme = Path(readme)
-    text = with_table(readme.read_text(encoding="utf-8"), name, readme_table(read_result(path)))
-    readme.write_text(text, encoding="utf-8")
+    table = readme_table(read_result(path))
+    try:
+        text = readme.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{readme} cannot be read ({error.strerror}): name a file with <!-- {name}:begin --> and <!-- {name}:end -->."
+        ) from error
+    readme.write_text(with_table(text, name, table), encoding="utf-8")
 
 
 def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -173,17 +184,18 @@ def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
     figures = []
     for drawing in drawings(result):
         light, dark = (
-            plots.save(drawing.draw(theme), folder / f"{name}_{drawing.name}{suffix}.png")
-            for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "_dark"))
+            canvas.save(drawing.draw(theme), folder / f"{name}_{drawing.name}{suffix}.png")
+            for theme, suffix in ((canvas.LIGHT, ""), (canvas.DARK, "_dark"))
         )
         figures.append({"shows": drawing.shows, "light": _embedded(light), "dark": _embedded(dark)})
     return {
         "name": name,
         "kind": result.get("kind", ""),
-        "tables": _tables(result["summary"]),
-        "caveat": caveat(result["summary"]),
+        "tables": _tables(result),
+        "caveat": caveat(result["summary"], facts["dtype"]),
         "figures": figures,
-        "facts": {key: value for key, value in facts.items() if key != "chat template"},
+        "facts": {key: value for key, value in facts.items() if key != "chat template" and value},
+        "missing": [key for key, value in facts.items() if not value],
         "chat_template": facts["chat template"],
         "template_name": _template_name(facts["chat template"]),
         "stated": in_one_line(result),
@@ -191,22 +203,23 @@ def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _template_name(template: str) -> str:
+def _template_name(template: str | None) -> str | None:
     """A short template as it is, of a long one the start of its SHA-256."""
-    return (
-        template if len(template) <= LONGEST_SHOWN else f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}"
-    )
+    if template is None or len(template) <= LONGEST_SHOWN:
+        return template
+    return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}"
 
 
-def _tables(rows: Sequence[Row]) -> list[tuple[str, Table]]:
-    """Title and table: one per task where rows have tasks."""
-    if _having(rows, "task", "method"):
-        tasks = list(dict.fromkeys(row["task"] for row in rows))
-        keys = [key for key in COLUMNS if key != "task"]
-        return [(task, table_of([row for row in rows if row["task"] == task], keys)) for task in tasks]
-    if _having(rows, "server", "concurrency"):
+def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:
+    """Title and table: one per task where the result's kind has tasks."""
+    rows, known_by = result["summary"], KNOWN_BY.get(result.get("kind", ""))
+    if known_by is None:
+        return [("", any_table(rows))]
+    if "task" not in known_by:
         return [("", table_of(rows))]
-    return [("", any_table(rows))]
+    keys = [key for key in COLUMNS if key != "task"]
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    return [(task, table_of([row for row in rows if row["task"] == task], keys)) for task in tasks]
 
 
 def _having(rows: Sequence[Row], *keys: str) -> list[Row]:

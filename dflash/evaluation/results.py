@@ -17,17 +17,21 @@ from dflash.evaluation.records import SCHEMA_VERSION
 
 Row = dict[str, Any]
 
+# By kind, the fields by which a row is known; rows of other kinds may be of any shape.
+KNOWN_BY = {"decode": ("task", "method"), "eval": ("task", "method"), "serving": ("server", "concurrency")}
+
 
 def read_result(path: str | Path, needs_rows: bool = True) -> dict[str, Any]:
     """A result file's content, its `summary` a list of rows; of none, where a result without rows is one too.
 
     Raises:
-        ValueError: for a file that is no result or one of another schema version, naming the file.
-        OSError: for a file that cannot be read.
+        ValueError: for a file that cannot be read, is no result or one of another schema version, naming the file.
     """
     writers = "`dflash bench`, `dflash eval` or `dflash canary`"
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): give a result of {writers}.") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no JSON ({error}): give a result of {writers}.") from error
     version = result.get("schema_version") if isinstance(result, dict) else None
@@ -37,14 +41,18 @@ def read_result(path: str | Path, needs_rows: bool = True) -> dict[str, Any]:
         raise ValueError(
             f"{path} has schema version {version}, and this version of dflash reads {SCHEMA_VERSION}: measure again."
         )
+    for name, shape in (("environment", dict), ("decoding", dict), ("kind", str)):
+        if not isinstance(result.get(name, shape()), shape):
+            raise ValueError(f"{path} is no result: its {name} is {result[name]!r}; give one of {writers}.")
     rows = result.get("summary")
-    if isinstance(rows, dict):
-        rows = [rows]
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) and row for row in rows):
         if not needs_rows:
             return {**result, "summary": []}
         raise ValueError(f"{path} is no result: its summary holds no rows; give one of {writers}.")
-    return {**result, "summary": rows}
+    for name in KNOWN_BY.get(result.get("kind", ""), ()):
+        if not all(name in row for row in rows):
+            raise ValueError(f"{path} is no whole result: a row of its summary has no {name}; measure again.")
+    return result
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -98,14 +106,23 @@ def thinking(result: dict[str, Any]) -> bool | None:
     return decoding.get("enable_thinking", decoding.get("thinking"))
 
 
-def setup(result: dict[str, Any]) -> dict[str, str]:
-    """What the figures of a result depend on, by name; "not recorded" where the file does not say."""
+def place_of(environment: dict[str, Any]) -> str:
+    """Where a result was measured: how many CPU threads, or what its device is called; empty if nobody said."""
+    threads = environment.get("threads")
+    if environment["device"] != "cpu" or threads is None:
+        return environment["device"] or ""
+    return f"{threads} thread{'s' * (threads != 1)}"
+
+
+def setup(result: dict[str, Any]) -> dict[str, str | None]:
+    """What the figures of a result depend on, by name; `None` where the file does not say."""
     environment, decoding = result.get("environment", {}), result.get("decoding", {})
     is_thinking = thinking(result)
     template = decoding.get("chat_template")
     device = environment.get("device")
+    source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
     if device == "cpu" and "cpu" in environment:
-        device = f"{environment['cpu']}, {environment.get('threads', '?')} threads"
+        device = f"{environment['cpu']}, {place_of(environment)}"
     versions = [environment["engine"]] if environment.get("engine") else []
     versions += [f"{name} {environment[name]}" for name in VERSIONED if environment.get(name) is not None]
     facts = {
@@ -119,8 +136,9 @@ def setup(result: dict[str, Any]) -> dict[str, str]:
         "temperature": None if decoding.get("temperature") is None else f"{decoding['temperature']:g}",
         "command": result.get("command"),
         "revision": result.get("revision"),
+        **({"tau by": source} if source else {}),
     }
-    return {name: value or "not recorded" for name, value in facts.items()}
+    return {name: value or None for name, value in facts.items()}
 
 
 def _pair(result: dict[str, Any]) -> str | None:

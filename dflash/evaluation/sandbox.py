@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _text(file: object, start: int, length: int) -> str:
+def _text(file: BinaryIO, start: int, length: int) -> str:
     """Up to `length` bytes of a file from `start` on, behind its end if negative."""
-    handle: int = file.fileno()  # type: ignore[attr-defined]
-    size = os.fstat(handle).st_size
-    return os.pread(handle, length, max(size + start, 0) if start < 0 else start).decode("utf-8", errors="replace")
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size + start, 0) if start < 0 else start)
+    return file.read(length).decode("utf-8", errors="replace")

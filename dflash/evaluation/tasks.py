@@ -147,10 +147,14 @@ def _local_rows(task: Task, root: Path) -> Any:
 
     candidates = (task.local_file, f"{task.name}.jsonl")
     path = next((root / name for name in candidates if (root / name).is_file()), None)
+    if not root.is_dir():
+        raise FileNotFoundError(f"--data-root {root} is no folder: name the one that holds {' or '.join(candidates)}.")
     if path is None:
         raise FileNotFoundError(f"{root} holds no rows of {task.name}: put them into {' or '.join(candidates)} there.")
     try:
         return datasets.load_dataset("json", data_files=str(path), split="train")
+    except StopIteration as error:  # what the library makes of no bytes
+        raise ValueError(f"{path} is empty: get the data set {task.address} again.") from error
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(f"{path} is not JSON, a row a line: get the data set {task.address} again.") from error
 
@@ -166,8 +170,13 @@ def _form(task: Task, columns: Sequence[str]) -> Form:
     )
 
 
-def _step_by_step(problem: str) -> list[str]:
-    return [f"{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."]
+def _mathematics(column: str, answer: Callable[[Any], str | None] = str) -> Form:
+    """Rows of a problem in `column` and what follows from its solution in the column `answer`."""
+    return Form(
+        (column, "answer"),
+        lambda row: [f"{row[column]}\nPlease reason step by step, and put your final answer within \\boxed{{}}."],
+        lambda row: answer(row["answer"]),
+    )
 
 
 def _behind_hashes(solution: str) -> str | None:
@@ -234,13 +243,7 @@ TASKS: dict[str, Task] = {
             hub_id="openai/gsm8k",
             config="main",
             local_file="gsm8k/test.jsonl",
-            forms=(
-                Form(
-                    ("question", "answer"),
-                    lambda row: _step_by_step(row["question"]),
-                    lambda row: _behind_hashes(row["answer"]),
-                ),
-            ),
+            forms=(_mathematics("question", _behind_hashes),),
             scorer="math",
             source="Cobbe et al. 2021, arXiv 2110.14168",
         ),
@@ -248,7 +251,7 @@ TASKS: dict[str, Task] = {
             name="math500",
             hub_id="HuggingFaceH4/MATH-500",
             local_file="math500/math500.jsonl",
-            forms=(Form(("problem", "answer"), lambda row: _step_by_step(row["problem"]), lambda row: row["answer"]),),
+            forms=(_mathematics("problem"),),
             scorer="math",
             source="Hendrycks et al. 2021, arXiv 2103.03874; the 500 of Lightman et al. 2023, arXiv 2305.20050",
         ),
@@ -258,7 +261,7 @@ TASKS: dict[str, Task] = {
             split="train",
             local_file="aime25/aime25_promptcot.jsonl",
             forms=(
-                Form(("problem", "answer"), lambda row: _step_by_step(row["problem"]), lambda row: str(row["answer"])),
+                _mathematics("problem"),
                 Form(
                     ("prompt", "reference_solution"),
                     lambda row: [_unwrapped(row["prompt"])],
