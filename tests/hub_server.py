@@ -205,6 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", rf"/api/models/{MODEL}/paths-info/(?P<revision>[^/]+)", "paths_info"),
         ("GET", rf"/{MODEL}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "file"),
         ("GET", r"/cdn/(?P<oid>[0-9a-f]{64})/(?P<path>.+)", "stored"),
+        ("GET", r"/mark/(?P<mark>.+)", "marked"),
         ("GET", r"/api/whoami-v2", "whoami"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
         ("POST", r"/api/repos/create", "create"),
@@ -387,6 +388,9 @@ class _Handler(BaseHTTPRequestHandler):
         if oid not in self.hub.uploads:
             raise Refusal(404, "No such object")
         self.content(path, self.hub.uploads[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
+
+    def marked(self, mark: str) -> None:
+        self.send(200)
 
     def content(self, path: str, data: bytes, headers: Mapping[str, str]) -> None:
         """The bytes, or the range of them that is asked for."""

@@ -480,7 +480,7 @@ def test_hooks_see_every_forward(pair: Pair) -> None:
     assert len(seen) == num_steps - 1  # one step was in flight
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))])  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])])  # fmt: skip
 def test_numbers_between_host_and_device(device: str) -> None:
     numbers = torch.arange(6).view(2, 3)
     there = to_device(numbers, torch.device(device))
@@ -488,6 +488,7 @@ def test_numbers_between_host_and_device(device: str) -> None:
     assert to_host(there)() == numbers.tolist()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA says where the host waits")
 def test_on_cuda_nothing_waits_between_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     target = small_target()

@@ -35,17 +35,13 @@ print("{}")
 
 # What a user's process does, with `dflash` hidden: `PRELUDE` goes before it.
 LOADING = """
-from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 
 def mark(name):
-    try:
-        urlopen(f"{ENDPOINT}/mark/{name}")
-    except HTTPError:
-        pass
+    urlopen(f"{ENDPOINT}/mark/{name}").close()
 
 
 def load(**options):
@@ -60,12 +56,15 @@ def texts(draft):
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     spec = draft.spec_generate(ids, target=target, max_new_tokens=128, temperature=0.0, return_dict_in_generate=True)
     greedy = {"max_new_tokens": 128, "do_sample": False}
+    plain, forwards = target.generate(ids, **greedy), []
+    target.register_forward_pre_hook(lambda *_: forwards.append(1))
     door = target.generate(ids, custom_generate=DRAFTER, trust_remote_code=True, drafter=draft, **greedy)
     return {
-        "plain": target.generate(ids, **greedy)[0].tolist(),
+        "plain": plain[0].tolist(),
         "spec": spec.sequences[0].tolist(),
         "tau": spec.tau,
         "door": door[0].tolist(),
+        "door forwards": len(forwards),
         "module": type(draft).__module__,
     }
 """
@@ -153,6 +152,7 @@ def assert_is_the_targets_text(report: dict[str, Any]) -> None:
     assert report["spec"] == report["plain"]
     assert report["door"] == report["plain"]
     assert report["tau"] > 3
+    assert report["door forwards"] < len(report["plain"]) / 3
     assert report["module"].startswith("transformers_modules.")
 
 

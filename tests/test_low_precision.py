@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_prompt, make_target
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from dflash import LatencyCurve, compilation_dflash, generate_blocks, spec_generate
 from dflash.latency_dflash import machine
@@ -39,6 +41,26 @@ def test_every_token_is_the_argmax_of_the_forward_that_committed_it(
     for block in blocks:
         assert block.logits.argmax(dim=-1).tolist() == block.token_ids
     assert sum(block.num_accepted for block in blocks) > 0, "a loop that accepts nothing promises nothing"
+
+
+@pytest.mark.parametrize("asked", [{}, {"draft_tree": 9}, {"compile": True}])
+def test_a_quantised_target_writes_its_own_text(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: nothing assumes plain weights, neither here nor in what is compiled."""
+    torchao = pytest.importorskip("torchao.quantization")
+    monkeypatch.setattr(compilation_dflash, "BACKEND", "eager")
+    make_target().save_pretrained(tmp_path)
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config).eval()
+    assert type(target.model.layers[0].mlp.up_proj.weight) is not torch.nn.Parameter
+    prompt = make_prompt(17, seed=3)
+    truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
+    drafter = ScriptedDrafter(target, truth, [2, BLOCK_SIZE - 1, 0, 3])
+    request: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "stop_token_ids": []}
+    output = spec_generate(drafter, target, prompt, return_dict_in_generate=True, **request, **asked)
+    assert torch.equal(output.sequences, truth[:, :-BLOCK_SIZE])
+    assert output.tau > 1.5
 
 
 def test_memory_that_runs_out_is_said_with_what_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,13 +72,10 @@ NUM_NEW = 24
 
 # Runs with the package hidden, so it stands for any user's process. Prints one line of JSON.
 PRELUDE = """
-import json, sys
+import contextlib, json, sys
 sys.modules["dflash"] = None  # an installed package is hidden too
-try:
+with contextlib.suppress(ImportError):
     import dflash
-except ImportError:
-    pass
-else:
     raise SystemExit("dflash is importable: this process proves nothing")
 import torch
 torch.set_num_threads(1)

@@ -5,7 +5,9 @@ Forwards of the target pass a gate that a test may hold, so that nothing here wa
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import math
 import re
 import shutil
 import socket
@@ -16,9 +18,11 @@ from threading import Event, Semaphore
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import make_drafter
 
 from dflash.embedded import embedded_path
+from dflash.evaluation import Difference
 
 
 pytestmark = pytest.mark.browser
@@ -147,14 +151,23 @@ def visit(space: Space, browser: Any) -> Iterator[Callable[..., Any]]:
     assert space.outside == []
 
 
+def unfold(page: Any) -> None:
+    """Opens the fields of another pair.
+
+    Gradio mounts them at the first opening, and at the next frame sets the values that they had from the server again: what
+    a robot fills in between is lost. The second frame is behind that.
+    """
+    page.get_by_text("Another pair, another length").click()
+    page.wait_for_selector("#drafter textarea, #drafter input")
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
 def ask(page: Any, prompt: str = PROMPT, **pair: Any) -> None:
     """Types a prompt, and a pair if one is named, and asks for the answers."""
     if pair:
-        page.get_by_text("Another pair, another length").click()
-        for name, value in pair.items():
-            field = f"#{name} textarea, #{name} input"
-            page.click(field)  # which waits until it has unfolded: what is filled in before can be lost
-            page.fill(field, str(value))
+        unfold(page)
+    for name, value in pair.items():
+        page.fill(f"#{name} textarea, #{name} input", value)
     page.fill("#prompt textarea", prompt)
     page.click("#write")
 
@@ -268,11 +281,44 @@ def test_bad_input_is_one_sentence(
     assert "\n" not in sentence
     assert space.gate.num_forwards == 0
     page.fill("#prompt textarea", PROMPT)
-    if len(request_) > 1 or "target" in request_:
-        for name in ("target", "drafter"):
-            page.fill(f"#{name} textarea, #{name} input", "")
+    for name in request_.keys() - {"prompt"}:
+        page.fill(f"#{name} textarea, #{name} input", "")
     page.click("#write")
     assert texts(page)[0]
+
+
+def test_the_longest_answer_is_the_sliders(space: Space, visit: Callable[..., Any]) -> None:
+    page = visit()
+    unfold(page)
+    length = page.get_by_label("number input for Longest answer, in tokens")
+    length.fill("16")
+    length.press("Tab")
+    ask(page)
+    texts(page)
+    assert page.locator(".rate small").all_inner_texts() == ["16 tokens"] * 2
+
+
+@pytest.mark.parametrize(
+    ("margin", "said"),
+    [(0.02, "where the target's two logits are 0.02 apart."), (math.nan, "where one of them ends.")],
+)
+def test_texts_that_part_are_not_called_identical(
+    margin: float, said: str, space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: the verdict is the comparison's; the embedded pair, in fp32, never shows this one."""
+    monkeypatch.setattr(space.app, "first_difference", lambda *_: Difference(4, margin))
+    *_, last = space.app.answer(PROMPT, "", "", 16)
+    assert f"The texts part at token 5, {said}" in html.unescape(last)
+    assert "Identical" not in last
+
+
+def test_a_full_device_is_one_sentence(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(space.app, "timed_blocks", full)
+    *_, last = space.app.answer(PROMPT, "", "", 16)
+    assert "The device is out of memory: take a smaller pair or a shorter prompt." in last
 
 
 def test_a_second_visitor_waits_in_line(space: Space, visit: Callable[..., Any]) -> None:
