@@ -15,7 +15,7 @@ from .conversation_dflash import Context, Conversation
 from .latency_dflash import LatencyCurve, measured_curve
 from .lookup_dflash import PromptLookup
 from .masks_dflash import decoding_visibility
-from .pacing_dflash import Pacer
+from .pacing_dflash import Habits, Pacer
 from .rows_dflash import Row
 from .target_dflash import TappedTarget
 from .trees_dflash import DraftTree, grow_tree
@@ -141,7 +141,7 @@ class Proposer:
             self.memory.mark_read()
         if self.is_adaptive and self._pacer is None:  # the drafter's cache holds the text now, as in later steps
             hidden_states = hidden_states.clone()  # a CUDA graph's output, which its next run overwrites
-            self._pacer = Pacer(self.latency_curve or self._measure(anchors), len(rows))
+            self._pacer = Pacer(self.latency_curve or self._measure(anchors), len(rows), Habits.of(self.drafter))
             self._pacer.wants_draft(len(rows))
         proposing = hidden_states[:, 0 if self.drafter.config.sample_from_anchor else 1 :]
         count, proposing = proposing.shape[1], proposing[:, :num_wanted]

@@ -8,7 +8,9 @@ not depend on any of this, only the time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from .latency_dflash import LatencyCurve
 
@@ -23,12 +25,20 @@ LONGEST_PAUSE = 128
 # Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
 MARGIN = 0.9
 
+# Steps of plain decoding that drafts are credited with where nothing speaks against them: one bad block is bad luck.
+CREDIT = 16
 
-class _Pause:
+
+class Pause:
     """How often something is left out that did not pay: twice as often each time."""
 
     def __init__(self) -> None:
         self._length, self._left = SHORTEST_PAUSE, 0
+
+    @property
+    def is_shortest(self) -> bool:
+        """Whether the last try paid, or there was none."""
+        return self._length == SHORTEST_PAUSE
 
     def is_over(self) -> bool:
         """Whether it is time to try again; a step of the pause passes if not."""
@@ -46,6 +56,24 @@ class _Pause:
         """Tries in the next step."""
         self._left = 0
 
+    def begin_text(self) -> None:
+        """Tries in the next step, and after that sooner than in the text before: this one may be another matter."""
+        self._left, self._length = 0, max(self._length // 4, SHORTEST_PAUSE)
+
+
+class Habits:
+    """What one text teaches about a drafter for the next one: how often to draft, and to grow trees, for nothing."""
+
+    _of: weakref.WeakKeyDictionary[Any, Habits] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.drafts, self.trees = Pause(), Pause()
+
+    @classmethod
+    def of(cls, drafter: Any) -> Habits:
+        """The drafter's."""
+        return cls._of.setdefault(drafter, cls())
+
 
 class Pacer:
     """Chooses the width of each step by a latency curve and by how well the drafter's confidence has held.
@@ -53,9 +81,10 @@ class Pacer:
     Args:
         curve: Of the pair, for this number of rows.
         num_rows: Rows of the batch: a step gives each at least one token.
+        habits: Of earlier texts.
     """
 
-    def __init__(self, curve: LatencyCurve, num_rows: int = 1) -> None:
+    def __init__(self, curve: LatencyCurve, num_rows: int = 1, habits: Habits | None = None) -> None:
         self.curve = curve
         self.num_rows = num_rows
         # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
@@ -63,12 +92,16 @@ class Pacer:
         self._accepted, self._expected = 1.0, 1.0
         self._is_drafted = self._is_tree = False
         self._promised = 0.0
-        self._drafts, self._trees = _Pause(), _Pause()
+        habits = habits or Habits()
+        self._drafts, self._trees = habits.drafts, habits.trees
+        self._drafts.begin_text()
+        self._trees.begin_text()
         self._trust()
 
     def _trust(self) -> None:
-        """Forgets what earlier drafts gave: one that is tried now is judged by itself."""
-        self._drafted_tokens, self._drafted_ms = float(self.num_rows), self.curve.verify(1)
+        """Forgets what earlier drafts gave. One that is tried behind a pause is judged by itself."""
+        credit = CREDIT if self._drafts.is_shortest else 1
+        self._drafted_tokens, self._drafted_ms = float(credit * self.num_rows), credit * self.curve.verify(1)
 
     @property
     def rate(self) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from tiny_models import BLOCK_SIZE, ScriptedDrafter, counted_forwards, greedy, m
 
 from dflash import LatencyCurve, drafting_dflash, generate_blocks, latency_dflash, spec_generate
 from dflash.latency_dflash import machine, measured_curve
-from dflash.pacing_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Pacer
+from dflash.pacing_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Habits, Pacer
 
 
 MACHINE = {"device": "cpu"}
@@ -114,6 +116,44 @@ def test_a_useless_drafter_is_asked_less_and_less_and_one_that_recovers_is_asked
         else:
             pacer.record(0, 0)
     assert len(asked) > 200
+
+
+def test_what_a_text_taught_counts_in_the_next() -> None:
+    """Promise: a drafter that is no use is asked less often in the next text, and one that is is not doubted for long."""
+
+    def drafts(habits: Habits, survival: list[float], steps: int) -> int:
+        pacer, asked = Pacer(USUAL, habits=habits), 0
+        for _ in range(steps):
+            if pacer.wants_draft():
+                asked += 1
+                count, _ = pacer.choose(survival)
+                pacer.record(count, round(sum(survival[:count])))
+            else:
+                pacer.record(0, 0)
+        return asked
+
+    habits = Habits()
+    first = drafts(habits, LOST, 200)
+    assert drafts(habits, LOST, 90) == drafts(habits, LOST, 90) == 2 < first
+    assert drafts(habits, SURE, 100) > 60
+    assert drafts(habits, SURE, 100) == 100
+    assert drafts(habits, LOST, 200) == first
+
+
+def test_one_bad_block_is_bad_luck() -> None:
+    pacer = Pacer(USUAL)
+    for stood in (0, 8, 8, 0, 8, 8, 8, 0, 8):
+        assert pacer.wants_draft()
+        pacer.record(pacer.choose(SURE)[0], stood)
+
+
+def test_habits_are_a_drafters_own_and_end_with_it() -> None:
+    drafter, other = make_drafter(), make_drafter()
+    assert Habits.of(drafter) is Habits.of(drafter) is not Habits.of(other)
+    left = weakref.ref(Habits.of(other))
+    del other
+    gc.collect()
+    assert left() is None
 
 
 def test_measured_once_and_kept() -> None:
