@@ -61,6 +61,22 @@ def sampling_table(result: dict[str, Any]) -> str:
     return f"{markdown((headings, cells))}\n\n`{result['command']}`"
 
 
+def drafter_table(result: dict[str, Any]) -> str:
+    """What a drafter that `dflash train` made accepts, and how it was made."""
+    made = result["training"]
+    cells = [
+        [row["method"], f"{row['identical']} of {row['prompts']}", f"{row['tau_micro']:.2f}"]
+        for row in result["summary"]
+        if row["tau_micro"] is not None
+    ]
+    how = (
+        f"A {made['target']['parameters'] / 1e3:.0f} K {made['target']['class']} that others trained, a drafter of "
+        f"{made['parameters'] / 1e3:.0f} K parameters, {made['data']['examples']} of the target's own texts, "
+        f"{made['settings']['steps']} steps, {made['processes']} processes, {made['seconds'] / 60:.1f} minutes. `{made['command']}`"
+    )
+    return f"{markdown((['greedy, held-out prompts', 'same text', 'tau'], cells))}\n\n{how}"
+
+
 def targets_table() -> str:
     """The families of targets that the tests prove, by version of transformers."""
     families = _module("tiny_models", ROOT / "tests").FAMILIES.values()
@@ -104,6 +120,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_tiny_cpu": decode_table,
     "batch_tiny_cpu": batch_table,
     "sampling_tiny": sampling_table,
+    "drafter_stories_cpu": drafter_table,
 }
 
 

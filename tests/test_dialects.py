@@ -578,7 +578,7 @@ def test_sharded_and_half_precision_checkpoints(tmp_path: Path) -> None:
 def test_quantised_drafter(tmp_path: Path) -> None:
     """Promise: transformers' own quantisers work, and what they save is read again (known trap: torchao asks for an embedding).
 
-    Their packages are no dependency; torchao is the one tried. transformers 4 cannot save it as safetensors.
+    Their packages are no dependency; torchao is the one tried, where it is installed. transformers 4 cannot save it as safetensors.
     """
     folder = zlab_v1().write(tmp_path / "drafter")
     plain = DFlashDraftModel.from_pretrained(folder, dtype=torch.bfloat16)
