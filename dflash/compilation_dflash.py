@@ -33,6 +33,9 @@ logger = logging.get_logger(__name__)
 # Verify steps that a pair runs eagerly under compile="auto" before it is compiled: whatever runs that long runs on.
 AUTO_STEPS = 2048
 
+# Steps over a single column that a pair runs eagerly before they are compiled: many a text has just one, its last.
+SINGLE_STEPS = 8
+
 # What torch.compile hands the graphs to.
 BACKEND = "inductor"
 
@@ -100,6 +103,7 @@ class CompiledPair:
     Attributes:
         is_wanted: Whether to compile, however few steps the pair has run.
         num_steps: Verify steps that the pair has run, in any way.
+        num_single_steps: Those among them over a single column.
         reason: Why it runs eagerly all the same; `None`: it does not.
     """
 
@@ -107,7 +111,7 @@ class CompiledPair:
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         self.is_wanted = False
-        self.num_steps = 0
+        self.num_steps = self.num_single_steps = 0
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
         self._is_cuda = target.device.type == "cuda"
         self._is_asynchronous = target.device.type in ASYNCHRONOUS

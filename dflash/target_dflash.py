@@ -16,7 +16,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from .cache_dflash import PreallocatedCache
-from .compilation_dflash import CompiledPair
+from .compilation_dflash import SINGLE_STEPS, CompiledPair
 from .masks_dflash import additive_mask, causal_visibility, tree_visibility
 from .recurrent_dflash import LINEAR_TYPES, HybridCache, linear_mixers
 from .trees_dflash import DraftTree
@@ -113,21 +113,22 @@ class TappedTarget:
             return self._forward_eagerly(token_ids, cache, num_logits, is_real, num_real, shape)
         pair = self.compiled
         pair.num_steps += 1
+        pair.num_single_steps += width == 1
         kind = f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}"
 
         def compiled() -> tuple[torch.Tensor, torch.Tensor]:
             num_rejected = None if unread is None else unread.num_rejected
             return pair.verify(self.target, self.drafter, token_ids, cache, shape, num_rejected)
 
+        def eagerly() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._forward_eagerly(token_ids, cache, num_logits, None, None, shape)
+
         if unread is not None:
             return pair.ahead(kind, self.target, self.drafter, compiled)
+        if width == 1 and pair.num_single_steps <= SINGLE_STEPS:
+            return eagerly()
         return pair.either(
-            kind,
-            self.target,
-            self.drafter,
-            compiled,
-            lambda: self._forward_eagerly(token_ids, cache, num_logits, None, None, shape),
-            lambda: cache.advance([width] * len(token_ids)),
+            kind, self.target, self.drafter, compiled, eagerly, lambda: cache.advance([width] * len(token_ids))
         )
 
     def _forward_eagerly(
