@@ -57,8 +57,9 @@ class Pause:
         self._left = 0
 
     def begin_text(self) -> None:
-        """Tries in the next step, and after that sooner than in the text before: this one may be another matter."""
-        self._left, self._length = 0, max(self._length // 4, SHORTEST_PAUSE)
+        """Tries at once, or sooner than in the text before: this one may be another matter."""
+        self._length = max(self._length // 4, SHORTEST_PAUSE)
+        self._left = 0 if self.is_shortest else self._length
 
 
 class Habits:
