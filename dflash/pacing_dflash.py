@@ -58,7 +58,7 @@ class Pause:
 
     def begin_text(self) -> None:
         """Tries at once, or sooner than in the text before: this one may be another matter."""
-        self._length = max(self._length // 4, SHORTEST_PAUSE)
+        self._length = max(self._length // 2, SHORTEST_PAUSE)
         self._left = 0 if self.is_shortest else self._length
 
 
