@@ -303,14 +303,15 @@ def test_texts_that_rounding_may_change_are_said_to_be(run: Any, tmp_path: Path)
 
 
 def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Promise: all of this repository's own results at once: each with rows has a kind of its own and no Python on the page."""
+    """Promise: all of this repository's own results at once: each with rows is there, as what it is, and no Python on the page."""
     committed = sorted(COMMITTED.glob("*.json"))
     page = write_page(committed, tmp_path / "page").read_text(encoding="utf-8")
     kinds = dict(re.findall(r"<h2>(\w+) <small>(\w+)</small>", page))
     assert set(kinds) | {"dialect_fixtures"} == {path.stem for path in committed}
     assert "dialect_fixtures holds no rows to show and is left out." in caplog.text
-    assert kinds["decode_tiny_cpu"] == "decode"
-    assert len(set(kinds.values())) == len(kinds)
+    assert kinds == {name: json.loads((COMMITTED / f"{name}.json").read_text())["kind"] for name in kinds}
+    for name, kind in {"decode": "decode", "batch": "batch", "conversation": "conversation"}.items():
+        assert kinds[f"{name}_tiny_cpu"] == kind
     cells = re.findall(r"<(?:td|dd|th)>(.*?)</(?:td|dd|th)>", page)
     assert len(cells) > 100
     assert not [
