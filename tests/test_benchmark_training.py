@@ -96,7 +96,6 @@ def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeyp
     result = json.loads((tmp_path / "d.json").read_text())
     facts = json.loads((tmp_path / "my-DFlash" / "training.json").read_text())
     assert (result["kind"], result["training"]) == ("drafter", facts)
-    assert facts["seconds"] > 0
     plain, whole, short = result["summary"]
     assert [row["method"] for row in (plain, whole, short)] == [
         "target.generate",
