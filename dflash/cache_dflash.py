@@ -23,9 +23,17 @@ SMALLEST_BUCKET = 256
 
 
 def bucket(length: int) -> int:
-    """The number of keys to compute with where `length` are in use: at most a quarter more, from 1024 on."""
+    """`length` as one of few sizes: at most a quarter more, from 1024 on."""
     step = max(SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
+
+
+def compiled_length(length: int, device: torch.device) -> int:
+    """The number of keys that a compiled forward computes with where `length` are in use.
+
+    On CUDA a graph is recorded for each number, so they are buckets; elsewhere one compilation serves any number.
+    """
+    return bucket(length) if device.type == "cuda" else length
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -184,7 +192,7 @@ class PreallocatedCache(Cache):
         """Keys and values of all layers, each with room for `capacity` positions at least."""
         for layer in self._storage():
             if layer.capacity < capacity:
-                layer.grow(capacity)
+                layer.grow(max(capacity, 2 * layer.capacity))
         return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
 
     def advance(self, counts: Sequence[int]) -> None:

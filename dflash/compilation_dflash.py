@@ -1,9 +1,10 @@
 """A pair's two forwards, compiled: the target over a block, and the drafter behind its context.
 
 Eager forwards spend much of a small step on launching operations one by one. Compiled ones have shapes that a text's
-growth does not change: keys and values are whole buckets of the preallocated storage, of which a mask hides the rest, and
+growth does not change: keys and values are a part of the preallocated storage, of which a mask hides what is no text, and
 the drafter's new context is padded to a block. So one column, several columns, and the drafter's block are compiled once
-each (and once more for several rows), whatever the lengths; on CUDA each width and bucket is recorded as a graph.
+each (and once more for several rows), whatever the lengths; on CUDA, where the part is a whole bucket, each width and
+bucket is recorded as a graph.
 
 What cannot be compiled, or computes something else than eager does, runs eagerly, and one warning says why.
 """
@@ -23,7 +24,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .cache_dflash import PreallocatedCache, bucket
+from .attention_dflash import attention_of, sharing_keys
+from .cache_dflash import PreallocatedCache, compiled_length
 from .masks_dflash import additive_mask, decoding_visibility, tree_visibility
 from .transfers_dflash import to_device
 
@@ -51,7 +53,7 @@ _OF_MODELS = re.compile(r"\b(target|drafter)\b")
 
 
 class _Bucket(CacheLayerMixin):
-    """One layer's storage as a compiled forward sees it: new columns go to their slots, all keys of the bucket come out."""
+    """One layer's storage as a compiled forward sees it: new columns go to their slots, the first `num_keys` come out."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -68,10 +70,11 @@ class _Bucket(CacheLayerMixin):
         """The storage is there."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Writes [B, G, S, E] to the slots [B, S] and returns [B, G, bucket, E]."""
-        slots = self.slots[:, None, :, None]
-        self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-        self.values.scatter_(2, slots.expand_as(value_states), value_states)
+        """Writes [B, G, S, E] to the slots [B, S] and returns [B, G, num_keys, E]."""
+        # Assigned, which compiled code does in place: of `scatter_` it makes a copy of the storage, there and back.
+        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
+        self.keys.transpose(1, 2)[rows, self.slots] = key_states.transpose(1, 2)
+        self.values.transpose(1, 2)[rows, self.slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.num_keys], self.values[:, :, : self.num_keys]
 
     def get_seq_length(self, *args: Any) -> int:
@@ -83,11 +86,11 @@ class _Bucket(CacheLayerMixin):
         return self.num_keys, 0
 
     def get_max_length(self) -> int:
-        """The bucket."""
+        """`num_keys`."""
         return self.num_keys
 
     def get_max_cache_shape(self) -> int:
-        """The bucket (the name of transformers 4)."""
+        """`num_keys` (the name of transformers 4)."""
         return self.num_keys
 
 
@@ -267,9 +270,10 @@ class CompiledPair:
         # One column is no special case of several, whose number is dynamic.
         verify = self._function("verify one" if width == 1 else "verify", _verify)
         taps = tuple(drafter.config.target_layer_ids)
-        logits, features = verify(
-            target, token_ids, starts, ancestors, depths, index, keys, values, taps, self._types, self._window
-        )
+        with sharing_keys(target):
+            logits, features = verify(
+                target, token_ids, starts, ancestors, depths, index, keys, values, taps, self._types, self._window
+            )
         # A graph's outputs are overwritten by its next run, and the drafter may read these after that.
         features = features.clone() if self._is_cuda else features
         return logits, features.to(drafter.dtype)
@@ -300,10 +304,11 @@ class CompiledPair:
     def _storage(
         self, cache: PreallocatedCache, width: int, device: torch.device, num_rejected: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Keys and values of all layers with room for `width` more, the bucket's indices, and each row's length."""
+        """Keys and values of all layers with room for `width` more, the indices of the keys to compute with, and each row's length."""
         lengths = cache.lengths
-        num_keys = bucket(max(lengths) + width)
-        keys, values = cache.storage(num_keys)
+        num_keys = compiled_length(max(lengths) + width, device)
+        # Room for one more: the compiler takes two sizes for the same one if they are equal when it first sees them.
+        keys, values = cache.storage(num_keys + 1)
         index, starts = torch.arange(num_keys, device=device), to_device(torch.tensor(lengths), device)
         if num_rejected is not None:
             starts = starts - num_rejected
@@ -409,7 +414,7 @@ def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
     if getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         return f"{name} has layers that read the keys of others"
     for model in (target, drafter):
-        implementation = model.config._attn_implementation
+        implementation = attention_of(model)
         if implementation not in ("sdpa", "eager"):
             return f"attn_implementation={implementation!r} takes no 4-D mask; load with 'sdpa'"
         devices = {parameter.device for parameter in model.parameters()}
@@ -426,7 +431,7 @@ def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
 def _state_of(*models: PreTrainedModel) -> list[Any]:
     """What graphs take for granted of models: their modules, with all that decides how these run, but no weight's values."""
     of_modules = [_kind_of(vars(module)) for model in models for module in model.modules()]
-    return [*of_modules, *(model.config._attn_implementation for model in models)]
+    return [*of_modules, *map(attention_of, models)]
 
 
 def _kind_of(value: Any) -> Any:

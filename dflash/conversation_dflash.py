@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache_dflash import PreallocatedCache, bucket
+from .cache_dflash import PreallocatedCache, compiled_length
 from .target_dflash import TappedTarget
 
 
@@ -116,9 +116,10 @@ class Conversation:
             self._forget_behind(self.num_reused)
         else:
             # Room for the last block's padding too, so that nothing is moved in mid-text.
-            capacity = bucket(
+            length = (
                 token_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + 2 * tapped.drafter.config.block_size
             )
+            capacity = compiled_length(length, token_ids.device) + 1
             self.target_cache = tapped.new_cache(capacity, len(token_ids))
             self.draft_cache = PreallocatedCache(tapped.drafter.config.num_hidden_layers, capacity, len(token_ids))
             self._waiting, self._num_read = [], 0

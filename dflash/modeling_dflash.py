@@ -31,6 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from .attention_dflash import grouped_attention
 from .configuration_dflash import DFlashConfig
 from .dialects_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES
 from .masks_dflash import additive_mask, block_visibility
@@ -92,7 +93,9 @@ class DFlashAttn(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
 
         implementation = self.config._attn_implementation
-        attend = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        if implementation == "sdpa" and past_key_values is not None:  # one block behind all that it has cached
+            attend = grouped_attention
         if "flash" in implementation:  # these kernels take a causal block and a window as arguments, and no 4-D mask
             kwargs.update(is_causal=self.is_block_causal, sliding_window=self.window)
         else:

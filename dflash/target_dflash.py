@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from .attention_dflash import sharing_keys
 from .cache_dflash import PreallocatedCache
 from .compilation_dflash import SINGLE_STEPS, CompiledPair
 from .masks_dflash import additive_mask, causal_visibility, tree_visibility
@@ -167,7 +168,9 @@ class TappedTarget:
         recording: Any = nullcontext()
         if isinstance(cache, HybridCache):
             recording = cache.recording(width if num_logits == width else 0)
-        with recording, _Taps(self._taps, self._drafter_device, self._drafter_dtype) as taps:
+        # A prompt is long itself: its mask would be repeated instead, and that is longer than the keys.
+        attending: Any = sharing_keys(self.target) if start and num_logits == width else nullcontext()
+        with recording, attending, _Taps(self._taps, self._drafter_device, self._drafter_dtype) as taps:
             output = self.target(
                 input_ids=token_ids,
                 past_key_values=cache,

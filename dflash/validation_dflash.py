@@ -14,6 +14,7 @@ from transformers import __version__
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from .attention_dflash import attention_of
 from .recurrent_dflash import LINEAR_TYPES, is_supported
 from .verification_dflash import VERIFICATIONS
 
@@ -207,7 +208,7 @@ def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int
     if num_rows == 1:
         return
     for name, model in (("target", target), ("drafter", drafter)):
-        implementation = model.config._attn_implementation
+        implementation = attention_of(model)
         if implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"The {name}'s attn_implementation={implementation!r} takes no 4-D mask, which {num_rows} rows of different "
@@ -247,9 +248,9 @@ def check_tree(
         raise ValueError(
             f"draft_tree came with {', '.join(sorted(prompt_inputs))}: it knows token ids alone, leave it out."
         )
-    if target.config._attn_implementation not in ("sdpa", "eager"):
+    if attention_of(target) not in ("sdpa", "eager"):
         raise ValueError(
-            f"{name}'s attn_implementation={target.config._attn_implementation!r} takes no 4-D mask, which a draft tree "
+            f"{name}'s attn_implementation={attention_of(target)!r} takes no 4-D mask, which a draft tree "
             "needs: load the target with attn_implementation='sdpa'."
         )
     others = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())

@@ -30,8 +30,10 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from dflash import Conversation, DFlashDraftModel, compilation_dflash, spec_generate
-from dflash.compilation_dflash import CompiledPair, bucket
+from dflash import Conversation, DFlashDraftModel, compilation_dflash, generate_blocks, spec_generate
+from dflash.cache_dflash import bucket, compiled_length
+from dflash.compilation_dflash import CompiledPair
+from dflash.evaluation.memory import allocated_memory
 
 
 NEW_TOKENS = 24
@@ -299,6 +301,10 @@ def test_buckets(length: int) -> None:
     size = bucket(length)
     assert length <= size <= max(256, length + 256, length * 5 // 4 + 1)
     assert bucket(size) == size
+    assert (compiled_length(length, torch.device("cuda")), compiled_length(length, torch.device("cpu"))) == (
+        size,
+        length,
+    )
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 2, None])
@@ -320,3 +326,16 @@ def test_compiled_for_real(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         assert torch.equal(spec_generate(drafter, target, prompt, compile=True, **GREEDY, **more).sequences, truth)
     pair_of(target, drafter)
     assert "eagerly" not in caplog.text
+
+
+def test_no_compiled_step_copies_the_keys_for_each_head() -> None:
+    """Promise: what a step allocates behind a long text are masks of a few rows, and less than one layer's keys."""
+    target = make_target(num_hidden_layers=2, num_attention_heads=8, head_dim=64, max_position_embeddings=4096)
+    drafter, prompt = make_drafter(**SMALL, attn_implementation="sdpa"), make_prompt(2000)
+    asked: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "max_new_tokens": 12, "compile": True}
+    spec_generate(drafter, target, prompt, **asked)
+    pair_of(target, drafter)
+    steps = generate_blocks(drafter, target, prompt, **asked)
+    next(steps), next(steps)  # the prompt's forward, and the drafter's first, which reads all of the prompt
+    of_one_layer = 4 * prompt.shape[1] * target.config.num_key_value_heads * target.config.head_dim
+    assert 0 < allocated_memory(lambda: list(steps), target.device) < of_one_layer

@@ -19,24 +19,25 @@ ARROWS = {
     "configuration_dflash": {"dialects_dflash"},
     # Lazily the loop, and with it every file that the loop needs: transformers 4.57 ships only what this file names.
     "modeling_dflash": {
-        "configuration_dflash", "dialects_dflash", "masks_dflash", "(generation_dflash)", "(cache_dflash)",
-        "(card_dflash)", "(door_dflash)",
+        "attention_dflash", "configuration_dflash", "dialects_dflash", "masks_dflash", "(generation_dflash)",
+        "(cache_dflash)", "(card_dflash)", "(door_dflash)",
         "(compilation_dflash)", "(conversation_dflash)", "(decoding_dflash)", "(drafting_dflash)", "(judging_dflash)",
         "(latency_dflash)", "(lookup_dflash)", "(pacing_dflash)", "(recurrent_dflash)", "(rows_dflash)", "(target_dflash)",
         "(transfers_dflash)", "(trees_dflash)", "(validation_dflash)", "(verification_dflash)"
     },
+    "attention_dflash": set(),
     "masks_dflash": set(),
     "cache_dflash": set(),
     "recurrent_dflash": {"cache_dflash"},
     "transfers_dflash": set(),
     "trees_dflash": set(),
-    "compilation_dflash": {"cache_dflash", "masks_dflash", "transfers_dflash"},
+    "compilation_dflash": {"attention_dflash", "cache_dflash", "masks_dflash", "transfers_dflash"},
     "verification_dflash": {"trees_dflash"},
     "rows_dflash": set(),
-    "validation_dflash": {"recurrent_dflash", "verification_dflash"},
+    "validation_dflash": {"attention_dflash", "recurrent_dflash", "verification_dflash"},
     "target_dflash": {
-        "cache_dflash", "compilation_dflash", "masks_dflash", "recurrent_dflash", "trees_dflash", "validation_dflash",
-        "verification_dflash"
+        "attention_dflash", "cache_dflash", "compilation_dflash", "masks_dflash", "recurrent_dflash", "trees_dflash",
+        "validation_dflash", "verification_dflash"
     },
     "conversation_dflash": {"cache_dflash", "target_dflash"},
     "lookup_dflash": {"rows_dflash"},

@@ -41,6 +41,7 @@ from dflash.checkpoints import convert_checkpoint
 
 
 SHIPPED_CODE = {
+    "attention_dflash.py",
     "cache_dflash.py",
     "card_dflash.py",
     "compilation_dflash.py",

@@ -1,0 +1,102 @@
+"""A block's attention where heads share keys: the same as transformers', and no copy of the keys for each head."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_drafter, make_prompt, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dflash import generate_blocks, spec_generate
+from dflash.attention_dflash import GROUPED, attention_of, grouped_attention, sharing_keys
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("mask", ["bool", "additive", "none"])
+def test_it_gives_what_transformers_gives(heads: tuple[int, int], batch: int, width: int, mask: str) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads[0], width, 8)
+    key, value = torch.randn(2, batch, heads[1], 11, 8).unbind()
+    visible = torch.rand(batch, 1, width, 11) < 0.6
+    visible[..., 0] = True
+    masks = {"bool": visible, "additive": torch.where(visible, 0.0, -torch.inf), "none": None}
+    module: Any = SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=False)
+    options: dict[str, Any] = {"scaling": 0.3, "is_causal": False}
+    expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, masks[mask], **options)
+    output, _ = grouped_attention(module, query, key, value, masks[mask], **options)
+    assert output.shape == (batch, width, heads[0], 8)
+    torch.testing.assert_close(output, expected)
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers in a copy that an operation made of something smaller: `repeat_kv`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default):
+            self.most = max(self.most, output.numel())
+        return output
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tree": 4}])
+def test_no_step_copies_the_keys_for_each_head(options: dict[str, Any]) -> None:
+    """Promise: nothing is allocated in a step that grows with the context as keys times heads do."""
+    target, drafter = make_target(), make_drafter(attn_implementation="sdpa")
+    prompt = make_prompt(300)
+    with _Largest() as copies:
+        steps = generate_blocks(drafter, target, prompt, max_new_tokens=12, temperature=0.0, **options)
+        next(steps), next(steps)  # the prompt's forward, and the drafter's first, which reads all of the prompt
+        copies.most = 0
+        list(steps)
+    assert 0 < copies.most < prompt.shape[1] * target.config.hidden_size
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    target, drafter = make_target(), make_drafter()
+    drafter.spec_generate(target=target, input_ids=make_prompt(), max_new_tokens=8, temperature=0.0)
+    assert target.config._attn_implementation == "sdpa"
+    with pytest.raises(KeyError), sharing_keys(target):
+        raise KeyError
+    assert target.config._attn_implementation == "sdpa"
+    eager = make_target(attn_implementation="eager")
+    with sharing_keys(eager):
+        assert eager.config._attn_implementation == "eager"
+
+
+def test_threads_that_are_inside_at_once() -> None:
+    """Whoever leaves last puts the name back, and meanwhile nobody else takes the target for another one."""
+    target, drafter = make_target(), make_drafter()
+    prompts = [make_prompt(9), make_prompt(12)]
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0}
+    expected = [spec_generate(drafter, target, prompt, **options) for prompt in prompts]
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with sharing_keys(target):
+            is_inside.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert is_inside.wait(60)
+    assert (target.config._attn_implementation, attention_of(target)) == (GROUPED, "sdpa")
+    for prompt, truth in zip(prompts, expected, strict=True):
+        assert torch.equal(spec_generate(drafter, target, prompt, **options), truth)
+    both = [prompts[1], torch.cat([prompts[0], prompts[0][:, :3]], dim=1)]
+    spec_generate(drafter, target, torch.cat(both), **options)  # rows refuse an attention that takes no mask
+    spec_generate(drafter, target, prompts[0], draft_tree=4, **options)  # and so do trees
+    assert target.config._attn_implementation == GROUPED
+    may_leave.set()
+    thread.join()
+    assert target.config._attn_implementation == "sdpa"
