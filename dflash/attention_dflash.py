@@ -81,4 +81,5 @@ def sharing_keys(model: PreTrainedModel) -> Iterator[None]:
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+# An additive mask, made once per forward: SDPA would make one of a bool mask in every layer.
+ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])

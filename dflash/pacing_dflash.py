@@ -25,8 +25,11 @@ LONGEST_PAUSE = 128
 # Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
 MARGIN = 0.9
 
-# Steps of plain decoding that drafts are credited with where nothing speaks against them: one bad block is bad luck.
+# Steps of plain decoding by whose time a text begins with what drafts gave in the one before: a few bad blocks are bad luck.
 CREDIT = 16
+
+# What drafts gave before counts as so many times plain decoding at most: a text where they fail is soon found out.
+MOST_WORTH = 1.5
 
 
 class Pause:
@@ -63,17 +66,37 @@ class Pause:
 
 
 class Habits:
-    """What one text teaches about a drafter for the next one: how often to draft, and to grow trees, for nothing."""
+    """What one text teaches about a drafter for the next one: what drafts give, and how often to try what gave nothing."""
 
     _of: weakref.WeakKeyDictionary[Any, Habits] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.drafts, self.trees = Pause(), Pause()
+        # Of recent steps with a draft: tokens, and what plain decoding would have given in their time.
+        self._gained = self._plain = float(CREDIT)
 
     @classmethod
     def of(cls, drafter: Any) -> Habits:
         """The drafter's."""
         return cls._of.setdefault(drafter, cls())
+
+    @property
+    def drafts_pay(self) -> bool:
+        """Whether steps with a draft have given as much as plain decoding would have in their time, of late."""
+        return self._gained > MARGIN * self._plain
+
+    def weigh_anew(self) -> None:
+        """Counts the past like `CREDIT` steps; if drafts did not pay, like one: what is tried is judged by itself."""
+        worth = min(self._gained / self._plain, MOST_WORTH)
+        worth, steps = (worth, CREDIT) if self.drafts.is_shortest else (1.0, 1)
+        self._gained, self._plain = worth * steps, float(steps)
+
+    def record(self, gained: float, plain: float) -> None:
+        """Takes note of a step with a draft: its tokens, and what plain decoding would have given in its time."""
+        self._gained, self._plain = DECAY * self._gained + gained, DECAY * self._plain + plain
+        self.drafts.record(self.drafts_pay)
+        if not self.drafts_pay:
+            self.weigh_anew()
 
 
 class Pacer:
@@ -93,16 +116,11 @@ class Pacer:
         self._accepted, self._expected = 1.0, 1.0
         self._is_drafted = self._is_tree = False
         self._promised = 0.0
-        habits = habits or Habits()
-        self._drafts, self._trees = habits.drafts, habits.trees
+        self._habits = habits or Habits()
+        self._drafts, self._trees = self._habits.drafts, self._habits.trees
         self._drafts.begin_text()
         self._trees.begin_text()
-        self._trust()
-
-    def _trust(self) -> None:
-        """Forgets what earlier drafts gave. One that is tried behind a pause is judged by itself."""
-        credit = CREDIT if self._drafts.is_shortest else 1
-        self._drafted_tokens, self._drafted_ms = float(credit * self.num_rows), credit * self.curve.verify(1)
+        self._habits.weigh_anew()
 
     @property
     def rate(self) -> float:
@@ -111,8 +129,8 @@ class Pacer:
 
     @property
     def drafts_pay(self) -> bool:
-        """Whether steps with a draft have given as much as plain decoding would have in their time, of late."""
-        return self._drafted_tokens / self._drafted_ms > MARGIN * self.num_rows / self.curve.verify(1)
+        """As `Habits.drafts_pay`."""
+        return self._habits.drafts_pay
 
     @property
     def calibration(self) -> float:
@@ -125,7 +143,7 @@ class Pacer:
             self._tokens *= num_rows / self.num_rows
             self.num_rows = num_rows
             self._drafts.end()
-            self._trust()
+            self._habits.weigh_anew()
         self._is_drafted, self._is_tree, self._promised = self._drafts.is_over(), False, 0.0
         return self._is_drafted
 
@@ -169,11 +187,7 @@ class Pacer:
         self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
         self._milliseconds = DECAY * self._milliseconds + milliseconds
         if self._is_drafted:
-            self._drafted_tokens = DECAY * self._drafted_tokens + num_accepted + self.num_rows
-            self._drafted_ms = DECAY * self._drafted_ms + milliseconds
-            self._drafts.record(self.drafts_pay)
-            if not self.drafts_pay:
-                self._trust()
+            self._habits.record(num_accepted + self.num_rows, self.num_rows * milliseconds / self.curve.verify(1))
         if self._promised:
             self._accepted = DECAY * self._accepted + num_accepted
             self._expected = DECAY * self._expected + self._promised

@@ -169,7 +169,7 @@ class TappedTarget:
         if isinstance(cache, HybridCache):
             recording = cache.recording(width if num_logits == width else 0)
         # A prompt is long itself: its mask would be repeated instead, and that is longer than the keys.
-        attending: Any = sharing_keys(self.target) if start and num_logits == width else nullcontext()
+        attending: Any = sharing_keys(self.target) if start and num_logits == width > 1 else nullcontext()
         with recording, attending, _Taps(self._taps, self._drafter_device, self._drafter_dtype) as taps:
             output = self.target(
                 input_ids=token_ids,

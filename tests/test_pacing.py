@@ -137,7 +137,7 @@ def test_what_a_text_taught_counts_in_the_next() -> None:
     assert max(drafts(habits, LOST, 90), drafts(habits, LOST, 90)) <= 2 < first
     assert drafts(habits, SURE, 100) > 30
     assert drafts(habits, SURE, 100) == 100
-    assert drafts(habits, LOST, 200) == first
+    assert first <= drafts(habits, LOST, 200) < 50
 
 
 def test_one_bad_block_is_bad_luck() -> None:
@@ -145,6 +145,17 @@ def test_one_bad_block_is_bad_luck() -> None:
     for stood in (0, 8, 8, 0, 8, 8, 8, 0, 8):
         assert pacer.wants_draft()
         pacer.record(pacer.choose(SURE)[0], stood)
+
+
+def test_what_drafts_gave_is_remembered() -> None:
+    """Promise: where a draft costs several steps, two bad blocks do not yet speak against a drafter that was right before."""
+    costly = LatencyCurve((1, 16), (2.0, 6.5), 3.5, MACHINE, 1.0)
+    habits = Habits()
+    for text in ([9] * 8, [0, 0, 9]):
+        pacer = Pacer(costly, habits=habits)
+        for stood in text:
+            assert pacer.wants_draft()
+            pacer.record(15, stood)
 
 
 def test_habits_are_a_drafters_own_and_end_with_it() -> None:
