@@ -20,7 +20,7 @@ DECAY = 0.95
 
 # Steps without a draft, after drafts did not pay, and drafts without a tree: few at first, more each time.
 SHORTEST_PAUSE = 8
-LONGEST_PAUSE = 128
+LONGEST_PAUSE = 256
 
 # Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
 MARGIN = 0.9
@@ -60,9 +60,8 @@ class Pause:
         self._left = 0
 
     def begin_text(self) -> None:
-        """Tries at once, or sooner than in the text before: this one may be another matter."""
-        self._length = max(self._length // 2, SHORTEST_PAUSE)
-        self._left = 0 if self.is_shortest else self._length
+        """Tries at once, or sooner than the text before would have: this one may be another matter."""
+        self._left = 0 if self.is_shortest else min(self._left, self._length // 2)
 
 
 class Habits:

@@ -135,7 +135,7 @@ def test_what_a_text_taught_counts_in_the_next() -> None:
     habits = Habits()
     first = drafts(habits, LOST, 200)
     assert max(drafts(habits, LOST, 90), drafts(habits, LOST, 90)) <= 2 < first
-    assert drafts(habits, SURE, 100) > 30
+    assert drafts(habits, SURE, LONGEST_PAUSE // 2 + 40) >= 40
     assert drafts(habits, SURE, 100) == 100
     assert first <= drafts(habits, LOST, 200) < 50
 
