@@ -61,6 +61,27 @@ def sampling_table(result: dict[str, Any]) -> str:
     return f"{markdown((headings, cells))}\n\n`{result['command']}`"
 
 
+def growth_table(result: dict[str, Any]) -> str:
+    """What a token costs behind a short and a long context."""
+    rows = result["summary"]
+    lengths = sorted({row["context_tokens"] for row in rows})
+    costs = {(row["method"], row["context_tokens"]): row["ms_per_token"] for row in rows}
+    cells = [
+        [
+            method,
+            *(f"{costs[method, length]:.2f}" for length in lengths),
+            f"{costs[method, lengths[-1]] / costs[method, lengths[0]]:.2f}x",
+        ]
+        for method in dict.fromkeys(row["method"] for row in rows)
+    ]
+    headings = ["ms per token", *(f"behind {length} tokens" for length in lengths), "growth"]
+    size, tau = result["environment"]["target_parameters"] / 1e6, result["decoding"]["stated_tau"]
+    return (
+        f"{markdown((headings, cells))}\n\nSimulated: random weights ({size:.1f} M parameters) and a script that accepts "
+        f"{tau} tokens per step; milliseconds are measured, {_machine(result)}. `{result['command']}`"
+    )
+
+
 def drafter_table(result: dict[str, Any]) -> str:
     """What a drafter that `dflash train` made accepts, and how it was made."""
     made = result["training"]
@@ -119,6 +140,7 @@ def _machine(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_tiny_cpu": decode_table,
     "batch_tiny_cpu": batch_table,
+    "growth_small_cpu": growth_table,
     "sampling_tiny": sampling_table,
     "drafter_stories_cpu": drafter_table,
 }
