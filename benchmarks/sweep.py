@@ -1,7 +1,7 @@
 """How the cost of a step grows with the work: context, generated length, batch, width, tree budget. Simulated pairs.
 
     python benchmarks/sweep.py --shape small --output benchmarks/results/sweep_small_cpu.json
-    python benchmarks/sweep.py --shape small --axes memory --output benchmarks/results/memory_small_cpu.json
+    python benchmarks/sweep.py --shape qwen3-0.6b --axes memory --output benchmarks/results/memory_qwen3_0_6b_cpu.json
 
 Random weights of a published shape (`--shape`) and a script that says how often proposals are right: a step's
 milliseconds are measured, tau is the script's and is only stated. Plain decoding and ours take turns at every point.
