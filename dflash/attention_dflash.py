@@ -38,7 +38,7 @@ def grouped_attention(
     """What transformers' "sdpa" gives, up to rounding: exactly that where there is no mask or no group to share."""
     num_shared = query.shape[1] // key.shape[1]
     is_plain = attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[1] != 1
-    if is_plain or num_shared == 1 or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None:
+    if is_plain or num_shared == 1 or kwargs.get("position_bias") is not None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     assert attention_mask is not None

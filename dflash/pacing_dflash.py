@@ -86,9 +86,10 @@ class Habits:
 
     def weigh_anew(self) -> None:
         """Counts the past like `CREDIT` steps; if drafts did not pay, like one: what is tried is judged by itself."""
-        worth = min(self._gained / self._plain, MOST_WORTH)
-        worth, steps = (worth, CREDIT) if self.drafts.is_shortest else (1.0, 1)
-        self._gained, self._plain = worth * steps, float(steps)
+        if self.drafts.is_shortest:
+            self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
+        else:
+            self._gained = self._plain = 1.0
 
     def record(self, gained: float, plain: float) -> None:
         """Takes note of a step with a draft: its tokens, and what plain decoding would have given in its time."""
@@ -125,11 +126,6 @@ class Pacer:
     def rate(self) -> float:
         """Tokens per millisecond of late, and never less than plain decoding gives."""
         return max(self._tokens / self._milliseconds, self.num_rows / self.curve.verify(1))
-
-    @property
-    def drafts_pay(self) -> bool:
-        """As `Habits.drafts_pay`."""
-        return self._habits.drafts_pay
 
     @property
     def calibration(self) -> float:

@@ -354,8 +354,8 @@ def test_a_result_holds_what_its_readers_need(pair, tmp_path):
 def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/opt/bin/dflash", "bench", "--target", "/opt/models/t", "--drafter", "org/d"])
     assert command() == "dflash bench --target t --drafter org/d"
-    monkeypatch.setattr(sys, "argv", ["/opt/dflash/benchmarks/decode.py", "--prompts", "3"])
-    assert command() == "benchmarks/decode.py --prompts 3"
+    monkeypatch.setattr(sys, "argv", ["/opt/dflash/benchmarks/decode.py", "--methods", "dflash eager"])
+    assert command() == "benchmarks/decode.py --methods 'dflash eager'"  # as it can be typed again
     monkeypatch.setattr(sys, "argv", ["/opt/dflash/cli.py", "eval", "--output=/opt/r.json", "--tasks", "a,b"])
     assert command() == "dflash eval --output=r.json --tasks a,b"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -74,7 +75,7 @@ def train(
 
 def command() -> str:
     """What was typed, with paths of this machine cut to their last part."""
-    return " ".join(["dflash", *(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])])
+    return shlex.join(["dflash", *(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])])
 
 
 def _announce(sentence: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -67,7 +68,7 @@ def command() -> str:
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.parent.name != "dflash"  # `python -m dflash.cli` is `dflash`
     name = f"{program.parent.name}/{program.name}" if is_script else program.stem.replace("cli", "dflash")
-    return " ".join([name, *(_without_place(word) for word in sys.argv[1:])])
+    return shlex.join([name, *(_without_place(word) for word in sys.argv[1:])])
 
 
 def public_name(model: str) -> str:
