@@ -77,6 +77,7 @@ class DFlashAttn(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, C + N, E]
         attention_mask: torch.Tensor | None,
         past_key_values: Cache | None,
+        implementation: str,
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
         """What the block's rows read from [cached context, new context, block]."""
@@ -92,7 +93,6 @@ class DFlashAttn(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        implementation = self.config._attn_implementation
         attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
         if implementation == "sdpa" and past_key_values is not None:  # one block behind all that it has cached
             attend = grouped_attention
@@ -189,12 +189,15 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
         past_key_values: Cache | None,
+        implementation: str,
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
         """The block's rows after attention and MLP, each with its residual."""
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(rows, context, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return self.self_attn(
+                rows, context, position_embeddings, attention_mask, past_key_values, implementation, **kwargs
+            )
 
         rows = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + (
@@ -319,6 +322,7 @@ class DFlashDraftModel(PreTrainedModel):
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         *,
+        attn_implementation: str | None = None,
         noise_embedding: torch.Tensor | None = None,
         target_hidden: torch.Tensor | None = None,
         **kwargs: Any,
@@ -335,6 +339,7 @@ class DFlashDraftModel(PreTrainedModel):
                 token; or 4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
             past_key_values: Projected context of earlier steps. It grows by C + N; the caller rolls the N rows of the
                 block back.
+            attn_implementation: Attention of this forward alone; default: the one the drafter was loaded with.
             noise_embedding: z-lab's name for `noise_embeds`.
             target_hidden: z-lab's name for `context_hidden_states`.
             kwargs: Passed on to the attention function.
@@ -359,26 +364,31 @@ class DFlashDraftModel(PreTrainedModel):
             length = context.shape[1] + hidden_states.shape[1]
             position_ids = torch.arange(start, start + length, device=hidden_states.device)[None]
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype)
+        implementation = attn_implementation or self.config._attn_implementation
+        masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(
-                hidden_states, context, position_embeddings, masks[layer_type], past_key_values, **kwargs
+                hidden_states,
+                context,
+                position_embeddings,
+                masks[layer_type],
+                past_key_values,
+                implementation,
+                **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _masks_by_layer_type(
-        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None, dtype: torch.dtype
+        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None, dtype: torch.dtype, implementation: str
     ) -> dict[str, torch.Tensor | None]:
         masks = (
             attention_mask
             if isinstance(attention_mask, dict)
             else dict.fromkeys(set(self.config.layer_types), attention_mask)
         )
-        if "flash" in self.config._attn_implementation and any(
-            mask is not None and len(mask.shape) == 4 for mask in masks.values()
-        ):
+        if "flash" in implementation and any(mask is not None and len(mask.shape) == 4 for mask in masks.values()):
             raise ValueError(
-                f"attn_implementation={self.config._attn_implementation!r} takes no 4-D attention_mask: load the drafter "
+                f"attn_implementation={implementation!r} takes no 4-D attention_mask: load the drafter "
                 "with attn_implementation='sdpa'."
             )
         return {

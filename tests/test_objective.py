@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 from dflash.training.batches import Batch, collate
+from dflash.training.block_attention import BLOCKWISE
 from dflash.training.data import Example
 from dflash.training.losses import LOSSES
 from dflash.training.objective import DrafterLoss
@@ -180,23 +181,30 @@ def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedMo
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
-def test_decoding_keeps_its_own_attention(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU blocks are trained with flex attention, and drafted with what the drafter was loaded with."""
+def test_decoding_keeps_its_own_attention(target: PreTrainedModel) -> None:
+    """Blocks are trained with what passes over keys that nobody sees, and drafted with what the drafter was loaded with."""
     drafter = drafter_of()
     drafter.set_attn_implementation("eager")
-    seen = []
     loss_of = DrafterLoss(drafter, TappedTarget(target, drafter))
-    monkeypatch.setattr(DrafterLoss, "_use_flex", lambda *_: True)
+    seen = []
 
     def network(**kwargs: Any) -> Any:
-        seen.append((drafter.config._attn_implementation, type(kwargs["attention_mask"]["full_attention"]).__name__))
-        raise InterruptedError  # flex attention has no backward on a CPU
+        seen.append((kwargs["attn_implementation"], drafter.config._attn_implementation))
+        return drafter(**kwargs)
 
     loss_of.network = network
-    with pytest.raises(InterruptedError):
-        loss_of(batch_of(EXAMPLE))
-    assert seen == [("flex_attention", "BlockMask")]
-    assert drafter.config._attn_implementation == "eager"
+    loss_of(batch_of(EXAMPLE))
+    assert seen == [(BLOCKWISE, "eager")]
+
+
+def test_a_gpu_takes_flex_attention_where_it_has_kernels(target: PreTrainedModel) -> None:
+    def attention(device: str, **fields: Any) -> str:
+        drafter = drafter_of(**fields)
+        return DrafterLoss(drafter, TappedTarget(target, drafter))._attention(torch.device(device))
+
+    assert attention("cuda", head_dim=16) == "flex_attention"
+    assert attention("cuda", head_dim=8) == attention("cuda", head_dim=16, attention_dropout=0.1) == BLOCKWISE
+    assert attention("cpu", head_dim=16) == BLOCKWISE
 
 
 def test_a_drafter_with_a_head_of_its_own_is_refused(target: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.cache_dflash import PreallocatedCache
+from dflash.training.block_attention import BLOCKWISE
 from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask
 
 
@@ -54,8 +55,8 @@ DOCUMENT_IDS = torch.tensor([[0] * 12, [0] * 5 + [1] * 5 + [-1] * 2])
 ANCHORS = torch.tensor([[4, 5, 9], [2, 7, -1]])
 
 
-def lay_out(config: DFlashConfig, use_flex: bool = False) -> BlockLayout:
-    return lay_out_blocks(INPUT_IDS, LOSS_MASK, DOCUMENT_IDS, ANCHORS, config, use_flex)
+def lay_out(config: DFlashConfig, attention: str = "sdpa") -> BlockLayout:
+    return lay_out_blocks(INPUT_IDS, LOSS_MASK, DOCUMENT_IDS, ANCHORS, config, attention)
 
 
 def document_start(row: int, column: int) -> int:
@@ -164,7 +165,7 @@ def test_flex_attention_sees_what_the_dense_mask_shows(shape: str) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     config = drafter_config(**SHAPES[shape])
-    dense, flex = lay_out(config).attention_mask, lay_out(config, use_flex=True).attention_mask
+    dense, flex = lay_out(config).attention_mask, lay_out(config, "flex_attention").attention_mask
     assert dense.keys() == flex.keys()
     for name, mask in flex.items():
         assert mask.shape == (2, 1, 12, 24)
@@ -180,7 +181,7 @@ def test_flex_attention_gives_the_drafters_same_states(shape: str) -> None:
     noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
     states = {}
     for attention in ("sdpa", "flex_attention"):
-        layout = lay_out(config, use_flex=attention == "flex_attention")
+        layout = lay_out(config, attention)
         drafter.set_attn_implementation(attention)
         # Not compiled: what the kernel computes is not asked here, and a compiler may be missing.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -189,6 +190,41 @@ def test_flex_attention_gives_the_drafters_same_states(shape: str) -> None:
             ).last_hidden_state
     exists = (ANCHORS >= 0).repeat_interleave(4, dim=1)  # what rows that nobody sees come to is theirs
     torch.testing.assert_close(states["flex_attention"][exists], states["sdpa"][exists], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_blockwise_mask_is_the_dense_one_without_other_blocks(shape: str) -> None:
+    config = drafter_config(**SHAPES[shape])
+    dense, blockwise = lay_out(config).attention_mask, lay_out(config, BLOCKWISE).attention_mask
+    assert dense.keys() == blockwise.keys()
+    for name, mask in blockwise.items():
+        assert mask.shape == (2, 1, 12, 16)
+        for block in range(3):
+            rows, own = slice(4 * block, 4 * block + 4), slice(12 + 4 * block, 16 + 4 * block)
+            assert torch.equal(mask[:, :, rows, :12], dense[name][:, :, rows, :12])
+            assert torch.equal(mask[:, :, rows, 12:], dense[name][:, :, rows, own])
+            assert dense[name][:, :, rows].sum() == mask[:, :, rows].sum()  # of other blocks it sees nothing
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blockwise_attention_gives_the_same_states_and_gradients(shape: str, heads: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    config = drafter_config(**SHAPES[shape], num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    drafter = DFlashDraftModel(config)
+    noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
+    exists = (ANCHORS >= 0).repeat_interleave(4, dim=1)
+    weights = torch.randn(2, 12, 16) * exists[..., None]  # what rows that nobody sees come to is theirs
+    states, gradients = {}, {}
+    for attention in ("sdpa", BLOCKWISE):
+        layout = lay_out(config, attention)
+        states[attention] = drafter(
+            noise_embeds, features, layout.position_ids, layout.attention_mask, attn_implementation=attention
+        ).last_hidden_state
+        gradients[attention] = torch.autograd.grad((states[attention] * weights).sum(), list(drafter.parameters()))
+    torch.testing.assert_close(states[BLOCKWISE][exists], states["sdpa"][exists], rtol=0, atol=1e-5)
+    for ours, theirs in zip(gradients[BLOCKWISE], gradients["sdpa"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from dflash.configuration_dflash import DFlashConfig
 from dflash.masks_dflash import additive_mask, causal_visibility, sees
+
+from .block_attention import BLOCKWISE
 
 
 # The document of an absent anchor: no token's, and not that of padding.
@@ -34,8 +37,9 @@ class BlockLayout:
         is_learned: Rows that are trained, bool [B, R]: those that propose, up to the end of the anchor's response.
         previous: Columns of the tokens before the labels, [B, R]: where the target says what the label should be.
         position_ids: Positions of the context, then of the rows, [B, S + R].
-        attention_mask: Per layer type, who sees whom: True where a row sees a key, bool [B, 1, R, S + R], or the same as
-            flex attention's `BlockMask`.
+        attention_mask: Per layer type, who sees whom, in the form that the attention takes: True where a row sees a key,
+            bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the row's own block, [B, 1, R, S + N];
+            for "flex_attention" its `BlockMask`.
     """
 
     token_ids: torch.Tensor
@@ -70,9 +74,9 @@ def lay_out_blocks(
     document_ids: torch.Tensor,  # [B, S], negative for padding
     anchors: torch.Tensor,  # [B, A] columns, negative for none
     config: DFlashConfig,
-    use_flex: bool = False,
+    attention: str = "sdpa",
 ) -> BlockLayout:
-    """The rows of all blocks that begin at `anchors`; `use_flex` gives block masks of flex attention.
+    """The rows of all blocks that begin at `anchors`, with the masks that `attention` takes.
 
     A row sees the context of its own document strictly before its anchor, and its own block; never another block, which
     may overlap it. Rows of an absent anchor are there to keep the shape: they are not learned and nobody sees them.
@@ -126,11 +130,17 @@ def lay_out_blocks(
         return visible
 
     shape = batch, row_positions.shape[1], position_ids.shape[1]
+    if attention == "flex_attention":
+        make_mask = _block_mask
+    elif attention == BLOCKWISE:
+        make_mask = partial(_blockwise_mask, block_size=block_size)
+    else:
+        make_mask = _dense_mask
     masks: dict[str, Any] = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:
             visible = visibility(config.is_layer_causal(layer), config.layer_window(layer))
-            masks[layer_type] = (_block_mask if use_flex else _dense_mask)(visible, shape, input_ids.device)
+            masks[layer_type] = make_mask(visible, shape, input_ids.device)
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
@@ -145,6 +155,17 @@ def _dense_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.
     """Bool [B, 1, Q, K]."""
     b, q, k = (torch.arange(size, device=device) for size in shape)
     return visible(b[:, None, None], None, q[None, :, None], k[None, None, :])[:, None]
+
+
+def _blockwise_mask(
+    visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int
+) -> torch.Tensor:
+    """Of each row's keys those that any row of its block sees: the context's and its own block's, bool [B, 1, Q, S + N]."""
+    batch, rows, keys = shape
+    b, q = torch.arange(batch, device=device), torch.arange(rows, device=device)
+    context = torch.arange(keys - rows, device=device).expand(rows, -1)
+    own = keys - rows + (q - q % block_size)[:, None] + torch.arange(block_size, device=device)
+    return visible(b[:, None, None], None, q[None, :, None], torch.cat([context, own], dim=1)[None])[:, None]
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:

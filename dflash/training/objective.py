@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
 
 from .batches import Batch
+from .block_attention import BLOCKWISE
 from .losses import (
     DraftCounts,
     chunked_loss,
@@ -79,21 +79,21 @@ class DrafterLoss:
 
     def __call__(self, batch: Batch, states: TargetStates | None = None) -> tuple[torch.Tensor, DraftCounts]:
         """The loss, summed over the batch's blocks, and its counts; `states` are what the target says, if known already."""
-        use_flex = self._use_flex(batch.input_ids.device)
+        attention = self._attention(batch.input_ids.device)
         layout = lay_out_blocks(
-            batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config, use_flex
+            batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config, attention
         )
         if states is None:
             states = self.target(batch, wants_states=self.reads_target)
         with torch.no_grad():
             noise_embeds = self.tapped.embed(layout.token_ids)
-        with _attention(self.drafter, "flex_attention" if use_flex else None):
-            hidden_states = self.network(
-                noise_embeds=noise_embeds,
-                context_hidden_states=states.features,
-                position_ids=layout.position_ids,
-                attention_mask=layout.attention_mask,
-            ).last_hidden_state.flatten(0, 1)  # [B * R, D]
+        hidden_states = self.network(
+            noise_embeds=noise_embeds,
+            context_hidden_states=states.features,
+            position_ids=layout.position_ids,
+            attention_mask=layout.attention_mask,
+            attn_implementation=attention,
+        ).last_hidden_state.flatten(0, 1)  # [B * R, D]
 
         block_size = self.config.block_size
         first = block_size - self.config.num_proposals  # the anchor's row proposes nothing, as a rule
@@ -145,17 +145,7 @@ class DrafterLoss:
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         return self.drafter.compute_logits(states, self.tapped.head)
 
-    def _use_flex(self, device: torch.device) -> bool:
-        """On a GPU, where a dense mask would be large and mostly empty; its kernels take no dropout and no narrow heads."""
-        return device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
-
-
-@contextmanager
-def _attention(drafter: DFlashDraftModel, implementation: str | None) -> Iterator[None]:
-    """The drafter with another attention inside the `with`; decoding keeps its own."""
-    own = drafter.config._attn_implementation
-    drafter.config._attn_implementation = implementation or own
-    try:
-        yield
-    finally:
-        drafter.config._attn_implementation = own
+    def _attention(self, device: torch.device) -> str:
+        """What passes over the keys that nobody sees; flex attention's kernels take no dropout and no narrow heads."""
+        has_kernels = device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
+        return "flex_attention" if has_kernels else BLOCKWISE

@@ -83,7 +83,10 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
     layers = config.num_hidden_layers * rows * (kept * config.hidden_size + inner) * width
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
-    masks = (rows // sequences) * (tokens + rows) * width
+    # Flex attention holds none of its scores; the other one keeps those of each head, in all layers or in the one at work.
+    scored = 1 if settings.gradient_checkpointing else config.num_hidden_layers
+    is_held = trainer.accelerator.device.type != "cuda"
+    scores = is_held * rows * (longest + config.block_size) * (1 + scored * config.num_attention_heads) * width
     logits = 3 * min(settings.chunk_rows, rows) * config.vocab_size * 4
     return {
         "target": sum(parameter.numel() * parameter.element_size() for parameter in trainer.target.parameters())
@@ -92,7 +95,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
         "gradients": weights,
         "optimiser": moments,
         "features of the target": context,
-        "activations of the drafter": layers + masks,
+        "activations of the drafter": layers + scores,
         "logits of a chunk": logits,
     }
 

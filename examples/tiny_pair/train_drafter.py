@@ -247,8 +247,6 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         num_hidden_layers=scale.layers,
         intermediate_size=arguments.intermediate,
     )
-    # Plain attention is the faster one here, as for the target.
-    drafter.set_attn_implementation("eager")
     choosing += [problem.question for problem in generate(scale.choice_prompts, CHOICE_SEED, "heldout")]
     record = train(
         drafter,
