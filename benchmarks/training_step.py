@@ -71,7 +71,7 @@ class NaiveLoss:
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, None]:
         config = self.drafter.config
-        layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config)
+        layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
         with torch.no_grad():
             cache = self.tapped.new_cache(batch.input_ids.shape[1])
             _, features = self.tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])

@@ -90,6 +90,8 @@ class DFlashAttn(nn.Module):
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, C + N, E]
         key = key * cos + rotate_half(key) * sin
         query = query * cos[:, :, -num_rows:] + rotate_half(query) * sin[:, :, -num_rows:]
+        # Under autocast norms come out in their weights' dtype, and not every attention takes two.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 

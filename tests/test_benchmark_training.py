@@ -66,13 +66,17 @@ def test_cells_change_one_thing_and_are_shared_between_axes(benchmark: ModuleTyp
     assert {cell.key for cell in cells["loss"]} & {cell.key for cell in cells["labels"]} == {"base", "loss=forward_kl"}
 
 
-def test_the_interval_is_students(benchmark: ModuleType) -> None:
+def test_the_intervals_are_students_and_gains_those_of_one_seed(benchmark: ModuleType) -> None:
     rows = [
-        {"target": "t", "axis": "a", "cell": "c", "tau": tau, "accepted_per_block": tau, "seconds": None}
-        for tau in (1.0, 2.0, 3.0)
+        {"target": "t", "axis": "a", "cell": cell, "seed": seed, "is_base": cell == "base", "tau": tau}
+        | {"accepted_per_block": tau, "seconds": None}
+        for cell, taus in (("base", (1.0, 2.0, 3.0)), ("other", (1.5, 2.5, 4.5)))
+        for seed, tau in enumerate(taus)
     ]
-    (row,) = benchmark.summarise(rows)
-    assert (row["tau"], row["tau_interval"], row["seconds"]) == (2.0, 2.4843, None)  # 4.303 / sqrt(3)
+    base, other = benchmark.summarise(rows)
+    assert (base["tau"], base["tau_interval"], base["seconds"]) == (2.0, 2.4843, None)  # 4.303 / sqrt(3)
+    assert (base["gain"], base["gain_interval"]) == (None, None)
+    assert (other["gain"], other["gain_interval"]) == (0.8333, 1.4343)  # of 0.5, 0.5 and 1.5
     assert benchmark.summarise(rows[:1])[0]["tau_interval"] is None
 
 

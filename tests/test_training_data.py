@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash.embedded import TARGET_NAME, embedded_path
 from dflash.training.anchors import fixed_anchors
-from dflash.training.checks import check_mask_token, check_tokenizer, usable_examples
+from dflash.training.checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
 from dflash.training.data import Example, encode, load_examples, with_response, write_examples
 
 
@@ -238,11 +238,29 @@ def test_a_mask_token_that_means_something_is_refused(mask_token_id: int, messag
     check_mask_token(49, vocab_size=50, pad_token_id=None, eos_token_ids=[])
 
 
+def test_sequences_and_prompts_beyond_the_targets_positions_are_refused() -> None:
+    example = with_response([3, 4], [5, 6, 7])
+    check_lengths([example], [[3, 4]], 5)
+    check_lengths([example], [[3] * 99], None)
+    with pytest.raises(
+        ValueError, match="A sequence has 5 tokens and the target 4 positions: give a max_length of at"
+    ):
+        check_lengths([example], [], 4)
+    with pytest.raises(ValueError, match="A held-out prompt has 5 tokens and the target 5 positions"):
+        check_lengths([example], [[3] * 5], 5)
+
+
+def test_columns_that_are_empty_in_a_row_do_not_say_its_form(tokenizer: Any) -> None:
+    row = {"text": "once upon a time", "messages": None, "completion": None, "response_ids": None}
+    assert encode(row, tokenizer) == encode({"text": row["text"]}, tokenizer)
+
+
 def test_a_tokenizer_of_another_vocabulary_is_refused(tokenizer: Any) -> None:
     size = len(tokenizer)
     check_tokenizer(tokenizer, size)
     check_tokenizer(tokenizer, size + 64)  # rows to spare
-    for vocab_size in (size - 1, 3 * size):
+    check_tokenizer(tokenizer, int(size / 1.01) + 1)  # a token or two that a text-only target never reads
+    for vocab_size in (int(size / 1.02), 3 * size):
         with pytest.raises(ValueError, match=rf"knows {size} tokens and the target's vocabulary is {vocab_size}"):
             check_tokenizer(tokenizer, vocab_size)
 

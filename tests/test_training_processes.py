@@ -54,9 +54,22 @@ def _join(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
 
 
 def sharded_and_stopped(rank: int, folder: Path) -> None:
-    """Runs with both models in pieces; then whole, but stopped by a signal to the second process, and resumed."""
-    short(folder / "sharded", replace(SHORT, shard=True, shard_target=True, gradient_accumulation_steps=2))
-    output = folder / "stopped"
+    """Runs with both models in pieces and with whole ones; each also stopped by a signal to the second process, and resumed."""
+    sharded = replace(SHORT, shard=True, shard_target=True, gradient_accumulation_steps=2)
+    short(folder / "sharded", sharded)
+    stop_and_go_on(rank, folder / "sharded and stopped", sharded)
+    stop_and_go_on(rank, folder / "stopped", SHORT)
+    short(folder / "unstopped", SHORT)
+    try:
+        short(folder / "unstopped", SHORT)
+    except ValueError as error:  # found by the first process, and told to all
+        (folder / f"refused by {rank}").write_text(str(error))
+    norms = {name: gradient_norms(shard=name == "sharded") for name in ("sharded", "unstopped")}
+    if rank == 0:
+        (folder / "norms.json").write_text(json.dumps(norms))
+
+
+def stop_and_go_on(rank: int, output: Path, settings: TrainingSettings) -> None:
     if rank == 1:  # `on_point` is the first process's, so the signal comes with a measurement of its own
         from dflash.training import trainer
 
@@ -68,13 +81,9 @@ def sharded_and_stopped(rank: int, folder: Path) -> None:
             return measure(*arguments)
 
         trainer.measure_acceptance = signalling
-    record = short(output, SHORT)
+    record = short(output, settings)
     assert record.stopped_at == 3
-    short(output, SHORT, resume=True)
-    short(folder / "unstopped", SHORT)
-    norms = {name: gradient_norms(shard=name == "sharded") for name in ("sharded", "unstopped")}
-    if rank == 0:
-        (folder / "norms.json").write_text(json.dumps(norms))
+    short(output, settings, resume=True)
 
 
 def gradient_norms(**changes: Any) -> list[float]:
@@ -122,8 +131,27 @@ def test_gradients_are_those_of_the_mean_over_all_processes(folder: Path, name: 
 
 
 def test_two_processes_stopped_by_a_signal_to_one_go_on_bit_for_bit(folder: Path) -> None:
-    assert written(folder / "stopped") == written(folder / "unstopped")
-    assert not state_folder(folder / "stopped").exists()
+    for stopped, unstopped in (("stopped", "unstopped"), ("sharded and stopped", "sharded")):
+        assert written(folder / stopped) == written(folder / unstopped)
+        assert not state_folder(folder / stopped).exists()
+
+
+def test_all_processes_refuse_what_the_first_one_finds(folder: Path) -> None:
+    said = {(folder / f"refused by {rank}").read_text() for rank in range(2)}
+    assert len(said) == 1
+    assert "unstopped holds another run" in said.pop()
+
+
+def test_a_target_is_spread_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole it may be larger than a device."""
+    from dflash.training import trainer
+
+    target, order = make_target(), []
+    monkeypatch.setattr(trainer, "shard_layers", lambda *_: order.append("spread"))
+    monkeypatch.setattr(target, "to", lambda *_: order.append("moved"))
+    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4)
+    Trainer(drafter, target, examples(13), replace(SHORT, shard_target=True))
+    assert order == ["spread", "moved"]
 
 
 @pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 3}, {"gradient_checkpointing": True}])

@@ -23,6 +23,7 @@ from tiny_models import MASK_TOKEN_ID, PAD_TOKEN_ID, make_target
 
 from dflash import DFlashDraftModel
 from dflash.training import (
+    Acceptance,
     Example,
     TrainingRecord,
     TrainingSettings,
@@ -63,7 +64,8 @@ def examples(count: int = 12) -> list[Example]:
 def run(output: Path, settings: TrainingSettings = SETTINGS, **arguments: Any) -> TrainingRecord:
     target = make_target()
     torch.manual_seed(3)
-    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4)
+    block_size = arguments.pop("block_size", 4)
+    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=block_size)
     data = arguments.pop("data", examples())
     prompts = [example.prompt_ids for example in data[:3]]
     return train(drafter, target, data, prompts, settings, output, show_progress=False, **arguments)
@@ -98,17 +100,52 @@ def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
     state = state_folder(output) / "state.json"
     while not state.exists() and process.poll() is None:
         time.sleep(0.005)
-    delay = random.SystemRandom().uniform(0.0, 0.25)
+    delay = random.SystemRandom().uniform(0.0, 0.4)
     time.sleep(delay)
     process.kill()
     assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
     clear_leftovers(state_folder(output))
     step = json.loads(state.read_text())["step"]
-    assert 0 < step < SETTINGS.steps
+    assert 0 <= step < SETTINGS.steps
     record = run(output, resume=True)
     assert written(output) == unbroken[0], f"killed {delay:.3f} s after the first state, resumed from step {step}"
     assert record.curve == unbroken[1].curve
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_run_killed_behind_its_first_checkpoint_and_before_its_first_state_begins_again(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+) -> None:
+    """What it left is an unfinished run's, and no finished checkpoint."""
+    output = tmp_path / "drafter"
+
+    def die(point: dict[str, Any]) -> None:
+        if point["step"] == 14:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run(output, replace(SETTINGS, save_every=1000), on_point=die)
+    assert json.loads((output / "training.json").read_text())["best_step"] == 7
+    run(output, resume=True)
+    assert written(output) == unbroken[0]
+
+
+def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash.training import trainer
+
+    output, taus, seen = tmp_path / "drafter", iter((2, 5, 5, 4)), []
+
+    def measured(drafter: DFlashDraftModel, *arguments: Any) -> Acceptance:
+        seen.append({name: value.clone() for name, value in drafter.state_dict().items()})
+        return Acceptance(steps=10, committed=10 * next(taus), kept=10)
+
+    monkeypatch.setattr(trainer, "measure_acceptance", measured)
+    record = run(output)
+    assert (record.best_step, record.best_tau, [point["tau"] for point in record.curve]) == (14, 5.0, [2, 5, 5, 4])
+    saved = DFlashDraftModel.from_pretrained(output).state_dict()
+    assert saved.keys() == seen[1].keys()
+    assert all(torch.equal(saved[name], value.to(saved[name].dtype)) for name, value in seen[1].items())
+    assert any(not torch.equal(saved[name], value.to(saved[name].dtype)) for name, value in seen[2].items())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -197,7 +234,14 @@ def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path)
         run(output, replace(SETTINGS, learning_rate=1e-3, seed=4), resume=True)
     with pytest.raises(ValueError, match=r"data: [0-9a-f]{16}, now [0-9a-f]{16}; held_out"):
         run(output, data=examples(11)[::-1], resume=True)
-    record = run(output, replace(SETTINGS, save_every=50, license="mit"), resume=True)  # these change nothing learned
+    with pytest.raises(ValueError, match=r"drafter: [0-9a-f]{16}, now [0-9a-f]{16}\)"):
+        run(output, block_size=5, resume=True)
+    state = state_folder(output) / "state.json"
+    state.write_text(state.read_text().replace('"processes": 1', '"processes": 3'))
+    said: list[str] = []
+    free = replace(SETTINGS, save_every=50, license="mit")  # these change nothing learned
+    record = run(output, free, resume=True, announce=said.append)
+    assert "The run began in 3 processes and goes on in 1" in said[0]
     assert record.curve[-1]["step"] == SETTINGS.steps
 
 
@@ -261,8 +305,9 @@ def test_a_kill_while_the_state_is_replaced_loses_none(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_a_loss_that_is_not_a_number_leaves_state_and_checkpoint_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["loss", "norm of the gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     from dflash.training import trainer
 
@@ -274,13 +319,15 @@ def test_a_loss_that_is_not_a_number_leaves_state_and_checkpoint_as_they_were(
         result = forward(self, *args, **kwargs)
         if self.training:
             calls.append(1)
-            if len(calls) == 17:
+            if len(calls) == 17 and what != "loss":
+                result.last_hidden_state.register_hook(lambda gradient: gradient * float("inf"))
+            elif len(calls) == 17:
                 result.last_hidden_state = result.last_hidden_state * float("nan")
         return result
 
     monkeypatch.setattr(trainer.DFlashDraftModel, "forward", failing)
     with pytest.raises(
-        FloatingPointError, match=r"loss of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
+        FloatingPointError, match=rf"{what} of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
     ):
         run(output)
     assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15

@@ -65,9 +65,8 @@ def regenerate(
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
     hide_loading_bars()
     from dflash.evaluation import Processes
+    from dflash.evaluation.records import command
     from dflash.training import RegenerationSettings, regenerate_data
-
-    from .train import command
 
     settings = RegenerationSettings(
         max_new_tokens=max_new_tokens,

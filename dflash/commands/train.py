@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -51,6 +50,7 @@ def train(
         _rehearse(str(places["target"]), str(places["data"]), settings)
         return
 
+    from dflash.evaluation.records import command
     from dflash.training import train_drafter
 
     record = train_drafter(
@@ -71,11 +71,6 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         print(f"{places['output']}: step {record.best_step}{tau}")
-
-
-def command() -> str:
-    """What was typed, with paths of this machine cut to their last part."""
-    return shlex.join(["dflash", *(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])])
 
 
 def _announce(sentence: str) -> None:

@@ -31,7 +31,7 @@ def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, 
         "kind": kind,
         "command": command(),
         "revision": revision(),
-        "environment": {"dflash": _version(), "python": platform.python_version(), **environment},
+        "environment": {"dflash": version(), "python": platform.python_version(), **environment},
         **content,
     }
 
@@ -92,7 +92,8 @@ def _without_place(word: str) -> str:
     return option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value)
 
 
-def _version() -> str | None:
+def version() -> str | None:
+    """This library's, `None` where it is not installed."""
     try:
         return metadata.version("dflash-transformers")
     except metadata.PackageNotFoundError:

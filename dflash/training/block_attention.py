@@ -46,7 +46,7 @@ def blockwise_attention(
         dim=-1,
     )  # [B, G, A, H / G * N, S + N]
     mask = attention_mask.view(batch, 1, blocks, 1, block_size, -1).expand(-1, -1, -1, shared, -1, -1)
-    weights = (scores.unflatten(3, (shared, block_size)) + mask).flatten(3, 4)
+    weights = (scores.unflatten(3, (shared, block_size)) + mask.to(scores.dtype)).flatten(3, 4)
     weights = functional.dropout(weights.softmax(dim=-1).to(value.dtype), dropout)
     seen, own = weights.split([length, block_size], dim=-1)
     output = (seen.flatten(2, 3) @ context_value).view_as(rows) + own @ block_value.unflatten(2, (blocks, block_size))

@@ -73,6 +73,7 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
     Raises:
         ValueError: for a row of another form, or a chat template that does not mark what the assistant says.
     """
+    row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
     if "response_ids" in row:
         return with_response(row["prompt_ids"], row["response_ids"], row.get("response_mask"))
     if "completion" in row:

@@ -72,14 +72,17 @@ class CachedFeatures:
         return TargetStates(*(wide[name].to(batch.input_ids.device) for name in names))
 
 
-def facts_of(target: FrozenTarget, examples: Sequence[Example], wants_states: bool) -> dict[str, Any]:
-    """What features belong to: the target, the layers, the data, and whether its last states are among them."""
+def facts_of(
+    target: FrozenTarget, examples: Sequence[Example], wants_states: bool, precision: str = "no"
+) -> dict[str, Any]:
+    """What features belong to: target and layers, the precision they run in, the data; and whether last states are there."""
     model = target.tapped.target
     return {
         "target": model_fingerprint(model),
         "target_layer_ids": list(target.tapped.drafter.config.target_layer_ids),
         "data": fingerprint(examples),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "mixed_precision": precision,
         "has_last_states": wants_states,
     }
 
@@ -100,6 +103,7 @@ def write_features(
     wants_states: bool,
     batch_tokens: int,
     autocast: AbstractContextManager[Any] | None = None,
+    precision: str = "no",
     announce: Callable[[str], None] | None = None,
     show_progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -112,7 +116,8 @@ def write_features(
         examples: The data.
         wants_states: The target's last states too, for losses that read its logits.
         batch_tokens: Tokens that the target reads at a time.
-        autocast: The precision that the target is read in while training.
+        autocast: The precision that the target is read in while training,
+        precision: and what the settings call it.
         announce: Told how much will be written, before it is.
         show_progress: Draw a progress bar.
         shard_bytes: Size of a shard, about.
@@ -180,7 +185,11 @@ def write_features(
             bar.update(len(chosen))
         bar.close()
         close_shard()
-        manifest = facts_of(target, examples, wants_states) | {"bytes": size, "shards": shards, "documents": documents}
+        manifest = facts_of(target, examples, wants_states, precision) | {
+            "bytes": size,
+            "shards": shards,
+            "documents": documents,
+        }
         aside.write_text(json.dumps(manifest) + "\n", encoding="utf-8")
         os.replace(aside, folder / MANIFEST)
 

@@ -55,9 +55,15 @@ class Keeper:
             with saving("checkpoint", self.output):
                 save_drafter(whole, self.output, self._facts())
 
+    def keep_beginning(self) -> None:
+        """That a run has begun: a checkpoint that it leaves before its first state is no finished one."""
+        self._keep_state(None)
+
     def keep_state(self) -> None:
         """What the run needs to go on."""
-        tensors = self.trainer.state()
+        self._keep_state(self.trainer.state())
+
+    def _keep_state(self, tensors: dict[str, Any] | None) -> None:
         if self.trainer.is_first:
             self._read_clock()
             record = {name: value for name, value in vars(self.record).items() if name not in ("stopped_at", "signal")}

@@ -74,7 +74,7 @@ def lay_out_blocks(
     document_ids: torch.Tensor,  # [B, S], negative for padding
     anchors: torch.Tensor,  # [B, A] columns, negative for none
     config: DFlashConfig,
-    attention: str = "sdpa",
+    attention: str,
 ) -> BlockLayout:
     """The rows of all blocks that begin at `anchors`, with the masks that `attention` takes.
 
@@ -151,21 +151,24 @@ def lay_out_blocks(
     )
 
 
-def _dense_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-    """Bool [B, 1, Q, K]."""
+def _dense_mask(
+    visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Bool [B, 1, Q, K], of all keys or of those asked for, [1 or Q, K]."""
     b, q, k = (torch.arange(size, device=device) for size in shape)
-    return visible(b[:, None, None], None, q[None, :, None], k[None, None, :])[:, None]
+    return visible(b[:, None, None], None, q[None, :, None], k[None, None] if keys is None else keys[None])[:, None]
 
 
 def _blockwise_mask(
     visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int
 ) -> torch.Tensor:
     """Of each row's keys those that any row of its block sees: the context's and its own block's, bool [B, 1, Q, S + N]."""
-    batch, rows, keys = shape
-    b, q = torch.arange(batch, device=device), torch.arange(rows, device=device)
-    context = torch.arange(keys - rows, device=device).expand(rows, -1)
-    own = keys - rows + (q - q % block_size)[:, None] + torch.arange(block_size, device=device)
-    return visible(b[:, None, None], None, q[None, :, None], torch.cat([context, own], dim=1)[None])[:, None]
+    _, rows, keys = shape
+    length = keys - rows
+    context = _dense_mask(visible, shape, device, torch.arange(length, device=device)[None])
+    begins = torch.arange(0, rows, block_size, device=device).repeat_interleave(block_size)
+    own = length + begins[:, None] + torch.arange(block_size, device=device)
+    return torch.cat([context, _dense_mask(visible, shape, device, own)], dim=-1)
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
@@ -174,4 +177,5 @@ def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.
 
     batch, rows, keys = shape
     # Uncompiled, it would hold [Q, K] while it is made.
-    return create_block_mask(visible, batch, None, rows, keys, device=device, _compile=device.type == "cuda")
+    make: Any = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return make(visible, batch, None, rows, keys, device=device)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .batches import epoch_rows
+from .losses import CHUNK_LOGITS
 from .trainer import Trainer
 
 
@@ -62,7 +64,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     """Bytes per process by what holds them; an estimate of what is large, from shapes alone.
 
     Weights, gradients and AdamW's two moments are fp32 (Muon keeps one moment for a matrix). The rows are those of the
-    widest batch that the settings allow: per layer about 12 tensors of a row's width and 3 of the MLP's are kept for the
+    widest batch of the first epoch: per layer about 12 tensors of a row's width and 3 of the MLP's are kept for the
     backward pass, one of them where layers are computed again.
     """
     settings, config = trainer.settings, trainer.drafter.config
@@ -72,22 +74,17 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
     moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
 
-    longest = max(map(len, trainer.examples))
-    parts = processes * settings.gradient_accumulation_steps
-    tokens = max(settings.batch_tokens // parts, longest)
-    sequences = max(1, tokens // longest)
-    supervised = max(sum(example.loss_mask) for example in trainer.examples)
-    rows = sequences * min(settings.num_anchors, supervised) * config.block_size
+    tokens, rows, scored = _widest(trainer)
     width = 2 if settings.mixed_precision == "bf16" else 4
     kept = 1 if settings.gradient_checkpointing else 12
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
     layers = config.num_hidden_layers * rows * (kept * config.hidden_size + inner) * width
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
     # Flex attention holds none of its scores; the other one keeps those of each head, in all layers or in the one at work.
-    scored = 1 if settings.gradient_checkpointing else config.num_hidden_layers
+    scoring = 1 if settings.gradient_checkpointing else config.num_hidden_layers
     is_held = trainer.accelerator.device.type != "cuda"
-    scores = is_held * rows * (longest + config.block_size) * (1 + scored * config.num_attention_heads) * width
-    logits = 3 * min(settings.chunk_rows, rows) * config.vocab_size * 4
+    scores = is_held * scored * (1 + scoring * config.num_attention_heads) * width
+    logits = 3 * min(settings.chunk_rows or max(1, CHUNK_LOGITS // config.vocab_size), rows) * config.vocab_size * 4
     return {
         "target": sum(parameter.numel() * parameter.element_size() for parameter in trainer.target.parameters())
         // (processes if settings.shard_target else 1),
@@ -98,6 +95,22 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
         "activations of the drafter": layers + scores,
         "logits of a chunk": logits,
     }
+
+
+def _widest(trainer: Trainer) -> tuple[int, int, int]:
+    """The most columns, rows of blocks, and pairs of a row and a key that a part of a batch has in the first epoch."""
+    settings, block_size = trainer.settings, trainer.drafter.config.block_size
+    parts = trainer.accelerator.num_processes * settings.gradient_accumulation_steps
+    lengths = [len(example) for example in trainer.examples]
+    blocks = [min(settings.num_anchors, sum(example.loss_mask)) for example in trainer.examples]
+    sizes = []
+    for batch in epoch_rows(lengths, 0, **trainer.cut()):
+        share = -(-len(batch) // parts)
+        width = max(sum(lengths[i] for i in row) for row in batch)
+        rows = share * max(sum(blocks[i] for i in row) for row in batch) * block_size
+        sizes.append((share * width, rows, rows * (width + block_size)))
+    columns, all_rows, pairs = zip(*sizes, strict=True)
+    return max(columns), max(all_rows), max(pairs)
 
 
 def peak_memory(device: torch.device) -> int | None:

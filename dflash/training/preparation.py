@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.modeling_dflash import DFlashDraftModel
-from dflash.validation_dflash import check_pair
+from dflash.validation_dflash import check_pair, max_positions
 
 from .answer_file import manifest_path, read_manifest
 from .checks import check_mask_token, check_tokenizer, usable
@@ -92,8 +92,13 @@ def prepare(
         raise ValueError(
             f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be reached."
         ) from error
+    lengths = [length for length in (settings.max_length, max_positions(model)) if length is not None]
     examples = load_examples(
-        data, tokenizer, split=settings.split, max_length=settings.max_length, enable_thinking=settings.thinking
+        data,
+        tokenizer,
+        split=settings.split,
+        max_length=min(lengths, default=None),
+        enable_thinking=settings.thinking,
     )
     check_tokenizer(tokenizer, model.config.get_text_config(decoder=True).vocab_size)
     with torch.random.fork_rng():

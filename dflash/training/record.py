@@ -18,6 +18,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.card_dflash import write_card
+from dflash.evaluation.records import version
 from dflash.modeling_dflash import DFlashDraftModel
 
 from .data import Example, fingerprint
@@ -26,6 +27,9 @@ from .settings import TrainingSettings
 
 # Of each of a model's tensors so many values go into its fingerprint: enough to tell two trainings apart, and cheap.
 SAMPLED_VALUES = 64
+
+# What a config says about a machine or an installation and not about the model.
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
 @dataclass
@@ -63,15 +67,20 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def describe_inputs(
-    target: PreTrainedModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
+    target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Target and data by size and fingerprint, without a path of the machine."""
+    """Models, data and prompts by size and fingerprint, without a path of the machine."""
+    shape = {name: value for name, value in drafter.config.to_dict().items() if name not in NOT_THE_MODEL}
     return {
         "target": {
             "class": type(target).__name__,
             "parameters": sum(parameter.numel() for parameter in target.parameters()),
             "revision": getattr(target.config, "_commit_hash", None),  # on the Hub
             "fingerprint": model_fingerprint(target),
+        },
+        "drafter": {
+            "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+            "fingerprint": hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16],
         },
         "data": {
             "examples": len(examples),
@@ -100,11 +109,13 @@ def describe_run(
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         **inputs,
         "versions": {
+            "dflash": version(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "accelerate": accelerate.__version__,
         },
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "seconds": record.seconds,
         "best_step": record.best_step,
         "curve": record.curve,

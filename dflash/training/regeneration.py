@@ -27,11 +27,7 @@ from dflash.validation_dflash import max_positions
 from dflash.verification_dflash import PositionNoise, choose_sampled
 
 from .data import Example, with_response
-from .record import model_fingerprint
-
-
-# What a config says about a machine or an installation and not about the model.
-NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+from .record import NOT_THE_MODEL, model_fingerprint
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
+from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
@@ -17,14 +17,14 @@ from dflash.evaluation import stopwatch
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.validation_dflash import max_positions
 
-from .checks import check_prompts, usable
+from .checks import check_lengths, usable
 from .data import Example
 from .interruption import StopSignal
 from .keeping import Keeper
 from .record import TrainingRecord, describe_inputs
 from .settings import TrainingSettings
 from .state import claim_output, read_tensors, refuse_changes, state_folder
-from .trainer import StepFigures, Trainer
+from .trainer import StepFigures, Trainer, is_cpu_alone
 
 
 def train(
@@ -72,18 +72,23 @@ def train(
     """
     elapsed = stopwatch()
     output = Path(output).expanduser().absolute()
-    processes = accelerate.PartialState(cpu=not torch.cuda.is_available())
-    with processes.main_process_first():
-        saved = claim_output(output, resume, overwrite)
+    saved = _claim(output, resume, overwrite)
     state = None if saved is None else read_tensors(state_folder(output))
     examples = usable(examples, drafter, target, announce)
-    check_prompts(held_out, max_positions(target))
-    inputs = describe_inputs(target, examples, held_out)
+    check_lengths(examples, held_out, max_positions(target))
+    inputs = describe_inputs(target, drafter, examples, held_out)
     if saved is not None:
         refuse_changes(settings, inputs, saved)
     trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
     record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
     keeper = Keeper(trainer, output, inputs, provenance or {}, record, elapsed)
+    if saved is None:
+        keeper.keep_beginning()
+    elif saved["processes"] != trainer.accelerator.num_processes and announce is not None:
+        announce(
+            f"The run began in {saved['processes']} processes and goes on in {trainer.accelerator.num_processes}: it learns "
+            "the same, but sums round another way."
+        )
     display = _Display(trainer, show_progress, on_point)
 
     last = trainer.num_steps
@@ -110,6 +115,21 @@ def train(
     display.close()
     trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
     return record
+
+
+def _claim(output: Path, resume: bool, overwrite: bool) -> dict[str, Any] | None:
+    """`claim_output` by the first process; what it found, or why it refused, is told to all."""
+    found: list[Any] = [None]
+    if accelerate.PartialState(cpu=is_cpu_alone()).is_main_process:
+        try:
+            found = [claim_output(output, resume, overwrite)]
+        except (ValueError, OSError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    facts: dict[str, Any] | None = found[0]
+    return facts
 
 
 class _Display:

@@ -93,8 +93,10 @@ class TrainingSettings:
     compile: bool = _setting(False, "Compile the drafter's training forward.")
     shard: bool = _setting(False, "Spread the drafter's weights and optimiser over the processes (FSDP2).")
     shard_target: bool = _setting(False, "Spread the target's layers over the processes too.")
-    features: str | None = _setting(None, "Folder of the target's features, written first if new. Default: online.")
-    chunk_rows: int = _setting(4096, "Rows whose logits exist at a time.")
+    features: str | None = _setting(
+        None, "Folder of the target's features, written first, by one process, if new. Default: online."
+    )
+    chunk_rows: int | None = _setting(None, "Rows whose logits exist at a time. Default: 256 MiB of them in fp32.")
     # What is measured and kept.
     eval_every: int = _setting(500, "Steps between measurements on the held-out prompts, and after the last step.")
     eval_new_tokens: int = _setting(256, "Length of the texts they are measured on.")
@@ -125,15 +127,15 @@ class TrainingSettings:
                 raise ValueError(f"{name}={value}: give a number above 0.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warmup_ratio={self.warmup_ratio}: give a share of the steps, from 0 to 1.")
+        if self.features is not None and self.shard_target:
+            raise ValueError(
+                f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
+                "either out."
+            )
         if self.num_taps is not None and self.target_layer_ids is not None:
             raise ValueError(
                 f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}: give the number or the layers."
             )
-
-    @classmethod
-    def from_file(cls, path: Path, **given: Any) -> TrainingSettings:
-        """The settings of a YAML file, of which `given` ones take the place."""
-        return cls(**(read_yaml(path) | given))
 
     def changed_from(self, saved: dict[str, Any]) -> list[str]:
         """`name: saved value, now value` of each setting that decides what is learned and differs from a saved one."""

@@ -29,8 +29,8 @@ def state_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.state")
 
 
-def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Writes a training state to `folder` in the place of an older one.
+def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any] | None) -> None:
+    """Writes a training state to `folder` in the place of an older one; before the first step it has no tensors.
 
     Raises:
         OSError: if it cannot be written, as on a full disk; the older one stands.
@@ -40,7 +40,8 @@ def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any]) -> 
     with saving("training state", folder):
         try:
             aside.mkdir(parents=True)
-            torch.save(tensors, aside / TENSORS_FILE)
+            if tensors is not None:
+                torch.save(tensors, aside / TENSORS_FILE)
             (aside / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             replace_folder(aside, folder)
         finally:
@@ -72,8 +73,14 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
     return facts
 
 
-def read_tensors(folder: Path) -> dict[str, Any]:
-    """Weights, optimisers and counts of a training state, on the CPU."""
+def read_tensors(folder: Path) -> dict[str, Any] | None:
+    """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"The training state {folder} is not on this machine: give an output on a disk that all machines share."
+        )
+    if not (folder / TENSORS_FILE).exists():
+        return None
     tensors: dict[str, Any] = torch.load(folder / TENSORS_FILE, map_location="cpu", weights_only=True)
     return tensors
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import accelerate
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.modeling_dflash import DFlashDraftModel
@@ -66,6 +67,11 @@ class StepFigures:
     is_stopping: bool
 
 
+def is_cpu_alone() -> bool:
+    """Whether there is no accelerator; without being told, accelerate takes several processes then for as many runs of one."""
+    return not torch.accelerator.is_available()
+
+
 class Trainer:
     """A drafter, its target and the data, and how far the one has come with the other. It writes no file.
 
@@ -91,8 +97,7 @@ class Trainer:
     ) -> None:
         self.examples = list(examples)
         self.settings = settings
-        # Without `cpu`, accelerate takes several processes without a GPU for as many runs of one.
-        self.accelerator = accelerate.Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available(), **trackers)
+        self.accelerator = accelerate.Accelerator(mixed_precision="no", cpu=is_cpu_alone(), **trackers)
         # Not accelerate's, which is one for all runs of a process.
         self._autocast = torch.autocast(
             self.accelerator.device.type, torch.bfloat16, enabled=settings.mixed_precision == "bf16"
@@ -135,6 +140,8 @@ class Trainer:
     def _place_models(self, drafter: DFlashDraftModel, state: dict[str, Any] | None) -> None:
         settings, device = self.settings, self.accelerator.device
         movable: Any = self.target.requires_grad_(False).eval()
+        if settings.shard_target:  # before it is moved: as a whole it may be larger than a device
+            shard_layers(self.target, list(decoder_layers(self.target)))
         if not hasattr(self.target, "hf_device_map"):
             movable.to(device)
         if state is not None:
@@ -143,8 +150,6 @@ class Trainer:
         drafter.to(device)
         if settings.shard or self.accelerator.is_fsdp2:
             shard_drafter(drafter)
-        if settings.shard_target:
-            shard_layers(self.target, list(decoder_layers(self.target)))
 
     def feature_bytes(self) -> int:
         """What the target's features of the data would take on disk."""
@@ -165,11 +170,12 @@ class Trainer:
                 wants_states=wants_states,
                 batch_tokens=settings.batch_tokens,
                 autocast=self._autocast,
+                precision=settings.mixed_precision,
                 announce=announce,
                 show_progress=announce is not None,
             )
         self.accelerator.wait_for_everyone()
-        return CachedFeatures(folder, facts_of(frozen, self.examples, wants_states))
+        return CachedFeatures(folder, facts_of(frozen, self.examples, wants_states, settings.mixed_precision))
 
     @property
     def is_first(self) -> bool:
@@ -180,7 +186,7 @@ class Trainer:
         """One optimiser step on the next batch; `stop` is this process's wish, which all get to know.
 
         Raises:
-            FloatingPointError: if the loss is not a number; the weights are those of the step before.
+            FloatingPointError: if loss or gradient are not finite; the weights are those of the step before.
         """
         self.drafter.train()
         accelerator, settings = self.accelerator, self.settings
@@ -197,13 +203,15 @@ class Trainer:
         assert counts is not None
         loss, is_stopping = join_gradients(accelerator, self.drafter, counts, stop)
         step = self.step_number + 1
-        if not math.isfinite(loss):
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        what, value = ("loss", loss) if not math.isfinite(loss) else ("norm of the gradient", norm.item())
+        if not math.isfinite(value):
             raise FloatingPointError(
-                f"The loss of step {step} is {loss}, on batch {place.index} of epoch {place.epoch} "
+                f"The {what} of step {step} is {value}, on batch {place.index} of epoch {place.epoch} "
                 f"({len(batch.input_ids)} sequences, the first of which begins with the ids {batch.input_ids[0, :8].tolist()}): "
                 f"lower learning_rate={settings.learning_rate}, set mixed_precision='no', or look at that batch."
             )
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.max_grad_norm)
         factor = rate_factor(step, self.num_steps, settings.warmup_ratio)
         for optimizer, peak in zip(self.optimizers, self._peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * factor
@@ -212,7 +220,7 @@ class Trainer:
         self.counts = _added(self.counts, counts)
         self.step_number = step
         self.next_place = Place(place.epoch, place.index + 1)
-        return StepFigures(loss, float(getattr(norm, "full_tensor", lambda: norm)()), factor, is_stopping)
+        return StepFigures(loss, norm.item(), factor, is_stopping)
 
     def measure(self, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
         """A point of the curve: what was counted since the last one, and true acceptance on the `held_out` prompts."""
@@ -264,9 +272,9 @@ class Trainer:
     def batches_per_epoch(self) -> int:
         """Batches that hold all data once; in later epochs one more or less, where sequences meet other neighbours."""
         lengths = [len(example) for example in self.examples]
-        return len(epoch_rows(lengths, 0, **self._cut()))
+        return len(epoch_rows(lengths, 0, **self.cut()))
 
-    def _cut(self) -> dict[str, Any]:
+    def cut(self) -> dict[str, Any]:
         """What decides which documents share a batch."""
         settings = self.settings
         return {"batch_tokens": settings.batch_tokens, "seed": settings.seed, "pack_length": self._pack_length}
@@ -282,7 +290,7 @@ class Trainer:
                 pad_token_id=self.target.config.get_text_config(decoder=True).pad_token_id or 0,
                 fixed_stride=self.drafter.config.block_size if self.settings.anchors == "fixed" else None,
                 first=first,
-                **self._cut(),
+                **self.cut(),
             )
             for index, batch in enumerate(batches, start=first):
                 yield Place(epoch, index), batch
