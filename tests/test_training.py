@@ -4,6 +4,7 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from dflash import DFlashDraftModel, generate_blocks
 from dflash.target_dflash import TappedTarget
 from dflash.training import (
     Example,
+    Trainer,
     TrainingSettings,
+    acceptance,
     measure_acceptance,
     new_drafter,
     read_examples,
@@ -27,6 +30,7 @@ from dflash.training.batches import batch_indices, collate, epoch_batches
 from dflash.training.data import encode
 from dflash.training.objective import DrafterLoss
 from dflash.training.optimizers import build_optimizers, rate_factor
+from dflash.training.planning import widest
 
 
 VOCAB, EOS, MASK_ID = 40, 1, 39
@@ -293,6 +297,82 @@ def test_rate_climbs_for_four_percent_and_falls_along_a_cosine() -> None:
     assert factors[8 + 96] == pytest.approx(0.5)
     assert all(0 < later < earlier for earlier, later in pairwise(factors[8:]))
     assert rate_factor(1, 10, 0.0) == 1.0
+
+
+RECIPE: dict[str, dict[str, Any]] = {
+    "learning_rate": {"learning_rate": 1e-2},
+    "muon_learning_rate": {"muon_learning_rate": 1e-2},
+    "warmup_ratio": {"warmup_ratio": 1.0},
+    "weight_decay": {"weight_decay": 0.5},
+    "max_grad_norm": {"max_grad_norm": 1e-4, "warmup_ratio": 1.0},
+    "loss": {"loss": "forward_kl"},
+    "position_weights": {"position_weights": "uniform"},
+    "gamma": {"gamma": 1.0},
+    "dpace_alpha": {"position_weights": "dpace", "dpace_alpha": 0.9},
+    "selector_weight": {"selector_weight": 0.1},
+    "anchors": {"anchors": "fixed"},
+    "num_anchors": {"num_anchors": 1},
+    "batch_tokens": {"batch_tokens": 96},
+    "pack_length": {"pack_length": 64},
+    "seed": {"seed": 1},
+}
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_every_part_of_the_recipe_reaches_the_weights(target: Qwen3ForCausalLM, name: str) -> None:
+    if name == "muon_learning_rate" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has Muon since 2.9")
+    selector = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+    data = written_by(target, 10)
+
+    def weights(**changes: Any) -> torch.Tensor:
+        torch.manual_seed(1)
+        drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=6, **selector)
+        trainer = Trainer(
+            drafter, target, data, settings(**({"steps": 4, "num_anchors": 3, "batch_tokens": 64} | changes))
+        )
+        for _ in range(3):
+            trainer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in drafter.parameters()])
+
+    changes = RECIPE[name]
+    before = weights(**{key: value for key, value in changes.items() if key != name})
+    assert torch.equal(before, weights(**{key: value for key, value in changes.items() if key != name}))
+    assert not torch.equal(before, weights(**changes))
+
+
+def test_acceptance_is_measured_uncompiled(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A near-tie must not depend on how many steps the process has run before: a resumed run has run fewer."""
+    asked = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        asked.append(options["compile"])
+        return generate_blocks(*args, **options)
+
+    monkeypatch.setattr(acceptance, "generate_blocks", watched)
+    assert measure_acceptance(drafter, target, [[5, 6, 7]], 8).steps > 0
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("pack_length", [None, 64])
+def test_the_memory_estimate_is_of_the_widest_batch(
+    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, pack_length: int | None
+) -> None:
+    """Where one text is long and many are short, the short ones together have more blocks."""
+    data = [with_response([3], [5] * 60), *(with_response([3, 4], [5, 6] * length) for length in (4, 5, 6, 7) * 6)]
+    trainer = Trainer(drafter, target, data, settings(num_anchors=8, batch_tokens=128, pack_length=pack_length))
+    batches = list(
+        epoch_batches(data, 0, num_anchors=8, batch_tokens=128, pad_token_id=0, seed=0, pack_length=pack_length)
+    )
+    columns, rows, pairs = widest(trainer)
+    most = {
+        "columns": max(batch.input_ids.numel() for batch in batches),
+        "rows": max(batch.anchors.numel() * 6 for batch in batches),
+        "pairs": max(batch.anchors.numel() * 6 * (batch.input_ids.shape[1] + 6) for batch in batches),
+    }
+    assert {"columns": columns, "rows": rows, "pairs": pairs} == pytest.approx(most, rel=0.3)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.cache_dflash import PreallocatedCache
-from dflash.training.block_attention import BLOCKWISE
+from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask
 
 
@@ -227,22 +228,42 @@ def test_blockwise_attention_gives_the_same_states_and_gradients(shape: str, hea
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_under_autocast_attention_takes_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms come out in fp32 there, and flex attention refuses a mixture."""
+    dtypes = []
+
+    def watched(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        dtypes.append({query.dtype, key.dtype, value.dtype})
+        return blockwise_attention(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "watched", watched)
+    config = drafter_config()
+    layout, drafter = lay_out(config, BLOCKWISE), DFlashDraftModel(config)
+    arguments = torch.randn(2, 12, 16), torch.randn(2, 12, 32), layout.position_ids, layout.attention_mask
+    with torch.autocast("cpu", torch.bfloat16):
+        drafter(*arguments, attn_implementation="watched").last_hidden_state.sum().backward()
+    assert dtypes == [{torch.bfloat16}] * 2
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", BLOCKWISE])
 def test_training_forward_equals_decoding_block_by_block(shape: str, attention: str) -> None:
     torch.manual_seed(0)
     config = drafter_config(**SHAPES[shape])
     drafter = DFlashDraftModel(config).eval()
-    drafter.set_attn_implementation(attention)
+    drafter.set_attn_implementation("sdpa" if attention == BLOCKWISE else attention)
     embedding = torch.randn(50, 16)
     features = torch.randn(2, 12, 32)
-    layout = lay_out(config)
+    layout = lay_out(config, attention)
     with torch.no_grad():
         trained = drafter(
             noise_embeds=embedding[layout.token_ids],
             context_hidden_states=features,
             position_ids=layout.position_ids,
             attention_mask=layout.attention_mask,
+            attn_implementation=attention,
         ).last_hidden_state
         for row in range(2):
             start, cache = None, None
@@ -264,18 +285,22 @@ def test_training_forward_equals_decoding_block_by_block(shape: str, attention: 
                 torch.testing.assert_close(ours, decoded[0], rtol=0, atol=1e-5)
 
 
-def test_another_blocks_tokens_change_nothing() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", BLOCKWISE])
+def test_another_blocks_tokens_change_nothing(attention: str) -> None:
     """Blocks at 4 and 5 overlap; what stands in the second must not reach the first."""
     torch.manual_seed(0)
     config = drafter_config()
     drafter = DFlashDraftModel(config).eval()
-    layout = lay_out(config)
+    layout = lay_out(config, attention)
     noise_embeds = torch.randn(2, 12, 16)
     features = torch.randn(2, 12, 32)
 
     def run(embeds: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return drafter(embeds, features, layout.position_ids, layout.attention_mask).last_hidden_state
+            output = drafter(
+                embeds, features, layout.position_ids, layout.attention_mask, attn_implementation=attention
+            )
+            return output.last_hidden_state
 
     changed = noise_embeds.clone()
     changed[:, 4:8] += 1.0

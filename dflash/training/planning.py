@@ -74,7 +74,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
     moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
 
-    tokens, rows, scored = _widest(trainer)
+    tokens, rows, scored = widest(trainer)
     width = 2 if settings.mixed_precision == "bf16" else 4
     kept = 1 if settings.gradient_checkpointing else 12
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
@@ -97,7 +97,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def _widest(trainer: Trainer) -> tuple[int, int, int]:
+def widest(trainer: Trainer) -> tuple[int, int, int]:
     """The most columns, rows of blocks, and pairs of a row and a key that a part of a batch has in the first epoch."""
     settings, block_size = trainer.settings, trainer.drafter.config.block_size
     parts = trainer.accelerator.num_processes * settings.gradient_accumulation_steps
