@@ -84,8 +84,9 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     assert facts["settings"]["num_anchors"] == 4
     assert facts["command"].startswith("dflash train --target target --data data.jsonl")
     assert facts["data"]["examples"] == 18
-    assert facts["versions"].keys() >= {"torch", "transformers", "accelerate"}
-    assert all(facts[name]["fingerprint"] for name in ("target", "data", "held_out"))
+    assert facts["versions"].keys() >= {"dflash", "torch", "transformers", "accelerate"}
+    assert facts["device"]
+    assert all(facts[name]["fingerprint"] for name in ("target", "drafter", "data", "held_out"))
     card = (output / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\n")
     assert "base_model" not in card  # the target is a folder of this machine
@@ -99,6 +100,16 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     prompt = torch.tensor([[5, 6, 7]])
     ours = drafter.spec_generate(prompt, target=target, max_new_tokens=12, temperature=0.0)
     assert torch.equal(ours, target.generate(prompt, max_new_tokens=12, do_sample=False))
+
+
+def test_a_dflash2_drafter_is_trained_from_the_command_line(run: Any, tmp_path: Path) -> None:
+    shape = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
+    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, **shape))
+    assert (status, err) == (0, "")
+    config = DFlashDraftModel.from_pretrained(tmp_path / "drafter").config
+    assert {name: getattr(config, name) for name in shape} == shape
+    words = flags(**{name: TINY[name] for name in ("steps",)}, init=tmp_path / "drafter", selector_rank=3)
+    assert "leave out selector_rank" in run("--output", tmp_path / "other", *words)[2]
 
 
 def test_the_record_and_the_card_say_who_wrote_the_answers(

@@ -64,8 +64,7 @@ def regenerate(
     if url is None and (model is not None or api_key_env is not None):
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
     hide_loading_bars()
-    from dflash.evaluation import Processes
-    from dflash.evaluation.records import command
+    from dflash.evaluation import Processes, command
     from dflash.training import RegenerationSettings, regenerate_data
 
     settings = RegenerationSettings(

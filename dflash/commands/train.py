@@ -50,7 +50,7 @@ def train(
         _rehearse(str(places["target"]), str(places["data"]), settings)
         return
 
-    from dflash.evaluation.records import command
+    from dflash.evaluation import command
     from dflash.training import train_drafter
 
     record = train_drafter(

@@ -8,7 +8,7 @@ from .evaluate import Plan, pair_backend, questions_of, run_plan
 from .harness import GREEDY, Prompt, check_methods
 from .page import save_drawing, save_plots, write_page, write_readme
 from .processes import Processes
-from .records import write_result
+from .records import command, library_version, write_result
 from .remote import server_backend
 from .results import place_of
 from .server import Server
@@ -33,7 +33,9 @@ __all__ = [
     "caveat",
     "chat_encoder",
     "check_methods",
+    "command",
     "first_difference",
+    "library_version",
     "load_questions",
     "pair_backend",
     "place_of",

@@ -31,7 +31,7 @@ def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, 
         "kind": kind,
         "command": command(),
         "revision": revision(),
-        "environment": {"dflash": version(), "python": platform.python_version(), **environment},
+        "environment": {"dflash": library_version(), "python": platform.python_version(), **environment},
         **content,
     }
 
@@ -92,7 +92,7 @@ def _without_place(word: str) -> str:
     return option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value)
 
 
-def version() -> str | None:
+def library_version() -> str | None:
     """This library's, `None` where it is not installed."""
     try:
         return metadata.version("dflash-transformers")

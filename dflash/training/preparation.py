@@ -28,6 +28,18 @@ from .settings import TrainingSettings
 # A text without a prompt is continued, where acceptance is measured, from so many of its first tokens.
 SHORTEST_PROMPT = 8
 
+# Settings of a shape that weights are made for, which only a new drafter can be given.
+NEW_DRAFTER_FIELDS = (
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_taps",
+    "target_layer_ids",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
+
 
 @dataclass
 class Prepared:
@@ -141,9 +153,7 @@ def answers_of(
 def make_drafter(target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings) -> DFlashDraftModel:
     """A new drafter of the shape that the settings ask for, or the one that they name, in fp32."""
     asked: dict[str, Any] = {
-        name: getattr(settings, name)
-        for name in ("num_hidden_layers", "intermediate_size", "num_taps", "target_layer_ids")
-        if getattr(settings, name) is not None
+        name: getattr(settings, name) for name in NEW_DRAFTER_FIELDS if getattr(settings, name) is not None
     }
     changeable: dict[str, Any] = {
         name: getattr(settings, name)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.card_dflash import write_card
-from dflash.evaluation.records import version
+from dflash.evaluation import library_version
 from dflash.modeling_dflash import DFlashDraftModel
 
 from .data import Example, fingerprint
@@ -70,7 +70,8 @@ def describe_inputs(
     target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
-    shape = {name: value for name, value in drafter.config.to_dict().items() if name not in NOT_THE_MODEL}
+    fields = drafter.config.to_diff_dict().items()
+    shape = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
     return {
         "target": {
             "class": type(target).__name__,
@@ -109,7 +110,7 @@ def describe_run(
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         **inputs,
         "versions": {
-            "dflash": version(),
+            "dflash": library_version(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -50,6 +50,10 @@ class TrainingSettings:
     is_causal: bool | None = _setting(
         None, "Causal inside the block. Default: full layers are not, sliding layers are."
     )
+    conv_kernel_size: int | None = _setting(None, "DFlash2: rows before its own that a row mixes in. Default: none.")
+    conv_group_size: int | None = _setting(None, "DFlash2: channels that share a mixture.")
+    selector_rank: int | None = _setting(None, "DFlash2: width of the choice among candidates. Default: no selector.")
+    selector_top_k: int | None = _setting(None, "DFlash2: candidates that the selector chooses among.")
     mask_token_id: int | None = _setting(
         None, "Id that fills a block. Default: the tokenizer's mask, or an unused row."
     )
@@ -148,7 +152,8 @@ class TrainingSettings:
 
 
 _AT_LEAST_ONE = (
-    "steps", "epochs", "num_hidden_layers", "intermediate_size", "num_taps", "sliding_window", "num_anchors", "max_length",
+    "steps", "epochs", "num_hidden_layers", "intermediate_size", "num_taps", "sliding_window", "conv_kernel_size",
+    "conv_group_size", "selector_rank", "selector_top_k", "num_anchors", "max_length",
     "batch_tokens", "pack_length", "gradient_accumulation_steps", "chunk_rows", "eval_every", "eval_new_tokens", "save_every",
     "log_every"
 )  # fmt: skip
