@@ -31,6 +31,7 @@ from dflash.evaluation import any_table
 from dflash.training import Example, TrainingSettings, load_examples, new_drafter, regenerate, train
 from dflash.training.initialization import find_mask_token
 from dflash.training.preparation import hold_out
+from dflash.training.record import describe_inputs
 
 
 # 97.5 % quantiles of Student's t by degrees of freedom: the half-width of a mean's 95 % interval in standard errors.
@@ -201,13 +202,17 @@ def run(subject: Subject, cell: Cell, args: argparse.Namespace, seed: int) -> di
         }
         | cell.settings
     )
+    drafter = make_drafter(subject, cell, args, seed)
+    described = describe_inputs(subject.target, drafter, subject.examples, subject.held_out)
+    inputs = {name: facts["fingerprint"] for name, facts in described.items()}
     if finished.exists():
         figures = json.loads(finished.read_text())
         changed = settings.changed_from(figures.pop("settings"))
+        before = figures.pop("inputs")
+        changed += [f"{name}: {before[name]}, now {now}" for name, now in inputs.items() if before[name] != now]
         if changed:
-            raise ValueError(f"{finished} is of other settings ({'; '.join(changed)}): give another --work.")
+            raise ValueError(f"{finished} is of another run ({'; '.join(changed)}): give another --work.")
         return figures
-    drafter = make_drafter(subject, cell, args, seed)
     is_resumed = folder.with_name(f"{folder.name}.state").exists()
     record = train(
         drafter,
@@ -232,24 +237,37 @@ def run(subject: Subject, cell: Cell, args: argparse.Namespace, seed: int) -> di
         "seconds": record.seconds,
     }
     facts = json.loads((folder / "training.json").read_text())
-    finished.write_text(json.dumps(figures | {"settings": facts["settings"]}, indent=1) + "\n")
+    finished.write_text(json.dumps(figures | {"settings": facts["settings"], "inputs": inputs}, indent=1) + "\n")
     return figures
 
 
+def half_width(values: Sequence[float]) -> float | None:
+    """Of the 95 % interval of the mean of `values`; one alone has none."""
+    if len(values) < 2:
+        return None
+    return round(STUDENT.get(len(values) - 1, 1.96) * stdev(values) / math.sqrt(len(values)), 4)
+
+
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean tau over seeds and the half-width of its 95 % interval, a row per cell and target."""
+    """Mean tau over seeds, and its mean difference to the base with the same seed, each with the half-width of its interval.
+
+    Seeds share what they start from and the order of the data, so differences tell more than the means do.
+    """
+    base = {(row["target"], row["seed"]): row["tau"] for row in rows if row["is_base"]}
     summary = []
     for key in dict.fromkeys((row["target"], row["axis"], row["cell"]) for row in rows):
         chosen = [row for row in rows if (row["target"], row["axis"], row["cell"]) == key]
         taus = [row["tau"] for row in chosen]
-        width = STUDENT.get(len(taus) - 1, 1.96) * stdev(taus) / math.sqrt(len(taus)) if len(taus) > 1 else None
+        gains = [row["tau"] - base[key[0], row["seed"]] for row in chosen if not row["is_base"]]
         seconds = [row["seconds"] for row in chosen if row["seconds"] is not None]  # older runs know none
         summary.append(
             {
                 **dict(zip(("target", "axis", "cell"), key, strict=True)),
                 "seeds": len(taus),
                 "tau": round(mean(taus), 4),
-                "tau_interval": None if width is None else round(width, 4),
+                "tau_interval": half_width(taus),
+                "gain": round(mean(gains), 4) if gains else None,
+                "gain_interval": half_width(gains),
                 "accepted_per_block": round(mean(row["accepted_per_block"] for row in chosen), 4),
                 "seconds": round(mean(seconds), 1) if seconds else None,
             }
@@ -275,7 +293,14 @@ def main() -> None:
             for cell in AXES[axis](args, subject):
                 for seed in range(args.seeds):
                     figures = run(subject, cell, args, seed)
-                    measurements.append({"target": name, "axis": axis, "cell": cell.name, "seed": seed, **figures})
+                    which = {
+                        "target": name,
+                        "axis": axis,
+                        "cell": cell.name,
+                        "seed": seed,
+                        "is_base": cell.key == "base",
+                    }
+                    measurements.append(which | figures)
                     print(f"{name}, {axis} {cell.name}, seed {seed}: tau {figures['tau']:.3f}")
     summary = summarise(measurements)
     show_table(any_table(summary))

@@ -52,7 +52,11 @@ def test_a_finished_cell_is_not_run_again(
     assert first["kind"] == "training"
     assert str(tmp_path) not in json.dumps(first)
     monkeypatch.setattr(sys, "argv", [*words, "--lr", "1"])
-    with pytest.raises(ValueError, match=r"of other settings \(learning_rate: 0\.003, now 1\.0\)"):
+    with pytest.raises(ValueError, match=r"of another run \(learning_rate: 0\.003, now 1\.0\)"):
+        benchmark.main()
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(benchmark, "hold_out", lambda examples, count, seed: (examples[3:], [examples[0].prompt_ids]))
+    with pytest.raises(ValueError, match=r"of another run \(data: \w+, now \w+; held_out: \w+, now \w+\)"):
         benchmark.main()
 
 

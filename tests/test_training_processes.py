@@ -10,10 +10,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from test_training_resume import SETTINGS, examples, run, written
 from tiny_models import MASK_TOKEN_ID, make_target
@@ -21,6 +23,7 @@ from torch import distributed, multiprocessing
 
 from dflash.training import Trainer, TrainingRecord, TrainingSettings, new_drafter
 from dflash.training.batches import epoch_batches
+from dflash.training.sharding import asked_sharding
 from dflash.training.state import state_folder
 
 
@@ -140,6 +143,25 @@ def test_all_processes_refuse_what_the_first_one_finds(folder: Path) -> None:
     said = {(folder / f"refused by {rank}").read_text() for rank in range(2)}
     assert len(said) == 1
     assert "unstopped holds another run" in said.pop()
+
+
+def test_accelerates_own_configuration_says_how_a_drafter_is_spread() -> None:
+    """It takes effect on accelerators alone, so here it is asked and not launched."""
+
+    def asked(kind: DistributedType, **fields: Any) -> dict[str, Any] | None:
+        plugin = FullyShardedDataParallelPlugin(**fields) if kind == DistributedType.FSDP else None
+        accelerator: Any = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(fsdp_plugin=plugin))
+        return asked_sharding(accelerator)
+
+    assert asked(DistributedType.MULTI_GPU) is None
+    assert asked(DistributedType.FSDP, fsdp_version=2) == {"reshard_after_forward": True}
+    assert asked(DistributedType.FSDP, fsdp_version=2, reshard_after_forward=False) == {"reshard_after_forward": False}
+    with pytest.raises(ValueError, match=r"asks for FSDP 1: write `fsdp_version: 2`"):
+        asked(DistributedType.FSDP, fsdp_version=1, auto_wrap_policy="no_wrap")
+    with pytest.raises(ValueError, match="fsdp_offload_params: false"):
+        asked(DistributedType.FSDP, fsdp_version=2, cpu_offload=True)
+    with pytest.raises(ValueError, match="asks for DEEPSPEED"):
+        asked(DistributedType.DEEPSPEED)
 
 
 def test_a_target_is_spread_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:

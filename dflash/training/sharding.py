@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
@@ -27,19 +29,44 @@ from .acceptance import Acceptance
 from .losses import DraftCounts
 
 
-def shard_drafter(drafter: DFlashDraftModel) -> None:
-    """Spreads a drafter over the processes in place: each layer is gathered when it runs, the rest when the forward begins."""
-    from torch.distributed.fsdp import fully_shard
+def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None:
+    """What accelerate's own configuration asks of `fully_shard`; `None` if it asks for whole models.
 
+    Raises:
+        ValueError: for what it asks and this trainer does not do, by name.
+    """
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"accelerate's configuration asks for {kind.value}, which drafters are not trained with: ask for FSDP 2."
+        )
+    if kind != DistributedType.FSDP:
+        return None
+    plugin: Any = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"accelerate's configuration asks for FSDP {plugin.fsdp_version}: write `fsdp_version: 2` there, or leave FSDP out and "
+            "give --shard."
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError(
+            "accelerate's configuration asks for fsdp_offload_params, and a drafter is small: write `fsdp_offload_params: false`."
+        )
+    return {"reshard_after_forward": plugin.reshard_after_forward}
+
+
+def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
+    """Spreads a drafter over the processes in place: each layer is gathered when it runs, the rest when the forward begins.
+
+    `options` are those of `fully_shard`.
+    """
     for layer in drafter.layers:
-        fully_shard(layer)
-    fully_shard(drafter)
+        fully_shard(layer, **options)
+    fully_shard(drafter, **options)
 
 
 def shard_layers(target: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     """Spreads a target's layers over the processes; its embedding and head, which others call too, stay whole."""
-    from torch.distributed.fsdp import fully_shard
-
     for layer in layers:
         fully_shard(layer)
 

@@ -35,6 +35,7 @@ from .objective import DrafterLoss
 from .optimizers import build_optimizers, rate_factor
 from .settings import TrainingSettings
 from .sharding import (
+    asked_sharding,
     counts_of_each,
     full_state,
     is_sharded,
@@ -148,8 +149,9 @@ class Trainer:
             drafter.load_state_dict(state["drafter"])
         # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
         drafter.to(device)
-        if settings.shard or self.accelerator.is_fsdp2:
-            shard_drafter(drafter)
+        sharding = asked_sharding(self.accelerator)
+        if settings.shard or sharding is not None:
+            shard_drafter(drafter, **(sharding or {}))
 
     def feature_bytes(self) -> int:
         """What the target's features of the data would take on disk."""
