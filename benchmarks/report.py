@@ -98,6 +98,52 @@ def drafter_table(result: dict[str, Any]) -> str:
     return f"{markdown((['greedy, held-out prompts', 'same text', 'tau'], cells))}\n\n{how}"
 
 
+RECIPES = {  # axes of `benchmarks/training.py` as a reader knows them
+    "loss": "loss and weights of positions",
+    "labels": "labels",
+    "anchors": "anchors per sequence",
+    "scheme": "where anchors stand",
+    "layers": "layers of the drafter",
+    "taps": "tapped layers",
+}
+
+
+def recipes_table() -> str:
+    """What one thing changed in a recipe is worth: tau and its difference to the base, for every target measured."""
+    results = [read(name) for name in RECIPE_RESULTS]
+    rows = {(row["target"], row["axis"], row["cell"]): row for result in results for row in result["summary"]}
+    targets = list(dict.fromkeys(target for target, _, _ in rows))
+    cells = []
+    for axis, cell in dict.fromkeys((axis, cell) for _, axis, cell in rows):
+        line = [RECIPES[axis], cell]
+        for target in targets:
+            line += _gain(rows.get((target, axis, cell)))
+        cells.append(line)
+    headings = ["", "", *(text for target in targets for text in (f"{target}: tau", "to the base"))]
+    notes = [_recipe_note(result) for result in results]
+    return "\n\n".join([markdown((headings, cells)), *notes])
+
+
+def _gain(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["", ""]
+    gain = "base" if row["gain"] is None else f"{row['gain']:+.2f} ± {row['gain_interval']:.2f}"
+    return [f"{row['tau']:.2f} ± {row['tau_interval']:.2f}", gain]
+
+
+def _recipe_note(result: dict[str, Any]) -> str:
+    asked = result["training"]
+    of = "; ".join(
+        f"{name}: {target['class']} of {target['parameters'] / 1e6:.1f} M parameters, {target['sequences']} texts of its own, "
+        f"{target['held_out']} held-out prompts"
+        for name, target in result["targets"].items()
+    )
+    return (
+        f"{of}; {asked['steps']} steps of {asked['batch_tokens']} tokens, {asked['seeds']} seeds, 95 % intervals. "
+        f"`{result['command']}`"
+    )
+
+
 def targets_table() -> str:
     """The families of targets that the tests prove, by version of transformers."""
     families = _module("tiny_models", ROOT / "tests").FAMILIES.values()
@@ -146,6 +192,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+RECIPE_RESULTS = ("training_stories_cpu", "training_tiny_cpu")
+
+
 def read(name: str) -> dict[str, Any]:
     """The committed result of that name."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
@@ -155,6 +204,7 @@ def with_all_tables(readme: str) -> str:
     """The README as results, tests and cards have it."""
     for name, table in TABLES.items():
         readme = with_table(readme, name, table(read(name)))
+    readme = with_table(readme, "recipes", recipes_table())
     return with_table(with_table(readme, "targets", targets_table()), "engines", engines_table())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.target_dflash import TappedTarget
@@ -97,27 +98,19 @@ class DrafterLoss:
 
         block_size = self.config.block_size
         first = block_size - self.config.num_proposals  # the anchor's row proposes nothing, as a rule
-        is_learned = layout.is_learned.view(-1, block_size)  # [G, N]
-        rows = layout.is_learned.flatten().nonzero().flatten()  # [M]
-        num_learned = len(rows)
-        # Filled up with a row of any kind, whose weight is 0.
-        rows = torch.cat([rows, rows.new_zeros(-len(rows) % ROW_STEP)])
+        rows = _LearnedRows(layout.is_learned.view(-1, block_size))
+        proposals = rows.is_learned[:, first:]  # [G, P]
         length = batch.input_ids.shape[1]
-        begins = torch.arange(len(batch.input_ids), device=rows.device)[:, None] * length
-        labels, previous = layout.labels.flatten()[rows], (layout.previous + begins).flatten()[rows]
+        begins = torch.arange(len(batch.input_ids), device=layout.previous.device)[:, None] * length
+        labels, previous = rows.of_grid(layout.labels), rows.of_grid(layout.previous + begins)
 
         def weigh(log_probs: torch.Tensor) -> torch.Tensor:  # [M] -> [M]
-            confidences = log_probs.new_zeros(is_learned.numel())
-            confidences[rows[:num_learned]] = log_probs[:num_learned].exp()
-            weights = torch.zeros_like(confidences).view_as(is_learned)
-            weights[:, first:] = self.weights(confidences.view_as(is_learned)[:, first:], is_learned[:, first:])
-            weights = weights.flatten()[rows]
-            weights[num_learned:] = 0.0
-            return weights
+            weights = self.weights(rows.on_grid(log_probs.exp())[:, first:], proposals)
+            return rows.of_grid(functional.pad(weights, (first, 0))) * rows.is_real
 
         teacher = states.last_hidden_state
         selector: Any = self.drafter.candidate_selector
-        learned_states = hidden_states.index_select(0, rows)
+        learned_states = hidden_states.index_select(0, rows.index)
         losses = chunked_loss(
             learned_states,
             labels,
@@ -135,12 +128,8 @@ class DrafterLoss:
             loss_sum = loss_sum + self.selector_weight * selector_loss(
                 selector, learned_states, losses.candidates, labels, before, losses.weights
             )
-        is_correct = torch.zeros_like(is_learned).flatten()
-        is_correct[rows[:num_learned]] = losses.is_correct[:num_learned]
-        counts = count_drafts(
-            is_correct.view_as(is_learned)[:, first:], is_learned[:, first:], loss_sum, losses.weight_sum
-        )
-        return loss_sum, counts
+        is_correct = rows.on_grid(losses.is_correct)[:, first:]
+        return loss_sum, count_drafts(is_correct, proposals, loss_sum, losses.weight_sum)
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         return self.drafter.compute_logits(states, self.tapped.head)
@@ -149,3 +138,31 @@ class DrafterLoss:
         """What passes over the keys that nobody sees; flex attention's kernels take no dropout and no narrow heads."""
         has_kernels = device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
         return "flex_attention" if has_kernels else BLOCKWISE
+
+
+class _LearnedRows:
+    """The rows of all blocks [G, N] that are learned, taken out one behind the other: M of them.
+
+    They are filled up with a row of any kind, so that there are few sizes.
+
+    Attributes:
+        is_learned: Which they are, bool [G, N].
+        index: Their places in the flat grid, [M].
+        is_real: Those that do not only fill up, bool [M].
+    """
+
+    def __init__(self, is_learned: torch.Tensor) -> None:
+        self.is_learned = is_learned
+        index = is_learned.flatten().nonzero().flatten()
+        self.is_real = torch.arange(len(index) + -len(index) % ROW_STEP, device=index.device) < len(index)
+        self.index = functional.pad(index, (0, len(self.is_real) - len(index)))
+
+    def of_grid(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the rows, [M], of those of all rows in any shape."""
+        return values.flatten()[self.index]
+
+    def on_grid(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [M] at their places, [G, N], and zero elsewhere."""
+        grid = values.new_zeros(self.is_learned.numel())
+        grid[self.index[self.is_real]] = values[self.is_real]
+        return grid.view_as(self.is_learned)
