@@ -102,6 +102,15 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     assert torch.equal(ours, target.generate(prompt, max_new_tokens=12, do_sample=False))
 
 
+def test_data_too_small_to_hold_anything_out_says_so(run: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:6]))
+    words = ["--target", folder / "target", "--data", tmp_path / "few.jsonl", "--output", tmp_path / "drafter"]
+    status, out, err = run(*words, *flags(**TINY), named=False)
+    assert status == 0
+    assert "The data has 6 sequences, of which a tenth may be held out: true acceptance is not measured" in err
+    assert "tau" not in out
+
+
 def test_a_dflash2_drafter_is_trained_from_the_command_line(run: Any, tmp_path: Path) -> None:
     shape = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, **shape))

@@ -125,6 +125,11 @@ def prepare(
     )
     usable(examples, drafter, model)  # of all, so that what is refused is named by its row
     examples, held_out = hold_out(examples, settings.held_out, settings.seed)
+    if settings.held_out and not held_out and announce is not None:
+        announce(
+            f"The data has {len(examples)} sequences, of which a tenth may be held out: true acceptance is not measured, and the "
+            "last weights are kept."
+        )
     return Prepared(model, tokenizer, drafter, usable(examples, drafter, model, announce), held_out)
 
 
