@@ -208,8 +208,10 @@ def run(subject: Subject, cell: Cell, args: argparse.Namespace, seed: int) -> di
     if finished.exists():
         figures = json.loads(finished.read_text())
         changed = settings.changed_from(figures.pop("settings"))
-        before = figures.pop("inputs")
-        changed += [f"{name}: {before[name]}, now {now}" for name, now in inputs.items() if before[name] != now]
+        before = figures.pop("inputs", {})
+        changed += [
+            f"{name}: {before.get(name)}, now {now}" for name, now in inputs.items() if before.get(name) != now
+        ]
         if changed:
             raise ValueError(f"{finished} is of another run ({'; '.join(changed)}): give another --work.")
         return figures
@@ -258,7 +260,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for key in dict.fromkeys((row["target"], row["axis"], row["cell"]) for row in rows):
         chosen = [row for row in rows if (row["target"], row["axis"], row["cell"]) == key]
         taus = [row["tau"] for row in chosen]
-        gains = [row["tau"] - base[key[0], row["seed"]] for row in chosen if not row["is_base"]]
+        gains = [row["tau"] - base[key[0], row["seed"]] for row in chosen if not row["is_base"] and base]
         seconds = [row["seconds"] for row in chosen if row["seconds"] is not None]  # older runs know none
         summary.append(
             {

@@ -82,6 +82,7 @@ def test_the_intervals_are_students_and_gains_those_of_one_seed(benchmark: Modul
     assert (base["gain"], base["gain_interval"]) == (None, None)
     assert (other["gain"], other["gain_interval"]) == (0.8333, 1.4343)  # of 0.5, 0.5 and 1.5
     assert benchmark.summarise(rows[:1])[0]["tau_interval"] is None
+    assert benchmark.summarise(rows[3:])[0]["gain"] is None  # without the base there is nothing to compare with
 
 
 def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from tiny_models import make_drafter, make_target
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash import DFlashDraftModel
+from dflash import DFlashDraftModel, modeling_dflash, spec_generate
 from dflash.target_dflash import TappedTarget
 from dflash.training.batches import Batch, collate
-from dflash.training.block_attention import BLOCKWISE
+from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 from dflash.training.data import Example
 from dflash.training.losses import LOSSES
 from dflash.training.objective import DrafterLoss
@@ -181,26 +182,36 @@ def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedMo
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
-def test_decoding_keeps_its_own_attention(target: PreTrainedModel) -> None:
+def test_training_takes_an_attention_of_its_own_and_leaves_the_drafters(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks are trained with what passes over keys that nobody sees, and drafted with what the drafter was loaded with."""
     drafter = drafter_of()
     drafter.set_attn_implementation("eager")
     loss_of = DrafterLoss(drafter, TappedTarget(target, drafter))
     seen = []
 
-    def network(**kwargs: Any) -> Any:
-        seen.append((kwargs["attn_implementation"], drafter.config._attn_implementation))
-        return drafter(**kwargs)
+    def watched(name: str) -> Any:
+        def attend(*arguments: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return own[name](*arguments, **kwargs)
 
-    loss_of.network = network
+        return attend
+
+    own = {BLOCKWISE: blockwise_attention, "eager": modeling_dflash.eager_attention_forward}
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, BLOCKWISE, watched(BLOCKWISE))
+    monkeypatch.setattr(modeling_dflash, "eager_attention_forward", watched("eager"))
     loss_of(batch_of(EXAMPLE))
-    assert seen == [(BLOCKWISE, "eager")]
+    assert set(seen) == {BLOCKWISE}
+    seen.clear()
+    spec_generate(drafter, target, torch.tensor([[3, 4, 5]]), max_new_tokens=6, temperature=0.0)
+    assert set(seen) == {"eager"}
 
 
 def test_a_gpu_takes_flex_attention_where_it_has_kernels(target: PreTrainedModel) -> None:
     def attention(device: str, **fields: Any) -> str:
         drafter = drafter_of(**fields)
-        return DrafterLoss(drafter, TappedTarget(target, drafter))._attention(torch.device(device))
+        return DrafterLoss(drafter, TappedTarget(target, drafter)).attention(torch.device(device))
 
     assert attention("cuda", head_dim=16) == "flex_attention"
     assert attention("cuda", head_dim=8) == attention("cuda", head_dim=16, attention_dropout=0.1) == BLOCKWISE

@@ -107,7 +107,7 @@ def test_data_too_small_to_hold_anything_out_says_so(run: Any, folder: Path, tmp
     words = ["--target", folder / "target", "--data", tmp_path / "few.jsonl", "--output", tmp_path / "drafter"]
     status, out, err = run(*words, *flags(**TINY), named=False)
     assert status == 0
-    assert "The data has 6 sequences, of which a tenth may be held out: true acceptance is not measured" in err
+    assert "The data has 6 usable sequences, of which a tenth may be held out: true acceptance is not measured" in err
     assert "tau" not in out
 
 

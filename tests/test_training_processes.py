@@ -25,6 +25,7 @@ from dflash.training import Trainer, TrainingRecord, TrainingSettings, new_draft
 from dflash.training.batches import epoch_batches
 from dflash.training.sharding import asked_sharding
 from dflash.training.state import state_folder
+from dflash.training.trainer import is_cpu_alone
 
 
 # An epoch of batches of three sequences, and a last one of which the second process has none.
@@ -58,6 +59,8 @@ def _join(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
 
 def sharded_and_stopped(rank: int, folder: Path) -> None:
     """Runs with both models in pieces and with whole ones; each also stopped by a signal to the second process, and resumed."""
+    from dflash.training import trainer
+
     sharded = replace(SHORT, shard=True, shard_target=True, gradient_accumulation_steps=2)
     short(folder / "sharded", sharded)
     stop_and_go_on(rank, folder / "sharded and stopped", sharded)
@@ -68,6 +71,8 @@ def sharded_and_stopped(rank: int, folder: Path) -> None:
     except ValueError as error:  # found by the first process, and told to all
         (folder / f"refused by {rank}").write_text(str(error))
     norms = {name: gradient_norms(shard=name == "sharded") for name in ("sharded", "unstopped")}
+    trainer.asked_sharding = lambda _: {"reshard_after_forward": True}  # accelerate's default
+    norms["selector"] = gradient_norms(SELECTOR)
     if rank == 0:
         (folder / "norms.json").write_text(json.dumps(norms))
 
@@ -89,11 +94,14 @@ def stop_and_go_on(rank: int, output: Path, settings: TrainingSettings) -> None:
     short(output, settings, resume=True)
 
 
-def gradient_norms(**changes: Any) -> list[float]:
+SELECTOR = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+
+
+def gradient_norms(shape: dict[str, Any] | None = None, **changes: Any) -> list[float]:
     """Those of the first steps: AdamW and clipping would hide a wrong factor from the curve."""
     torch.manual_seed(3)
     target = make_target()
-    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4)
+    drafter = new_drafter(target, mask_token_id=MASK_TOKEN_ID, num_hidden_layers=1, block_size=4, **shape or {})
     trainer = Trainer(drafter, target, examples(13), replace(SHORT, max_grad_norm=1e9, **changes))
     return [trainer.step().gradient_norm for _ in range(5)]
 
@@ -133,6 +141,13 @@ def test_gradients_are_those_of_the_mean_over_all_processes(folder: Path, name: 
     assert norms == pytest.approx(gradient_norms(gradient_accumulation_steps=2), rel=1e-4)
 
 
+def test_a_sharded_drafters_selector_learns_too(folder: Path) -> None:
+    """It is called behind the forward, when the layers are in pieces again."""
+    assert json.loads((folder / "norms.json").read_text())["selector"] == pytest.approx(
+        gradient_norms(SELECTOR), rel=1e-4
+    )
+
+
 def test_two_processes_stopped_by_a_signal_to_one_go_on_bit_for_bit(folder: Path) -> None:
     for stopped, unstopped in (("stopped", "unstopped"), ("sharded and stopped", "sharded")):
         assert written(folder / stopped) == written(folder / unstopped)
@@ -162,6 +177,20 @@ def test_accelerates_own_configuration_says_how_a_drafter_is_spread() -> None:
         asked(DistributedType.FSDP, fsdp_version=2, cpu_offload=True)
     with pytest.raises(ValueError, match="asks for DEEPSPEED"):
         asked(DistributedType.DEEPSPEED)
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "is_alone"), [("mps", 2, True), ("mps", 1, False), ("cuda", 2, False)]
+)
+def test_processes_meet_on_the_cpu_where_the_accelerator_has_no_meeting_place(
+    monkeypatch: pytest.MonkeyPatch, device: str, processes: int, is_alone: bool
+) -> None:
+    """Each of several processes on a Mac would take itself for the first."""
+    assert is_cpu_alone() is not torch.accelerator.is_available()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert is_cpu_alone() is is_alone
 
 
 def test_a_target_is_spread_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:

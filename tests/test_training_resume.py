@@ -130,6 +130,20 @@ def test_a_run_killed_behind_its_first_checkpoint_and_before_its_first_state_beg
     assert written(output) == unbroken[0]
 
 
+def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory in the first step, say: the next try may have other settings and needs no word more."""
+    output = tmp_path / "drafter"
+    with monkeypatch.context() as broken:
+        broken.setattr(running.Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            run(output, replace(SETTINGS, batch_tokens=4096))
+    assert state_folder(output).exists()
+    run(output)
+    assert written(output) == unbroken[0]
+
+
 def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash.training import trainer
 

@@ -7,7 +7,7 @@ from .comparison import Difference, first_difference
 from .evaluate import Plan, pair_backend, questions_of, run_plan
 from .harness import GREEDY, Prompt, check_methods
 from .page import save_drawing, save_plots, write_page, write_readme
-from .processes import Processes
+from .processes import PATIENCE, Processes
 from .records import command, library_version, write_result
 from .remote import server_backend
 from .results import place_of
@@ -19,6 +19,7 @@ from .timing import TimedRun, seconds_of, stopwatch, timed_blocks, timed_generat
 
 __all__ = [
     "GREEDY",
+    "PATIENCE",
     "TASKS",
     "Answer",
     "Difference",

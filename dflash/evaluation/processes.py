@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
-# The slowest share may take this much longer than the fastest.
+# So long do processes wait for one another: the slowest share may take this much longer than the fastest.
 PATIENCE = timedelta(days=7)
 
 

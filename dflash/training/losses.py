@@ -231,7 +231,7 @@ def chunked_loss(
             "The head's weights require a gradient, which chunked_loss does not give: freeze the target "
             "(target.requires_grad_(False))."
         )
-    chunk_rows = chunk_rows or max(1, CHUNK_LOGITS // no_logits.shape[-1])
+    chunk_rows = chunk_rows or rows_of_chunk(no_logits.shape[-1])
     losses, log_probs, is_correct, logits, token_ids = _ChunkedRows.apply(
         hidden_states, labels, head, chunk_rows, loss, teacher_states, teacher_head, num_candidates
     )
@@ -326,6 +326,11 @@ def selector_loss(
             chunk, *parts, use_reentrant=False
         )  # [m, K, rank] is not kept for the backward pass
     return total
+
+
+def rows_of_chunk(vocab_size: int) -> int:
+    """As many as have `CHUNK_LOGITS` logits."""
+    return max(1, CHUNK_LOGITS // vocab_size)
 
 
 # --- what is counted ---

@@ -80,7 +80,7 @@ class DrafterLoss:
 
     def __call__(self, batch: Batch, states: TargetStates | None = None) -> tuple[torch.Tensor, DraftCounts]:
         """The loss, summed over the batch's blocks, and its counts; `states` are what the target says, if known already."""
-        attention = self._attention(batch.input_ids.device)
+        attention = self.attention(batch.input_ids.device)
         layout = lay_out_blocks(
             batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.config, attention
         )
@@ -102,11 +102,11 @@ class DrafterLoss:
         proposals = rows.is_learned[:, first:]  # [G, P]
         length = batch.input_ids.shape[1]
         begins = torch.arange(len(batch.input_ids), device=layout.previous.device)[:, None] * length
-        labels, previous = rows.of_grid(layout.labels), rows.of_grid(layout.previous + begins)
+        labels, previous = rows.gather(layout.labels), rows.gather(layout.previous + begins)
 
         def weigh(log_probs: torch.Tensor) -> torch.Tensor:  # [M] -> [M]
-            weights = self.weights(rows.on_grid(log_probs.exp())[:, first:], proposals)
-            return rows.of_grid(functional.pad(weights, (first, 0))) * rows.is_real
+            weights = self.weights(rows.scatter(log_probs.exp())[:, first:], proposals)
+            return rows.gather(functional.pad(weights, (first, 0))) * rows.is_real
 
         teacher = states.last_hidden_state
         selector: Any = self.drafter.candidate_selector
@@ -128,13 +128,13 @@ class DrafterLoss:
             loss_sum = loss_sum + self.selector_weight * selector_loss(
                 selector, learned_states, losses.candidates, labels, before, losses.weights
             )
-        is_correct = rows.on_grid(losses.is_correct)[:, first:]
+        is_correct = rows.scatter(losses.is_correct)[:, first:]
         return loss_sum, count_drafts(is_correct, proposals, loss_sum, losses.weight_sum)
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         return self.drafter.compute_logits(states, self.tapped.head)
 
-    def _attention(self, device: torch.device) -> str:
+    def attention(self, device: torch.device) -> str:
         """What passes over the keys that nobody sees; flex attention's kernels take no dropout and no narrow heads."""
         has_kernels = device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
         return "flex_attention" if has_kernels else BLOCKWISE
@@ -157,11 +157,11 @@ class _LearnedRows:
         self.is_real = torch.arange(len(index) + -len(index) % ROW_STEP, device=index.device) < len(index)
         self.index = functional.pad(index, (0, len(self.is_real) - len(index)))
 
-    def of_grid(self, values: torch.Tensor) -> torch.Tensor:
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the rows, [M], of those of all rows in any shape."""
         return values.flatten()[self.index]
 
-    def on_grid(self, values: torch.Tensor) -> torch.Tensor:
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """Values [M] at their places, [G, N], and zero elsewhere."""
         grid = values.new_zeros(self.is_learned.numel())
         grid[self.index[self.is_real]] = values[self.is_real]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .anchors import fixed_anchors, valid_anchors
 from .batches import epoch_rows
-from .losses import CHUNK_LOGITS
+from .losses import rows_of_chunk
+from .sharding import is_sharded
 from .trainer import Trainer
 
 
@@ -69,7 +71,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     """
     settings, config = trainer.settings, trainer.drafter.config
     processes = trainer.accelerator.num_processes
-    share = processes if settings.shard else 1
+    share = processes if is_sharded(trainer.drafter) else 1
     weights = sum(parameter.numel() for parameter in trainer.drafter.parameters()) * 4 // share
     matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
     moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
@@ -82,9 +84,9 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
     # Flex attention holds none of its scores; the other one keeps those of each head, in all layers or in the one at work.
     scoring = 1 if settings.gradient_checkpointing else config.num_hidden_layers
-    is_held = trainer.accelerator.device.type != "cuda"
-    scores = is_held * scored * (1 + scoring * config.num_attention_heads) * width
-    logits = 3 * min(settings.chunk_rows or max(1, CHUNK_LOGITS // config.vocab_size), rows) * config.vocab_size * 4
+    scores = (trainer.attention != "flex_attention") * scored * (1 + scoring * config.num_attention_heads) * width
+    vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
+    logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), rows) * vocab_size * 4
     return {
         "target": sum(parameter.numel() * parameter.element_size() for parameter in trainer.target.parameters())
         // (processes if settings.shard_target else 1),
@@ -102,7 +104,12 @@ def widest(trainer: Trainer) -> tuple[int, int, int]:
     settings, block_size = trainer.settings, trainer.drafter.config.block_size
     parts = trainer.accelerator.num_processes * settings.gradient_accumulation_steps
     lengths = [len(example) for example in trainer.examples]
-    blocks = [min(settings.num_anchors, sum(example.loss_mask)) for example in trainer.examples]
+    blocks = [
+        len(fixed_anchors(example.loss_mask, block_size))
+        if settings.anchors == "fixed"
+        else min(settings.num_anchors, len(valid_anchors(example.loss_mask)))
+        for example in trainer.examples
+    ]
     sizes = []
     for batch in epoch_rows(lengths, 0, **trainer.cut()):
         share = -(-len(batch) // parts)

@@ -123,14 +123,14 @@ def prepare(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_ids={tokenizer.eos_token_id} - {None},
     )
-    usable(examples, drafter, model)  # of all, so that what is refused is named by its row
-    examples, held_out = hold_out(examples, settings.held_out, settings.seed)
+    usable_ones = usable(examples, drafter, model, announce)  # of all, so that what is refused is named by its row
+    examples, held_out = hold_out(usable_ones, settings.held_out, settings.seed)
     if settings.held_out and not held_out and announce is not None:
         announce(
-            f"The data has {len(examples)} sequences, of which a tenth may be held out: true acceptance is not measured, and the "
+            f"The data has {len(examples)} usable sequences, of which a tenth may be held out: true acceptance is not measured, and the "
             "last weights are kept."
         )
-    return Prepared(model, tokenizer, drafter, usable(examples, drafter, model, announce), held_out)
+    return Prepared(model, tokenizer, drafter, examples, held_out)
 
 
 def answers_of(

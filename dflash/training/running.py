@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation import stopwatch
+from dflash.evaluation import PATIENCE, stopwatch
 from dflash.modeling_dflash import DFlashDraftModel
 from dflash.validation_dflash import max_positions
 
@@ -67,7 +67,7 @@ def train(
     Raises:
         ValueError: if nothing in the data can be trained on, if `output` holds another run, or if a run to resume had other
             settings or data.
-        FloatingPointError: if the loss is not a number; checkpoint and training state are the last good ones.
+        FloatingPointError: if loss or gradient are not finite; checkpoint and training state are the last good ones.
         OSError: if one of them cannot be written; the older one stands.
     """
     elapsed = stopwatch()
@@ -120,7 +120,8 @@ def train(
 def _claim(output: Path, resume: bool, overwrite: bool) -> dict[str, Any] | None:
     """`claim_output` by the first process; what it found, or why it refused, is told to all."""
     found: list[Any] = [None]
-    if accelerate.PartialState(cpu=is_cpu_alone()).is_main_process:
+    # The first process may write features for hours while the others wait.
+    if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
         try:
             found = [claim_output(output, resume, overwrite)]
         except (ValueError, OSError) as error:

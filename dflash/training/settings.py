@@ -50,7 +50,9 @@ class TrainingSettings:
     is_causal: bool | None = _setting(
         None, "Causal inside the block. Default: full layers are not, sliding layers are."
     )
-    conv_kernel_size: int | None = _setting(None, "DFlash2: rows before its own that a row mixes in. Default: none.")
+    conv_kernel_size: int | None = _setting(
+        None, "DFlash2: rows that a row is mixed of, its own included. Default: no mixing."
+    )
     conv_group_size: int | None = _setting(None, "DFlash2: channels that share a mixture.")
     selector_rank: int | None = _setting(None, "DFlash2: width of the choice among candidates. Default: no selector.")
     selector_top_k: int | None = _setting(None, "DFlash2: candidates that the selector chooses among.")

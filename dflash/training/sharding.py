@@ -32,8 +32,10 @@ from .losses import DraftCounts
 def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None:
     """What accelerate's own configuration asks of `fully_shard`; `None` if it asks for whole models.
 
+    Precision and activation checkpointing are the trainer's own settings.
+
     Raises:
-        ValueError: for what it asks and this trainer does not do, by name.
+        ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -58,11 +60,11 @@ def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None
 def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
     """Spreads a drafter over the processes in place: each layer is gathered when it runs, the rest when the forward begins.
 
-    `options` are those of `fully_shard`.
+    `options` are those of `fully_shard`, for the layers: what is outside them is read behind the forward too.
     """
     for layer in drafter.layers:
         fully_shard(layer, **options)
-    fully_shard(drafter, **options)
+    fully_shard(drafter)
 
 
 def shard_layers(target: PreTrainedModel, layers: Sequence[nn.Module]) -> None:

@@ -120,7 +120,10 @@ def claim_output(output: Path, resume: bool, overwrite: bool) -> dict[str, Any] 
     check_replaceable(output)  # rather now than when there is something to save
     _check_writable(output)
     facts = read_facts(folder)
-    holds_run = facts is not None or (output.is_dir() and any(output.iterdir()))
+    holds_checkpoint = output.is_dir() and any(output.iterdir())
+    if facts is not None and not facts["step"] and not holds_checkpoint:
+        facts = None  # it ended before it had made anything
+    holds_run = facts is not None or holds_checkpoint
     if overwrite:
         if resume:
             raise ValueError("resume and overwrite are both given: go on with the run, or begin anew.")

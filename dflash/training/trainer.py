@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -69,8 +70,12 @@ class StepFigures:
 
 
 def is_cpu_alone() -> bool:
-    """Whether there is no accelerator; without being told, accelerate takes several processes then for as many runs of one."""
-    return not torch.accelerator.is_available()
+    """Whether to compute on the CPU: where there is no accelerator, or one on which processes cannot meet.
+
+    Without being told, accelerate takes several processes there for as many runs of one.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is None or (found.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1)
 
 
 class Trainer:
@@ -147,11 +152,16 @@ class Trainer:
             movable.to(device)
         if state is not None:
             drafter.load_state_dict(state["drafter"])
-        # The drafter is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
-        drafter.to(device)
         sharding = asked_sharding(self.accelerator)
         if settings.shard or sharding is not None:
             shard_drafter(drafter, **(sharding or {}))
+        # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
+        drafter.to(device)
+
+    @property
+    def attention(self) -> str:
+        """What the drafter's blocks are trained with."""
+        return self._loss_of.attention(self.accelerator.device)
 
     def feature_bytes(self) -> int:
         """What the target's features of the data would take on disk."""
