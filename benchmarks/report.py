@@ -12,7 +12,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,12 @@ RECIPES = {  # axes of `benchmarks/training.py` as a reader knows them
 
 
 def recipes_table() -> str:
-    """What one thing changed in a recipe is worth: tau and its difference to the base, for every target measured."""
-    results = [read(name) for name in RECIPE_RESULTS]
+    """What one thing changed in a recipe is worth, a table for each number of steps."""
+    return "\n\n".join(_recipes_of([read(name) for name in names]) for names in RECIPE_RESULTS)
+
+
+def _recipes_of(results: Sequence[dict[str, Any]]) -> str:
+    """Tau and its difference to the base, for every target measured."""
     rows = {(row["target"], row["axis"], row["cell"]): row for result in results for row in result["summary"]}
     targets = list(dict.fromkeys(target for target, _, _ in rows))
     cells = []
@@ -139,8 +143,8 @@ def _recipe_note(result: dict[str, Any]) -> str:
         for name, target in result["targets"].items()
     )
     return (
-        f"{of}; {asked['steps']} steps of {asked['batch_tokens']} tokens, {asked['seeds']} seeds, 95 % intervals. "
-        f"`{result['command']}`"
+        f"{of}; {asked['steps']} steps of {asked['batch_tokens']} tokens, block {asked['block_size']}, {asked['seeds']} seeds, 95 % "
+        f"intervals; {_machine(result)}. `{result['command']}`"
     )
 
 
@@ -192,7 +196,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-RECIPE_RESULTS = ("training_stories_cpu", "training_tiny_cpu")
+RECIPE_RESULTS = (("training_stories_cpu", "training_tiny_cpu"), ("anchors_stories_cpu", "anchors_tiny_cpu"))
 
 
 def read(name: str) -> dict[str, Any]:
