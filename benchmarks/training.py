@@ -236,7 +236,6 @@ def run(subject: Subject, cell: Cell, args: argparse.Namespace, seed: int) -> di
         "accuracy": last["accuracy"],
         "parameters": drafter.num_parameters(),
         "target_layer_ids": drafter.config.target_layer_ids,
-        "seconds": record.seconds,
     }
     facts = json.loads((folder / "training.json").read_text())
     finished.write_text(json.dumps(figures | {"settings": facts["settings"], "inputs": inputs}, indent=1) + "\n")
@@ -261,7 +260,6 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         chosen = [row for row in rows if (row["target"], row["axis"], row["cell"]) == key]
         taus = [row["tau"] for row in chosen]
         gains = [row["tau"] - base[key[0], row["seed"]] for row in chosen if not row["is_base"] and base]
-        seconds = [row["seconds"] for row in chosen if row["seconds"] is not None]  # older runs know none
         summary.append(
             {
                 **dict(zip(("target", "axis", "cell"), key, strict=True)),
@@ -271,7 +269,6 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "gain": round(mean(gains), 4) if gains else None,
                 "gain_interval": half_width(gains),
                 "accepted_per_block": round(mean(row["accepted_per_block"] for row in chosen), 4),
-                "seconds": round(mean(seconds), 1) if seconds else None,
             }
         )
     return summary
