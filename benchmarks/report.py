@@ -184,7 +184,8 @@ def _module(name: str, folder: Path) -> Any:
 
 def _machine(result: dict[str, Any]) -> str:
     setup = result["environment"]
-    return f"{setup['threads']} threads of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
+    threads = f"{setup['threads']} thread{'' if setup['threads'] == 1 else 's'}"
+    return f"{threads} of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
