@@ -118,13 +118,13 @@ def losses(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
         settings = {"loss": loss, "position_weights": weights}
         base = {"loss": "ce", "position_weights": "decay"}
         differing = {key: value for key, value in settings.items() if value != base[key]}
-        yield Cell("loss", f"{loss} {weights}", differing)
+        yield Cell("loss", f"{loss} {weights}".replace("_", " "), differing)
 
 
 def labels(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
     """Hard labels, the data's or the target's, and soft ones; all with the paper's weights."""
     for loss in ("ce", "argmax", "forward_kl", "reverse_kl", "tv", "mix"):
-        yield Cell("labels", loss, {} if loss == "ce" else {"loss": loss})
+        yield Cell("labels", loss.replace("_", " "), {} if loss == "ce" else {"loss": loss})
 
 
 def anchors(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
