@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.cache_dflash import PreallocatedCache
+from dflash.training import block_attention
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask
 
@@ -207,10 +208,16 @@ def test_the_blockwise_mask_is_the_dense_one_without_other_blocks(shape: str) ->
             assert dense[name][:, :, rows].sum() == mask[:, :, rows].sum()  # of other blocks it sees nothing
 
 
+@pytest.mark.parametrize("most_scores", [None, 1, 2 * 2 * 2 * 4 * 16])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blockwise_attention_gives_the_same_states_and_gradients(shape: str, heads: tuple[int, int]) -> None:
+def test_blockwise_attention_gives_the_same_states_and_gradients(
+    shape: str, heads: tuple[int, int], most_scores: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks at once, and some after others."""
     torch.manual_seed(0)
+    if most_scores is not None:
+        monkeypatch.setattr(block_attention, "MOST_SCORES", most_scores)
     config = drafter_config(**SHAPES[shape], num_attention_heads=heads[0], num_key_value_heads=heads[1])
     drafter = DFlashDraftModel(config)
     noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
@@ -226,6 +233,27 @@ def test_blockwise_attention_gives_the_same_states_and_gradients(shape: str, hea
     torch.testing.assert_close(states[BLOCKWISE][exists], states["sdpa"][exists], rtol=0, atol=1e-5)
     for ours, theirs in zip(gradients[BLOCKWISE], gradients["sdpa"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_of_many_blocks_are_never_held_whole() -> None:
+    """What autograd keeps of them grows with rows and not with rows times keys."""
+    held = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor.numel())
+        return tensor
+
+    batch, heads, length, blocks, block_size = 1, 2, 512, 1024, 16
+    query = torch.randn(batch, heads, blocks * block_size, 4, requires_grad=True)
+    key = torch.randn(batch, heads, length + blocks * block_size, 4, requires_grad=True)
+    mask = torch.zeros(batch, 1, blocks * block_size, length + block_size)
+    assert batch * heads * mask.numel() > block_attention.MOST_SCORES
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output, _ = blockwise_attention(torch.nn.Identity(), query, key, key, mask)
+    assert max(held) <= mask.numel()
+    output.sum().backward()
+    assert query.grad is not None
+    assert query.grad.isfinite().all()
 
 
 def test_under_autocast_attention_takes_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 # What a forward calls it; its masks are [B, 1, R, S + N]: the context's keys, then those of the row's own block.
 BLOCKWISE = "blockwise"
+
+# So many scores at a time: 64 MiB in fp32. Where all blocks have more, some of them pass after others.
+MOST_SCORES = 2**24
 
 
 def blockwise_attention(
@@ -37,22 +41,50 @@ def blockwise_attention(
     rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
-
-    scores = torch.cat(
-        [
-            (rows.flatten(2, 3) @ context_key.transpose(2, 3)).view(*rows.shape[:4], length),
-            rows @ block_key.unflatten(2, (blocks, block_size)).transpose(3, 4),
-        ],
-        dim=-1,
-    )  # [B, G, A, H / G * N, S + N]
-    mask = attention_mask.view(batch, 1, blocks, 1, block_size, -1).expand(-1, -1, -1, shared, -1, -1)
-    weights = (scores.unflatten(3, (shared, block_size)) + mask.to(scores.dtype)).flatten(3, 4)
-    weights = functional.dropout(weights.softmax(dim=-1).to(value.dtype), dropout)
-    seen, own = weights.split([length, block_size], dim=-1)
-    output = (seen.flatten(2, 3) @ context_value).view_as(rows) + own @ block_value.unflatten(2, (blocks, block_size))
+    of_blocks = (
+        rows,
+        block_key.unflatten(2, (blocks, block_size)),
+        block_value.unflatten(2, (blocks, block_size)),
+        attention_mask.unflatten(2, (blocks, block_size)),
+    )
+    at_a_time = max(1, MOST_SCORES // (batch * heads * block_size * (length + block_size)))
+    if at_a_time >= blocks:
+        output = _attend(*of_blocks, context_key, context_value, dropout)
+    else:  # scores are computed again in the backward pass, and never held whole
+        parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
+        output = torch.cat(
+            [checkpoint(_attend, *part, context_key, context_value, dropout, use_reentrant=False) for part in parts],
+            dim=2,
+        )
     # [B, G, A, H / G, N, E] -> [B, A, N, G, H / G, E]
     output = output.unflatten(3, (shared, block_size)).permute(0, 2, 4, 1, 3, 5)
     return output.reshape(batch, num_rows, heads, size), None
+
+
+def _attend(
+    rows: torch.Tensor,  # [B, G, A, H / G * N, E]
+    block_key: torch.Tensor,  # [B, G, A, N, E]
+    block_value: torch.Tensor,  # likewise
+    attention_mask: torch.Tensor,  # [B, 1, A, N, S + N]
+    context_key: torch.Tensor,  # [B, G, S, E]
+    context_value: torch.Tensor,  # likewise
+    dropout: float,
+) -> torch.Tensor:  # of the shape of rows
+    """What the rows of some blocks read."""
+    length, block_size = context_key.shape[2], block_key.shape[3]
+    scores = torch.cat(
+        [
+            (rows.flatten(2, 3) @ context_key.transpose(2, 3)).view(*rows.shape[:4], length),
+            rows @ block_key.transpose(3, 4),
+        ],
+        dim=-1,
+    )  # [B, G, A, H / G * N, S + N]
+    mask = attention_mask.to(scores.dtype)[:, :, :, None]
+    weights = (scores.unflatten(3, (-1, block_size)) + mask).flatten(3, 4).softmax(dim=-1).to(block_value.dtype)
+    if dropout:
+        weights = functional.dropout(weights, dropout)
+    seen, own = weights.split([length, block_size], dim=-1)
+    return (seen.flatten(2, 3) @ context_value).view_as(rows) + own @ block_value
 
 
 ALL_ATTENTION_FUNCTIONS.register(BLOCKWISE, blockwise_attention)

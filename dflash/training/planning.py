@@ -9,6 +9,7 @@ from torch import nn
 
 from .anchors import fixed_anchors, valid_anchors
 from .batches import epoch_rows
+from .block_attention import MOST_SCORES
 from .losses import rows_of_chunk
 from .sharding import is_sharded
 from .trainer import Trainer
@@ -82,9 +83,11 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
     layers = config.num_hidden_layers * rows * (kept * config.hidden_size + inner) * width
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
-    # Flex attention holds none of its scores; the other one keeps those of each head, in all layers or in the one at work.
-    scoring = 1 if settings.gradient_checkpointing else config.num_hidden_layers
-    scores = (trainer.attention != "flex_attention") * scored * (1 + scoring * config.num_attention_heads) * width
+    # Flex attention holds no scores and no mask; the other one those of all layers, or of some blocks of the one at work.
+    of_layer = scored * config.num_attention_heads
+    is_whole = of_layer <= MOST_SCORES and not settings.gradient_checkpointing
+    held = scored + (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES))
+    scores = 0 if trainer.attention == "flex_attention" else held * width
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), rows) * vocab_size * 4
     return {
