@@ -102,6 +102,24 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     assert torch.equal(ours, target.generate(prompt, max_new_tokens=12, do_sample=False))
 
 
+def test_a_target_that_accelerate_spreads_is_not_moved(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash.training import preparation
+
+    load, targets = preparation.AutoModelForCausalLM.from_pretrained, []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        targets.append(load(*arguments, **options))
+        targets[0].hf_device_map = {"": "cpu"}  # of one device alone transformers 5 sets none
+        monkeypatch.setattr(targets[0], "to", lambda *_: pytest.fail("moved"))
+        return targets[0]
+
+    monkeypatch.setattr(preparation.AutoModelForCausalLM, "from_pretrained", watched)
+    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, device_map="auto"))
+    assert (status, err, len(targets)) == (0, "", 1)
+
+
 def test_data_too_small_to_hold_anything_out_says_so(run: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:6]))
     words = ["--target", folder / "target", "--data", tmp_path / "few.jsonl", "--output", tmp_path / "drafter"]
