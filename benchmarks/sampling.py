@@ -24,7 +24,7 @@ from dflash import spec_generate
 from dflash.commands.common import show_table
 from dflash.embedded import heldout_problems, load_embedded_pair
 from dflash.evaluation import any_table
-from dflash.verification_dflash import Proposals, pick, verify_block, verify_rejection
+from dflash.model.verification_dflash import Proposals, pick, verify_block, verify_rejection
 
 
 def arguments() -> argparse.Namespace:

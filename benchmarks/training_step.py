@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.target_dflash import TappedTarget
+from dflash.model.step_dflash import TappedTarget
 from dflash.training.anchors import sample_anchors
 from dflash.training.batches import Batch, collate, epoch_batches
 from dflash.training.data import Example, encode

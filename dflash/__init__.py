@@ -10,12 +10,11 @@ from .distributions import import_name_clash
 
 
 if TYPE_CHECKING:
-    from .configuration_dflash import DFlashConfig, default_target_layer_ids
-    from .conversation_dflash import Conversation
-    from .decoding_dflash import Block
-    from .generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
-    from .latency_dflash import LatencyCurve
-    from .modeling_dflash import DFlashDraftModel
+    from .model.configuration_dflash import DFlashConfig, default_target_layer_ids
+    from .model.decoding_dflash import Block, Conversation
+    from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
+    from .model.modeling_dflash import DFlashDraftModel
+    from .model.proposals_dflash import LatencyCurve
 
 __all__ = [
     "Block",
@@ -31,16 +30,16 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "DFlashConfig": "configuration_dflash",
-    "default_target_layer_ids": "configuration_dflash",
-    "Block": "decoding_dflash",
-    "Conversation": "conversation_dflash",
-    "custom_generate": "generation_dflash",
-    "DFlashOutput": "generation_dflash",
-    "generate_blocks": "generation_dflash",
-    "spec_generate": "generation_dflash",
-    "LatencyCurve": "latency_dflash",
-    "DFlashDraftModel": "modeling_dflash",
+    "DFlashConfig": "model.configuration_dflash",
+    "default_target_layer_ids": "model.configuration_dflash",
+    "Block": "model.decoding_dflash",
+    "Conversation": "model.decoding_dflash",
+    "custom_generate": "model.generation_dflash",
+    "DFlashOutput": "model.generation_dflash",
+    "generate_blocks": "model.generation_dflash",
+    "spec_generate": "model.generation_dflash",
+    "LatencyCurve": "model.proposals_dflash",
+    "DFlashDraftModel": "model.modeling_dflash",
 }
 
 if (_clash := import_name_clash()) is not None:

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .card_dflash import write_card
 from .checking import check
 from .hub import check_replaceable, save_checkpoint
-from .modeling_dflash import DFlashDraftModel
+from .model.generation_dflash import write_card
+from .model.modeling_dflash import DFlashDraftModel
 
 
 def convert_checkpoint(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from .hub import check_replaceable, replace_folder, save_checkpoint
-from .modeling_dflash import DFlashDraftModel
+from .model.modeling_dflash import DFlashDraftModel
 
 
 TARGET_NAME = "tiny-target"

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .card_dflash import write_door
-
 
 if TYPE_CHECKING:  # the names of a checkpoint's files are asked for where nothing else needs torch
     from transformers.modeling_utils import PreTrainedModel
@@ -60,6 +58,8 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         if is_drafter:
+            from .model.generation_dflash import write_door
+
             write_door(aside)
         for name, text in (files or {}).items():
             (aside / name).write_text(text, encoding="utf-8")

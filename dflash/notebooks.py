@@ -17,8 +17,8 @@ from .terminal import TextStream, number
 
 
 if TYPE_CHECKING:
-    from .configuration_dflash import DFlashConfig
-    from .decoding_dflash import Block
+    from .model.configuration_dflash import DFlashConfig
+    from .model.decoding_dflash import Block
 
 
 # Half transparent, so that the page's own colour of text stays readable on light and dark pages.

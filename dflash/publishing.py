@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .card_dflash import write_card
 from .checking import Report, check
 from .hub import FILES
 
@@ -138,7 +137,9 @@ def plan(folder: str | Path, repo_id: str, target: str | None = None) -> Plan:
         files[CARD] = files[CARD] if renamed == text else File(CARD, renamed.encode())
     else:
         files[CARD] = File(CARD, _card(folder, repo_id, target).encode())
-    files.setdefault(DOOR, File(DOOR, Path(__file__).with_name("door_dflash.py").read_bytes()))
+    from .model.generation_dflash import door_source
+
+    files.setdefault(DOOR, File(DOOR, door_source().encode()))
     for file in files.values():
         _refuse_by_content(file)
     written = tuple(name for name, file in files.items() if file is not own.get(name))
@@ -231,7 +232,8 @@ def _named_code(folder: Path) -> set[Path]:
 
 
 def _card(folder: Path, repo_id: str, target: str | None) -> str:
-    from .configuration_dflash import DFlashConfig
+    from .model.configuration_dflash import DFlashConfig
+    from .model.generation_dflash import write_card
 
     return write_card(DFlashConfig.from_pretrained(folder), repo_id, target)
 

@@ -27,7 +27,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:  # for annotations alone: the modules behind these names take seconds to import
     from .evaluation import Difference, TimedRun
-    from .generation_dflash import Block
+    from .model.generation_dflash import Block
 
 
 ACCEPTED_STYLE, OWN_STYLE = "green underline", "bold magenta"

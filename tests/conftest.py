@@ -13,7 +13,8 @@ import torch
 from tiny_models import make_drafter, make_prompt, make_target
 from transformers import PreTrainedModel
 
-from dflash import DFlashDraftModel, compilation_dflash
+from dflash import DFlashDraftModel
+from dflash.model import step_dflash
 
 
 # Models of 32 units lose more to threads than they gain.
@@ -53,4 +54,4 @@ def prompt_ids() -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compilation.py` to say."""
-    monkeypatch.setattr(compilation_dflash, "AUTO_STEPS", 10**9)
+    monkeypatch.setattr(step_dflash, "AUTO_STEPS", 10**9)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dflash import verification_dflash
-from dflash.verification_dflash import (
+from dflash.model import verification_dflash
+from dflash.model.verification_dflash import (
     Proposals,
     Verdict,
     choose_sampled,

@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from dflash import Conversation, compilation_dflash, decoding_dflash, generate_blocks, spec_generate
-from dflash.compilation_dflash import CompiledPair
-from dflash.decoding_dflash import Block
-from dflash.rows_dflash import Row
-from dflash.transfers_dflash import to_device, to_host
+from dflash import Conversation, generate_blocks, spec_generate
+from dflash.model import decoding_dflash, step_dflash
+from dflash.model.decoding_dflash import Block
+from dflash.model.proposals_dflash import Row
+from dflash.model.step_dflash import CompiledPair, to_device, to_host
 
 
 NEW_TOKENS = 40
@@ -106,8 +106,8 @@ def _pair() -> Pair:
 @pytest.fixture
 def pair(_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """The pair, and what is launched and read, in order."""
-    monkeypatch.setattr(compilation_dflash, "BACKEND", "eager")
-    monkeypatch.setattr(compilation_dflash, "ASYNCHRONOUS", ("cuda", "cpu"))
+    monkeypatch.setattr(step_dflash, "BACKEND", "eager")
+    monkeypatch.setattr(step_dflash, "ASYNCHRONOUS", ("cuda", "cpu"))
     if not CompiledPair.of(_pair.target, _pair.drafter)._checked:
         for num_rows in (1, 3):
             list(_pair.blocks(_pair.prompts(num_rows)))
@@ -373,7 +373,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return make(*args, **kwargs)
 
         patch.setattr(torch, "tensor", made)
-        patch.setattr(compilation_dflash, "is_in_torch_dispatch_mode", lambda: False)  # ours is not to be noticed
+        patch.setattr(step_dflash, "is_in_torch_dispatch_mode", lambda: False)  # ours is not to be noticed
         for name in ("draft", "verify"):
             function = getattr(CompiledPair, name)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import generate_blocks, spec_generate
-from dflash.attention_dflash import GROUPED, attention_of, grouped_attention, sharing_keys
+from dflash.model.attention_dflash import GROUPED, attention_of, grouped_attention, sharing_keys
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])

@@ -21,7 +21,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import generate_blocks, spec_generate
-from dflash.cache_dflash import PreallocatedCache
+from dflash.model.cache_dflash import PreallocatedCache
 
 
 NEW_TOKENS = 24

@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from dflash import generate_blocks
 from dflash.cli import app
-from dflash.drafting_dflash import Proposer
 from dflash.evaluation import Prompt, profiling, run_bench, save_plots, timed_blocks, timed_generate
 from dflash.evaluation.harness import (
     GREEDY,
@@ -46,7 +45,8 @@ from dflash.evaluation.results import read_result
 from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_prompt
 from dflash.evaluation.sweep import measure_point, measure_prefill, milliseconds
 from dflash.evaluation.timing import TimedRun
-from dflash.target_dflash import TappedTarget
+from dflash.model.decoding_dflash import Proposer
+from dflash.model.step_dflash import TappedTarget
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -7,7 +7,7 @@ import torch
 from tiny_models import make_prompt, make_target
 from transformers import DynamicCache, PreTrainedModel
 
-from dflash.cache_dflash import PreallocatedCache, PreallocatedLayer
+from dflash.model.cache_dflash import PreallocatedCache, PreallocatedLayer
 
 
 NUM_LAYERS = 2

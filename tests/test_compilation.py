@@ -30,10 +30,11 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from dflash import Conversation, DFlashDraftModel, compilation_dflash, generate_blocks, spec_generate
-from dflash.cache_dflash import bucket, compiled_length
-from dflash.compilation_dflash import CompiledPair
+from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
 from dflash.evaluation.memory import allocated_memory
+from dflash.model import step_dflash
+from dflash.model.cache_dflash import bucket, compiled_length
+from dflash.model.step_dflash import CompiledPair
 
 
 NEW_TOKENS = 24
@@ -52,7 +53,7 @@ GREEDY: dict[str, Any] = {
 def _captured_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(compilation_dflash, "BACKEND", "eager")
+    monkeypatch.setattr(step_dflash, "BACKEND", "eager")
     yield
     torch._dynamo.reset()
 
@@ -179,7 +180,7 @@ def test_a_conversation_goes_on_compiled() -> None:
 
 
 def test_auto_compiles_what_has_run_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_dflash, "AUTO_STEPS", 30)
+    monkeypatch.setattr(step_dflash, "AUTO_STEPS", 30)
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     assert torch.equal(spec_generate(drafter, target, prompt, **GREEDY).sequences, truth)
@@ -263,13 +264,13 @@ def test_what_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Promise: the first compiled forward is compared with the eager one."""
-    verify = compilation_dflash._verify
+    verify = step_dflash._verify
 
     def wrong(*args: Any) -> Any:
         logits, features = verify(*args)
         return logits, features.flip(-1)
 
-    monkeypatch.setattr(compilation_dflash, "_verify", wrong)
+    monkeypatch.setattr(step_dflash, "_verify", wrong)
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     assert torch.equal(spec_generate(drafter, target, prompt, compile=True, **GREEDY).sequences, truth)
@@ -317,7 +318,7 @@ def test_a_compile_that_is_none(value: Any) -> None:
 
 def test_compiled_for_real(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Through inductor and the C++ compiler behind it; most tests here only capture."""
-    monkeypatch.setattr(compilation_dflash, "BACKEND", "inductor")
+    monkeypatch.setattr(step_dflash, "BACKEND", "inductor")
     target = small_target()
     drafter = small_drafter()
     prompt = make_prompt(17, seed=3)
@@ -330,7 +331,7 @@ def test_compiled_for_real(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 def test_no_compiled_step_copies_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: neither to write a block nor for each head; what a step allocates is less than one layer's keys."""
-    monkeypatch.setattr(compilation_dflash, "BACKEND", "inductor")
+    monkeypatch.setattr(step_dflash, "BACKEND", "inductor")
     target = make_target(num_hidden_layers=2, num_attention_heads=8, head_dim=64, max_position_embeddings=4096)
     drafter, prompt = make_drafter(**SMALL, attn_implementation="sdpa"), make_prompt(2000)
     asked: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "max_new_tokens": 12, "compile": True}

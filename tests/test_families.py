@@ -25,9 +25,9 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
-from dflash.conversation_dflash import Conversation
-from dflash.recurrent_dflash import LINEAR_TYPES, HybridCache, is_supported
-from dflash.target_dflash import TappedTarget
+from dflash.model.cache_dflash import LINEAR_TYPES, HybridCache, is_supported
+from dflash.model.decoding_dflash import Conversation
+from dflash.model.step_dflash import TappedTarget
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served]

@@ -39,15 +39,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dflash import (
-    DFlashOutput,
-    conversation_dflash,
-    drafting_dflash,
-    generate_blocks,
-    spec_generate,
-    verification_dflash,
-)
-from dflash.verification_dflash import PositionNoise, choose_sampled
+from dflash import DFlashOutput, generate_blocks, spec_generate
+from dflash.model import decoding_dflash, verification_dflash
+from dflash.model.verification_dflash import PositionNoise, choose_sampled
 
 
 N = BLOCK_SIZE
@@ -135,7 +129,7 @@ def test_cache_grows_past_its_first_room(
     tiny_target: PreTrainedModel, prompt_ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise: the preallocated room is no limit on the text."""
-    monkeypatch.setattr(conversation_dflash, "INITIAL_NEW_TOKENS", 3)
+    monkeypatch.setattr(decoding_dflash, "INITIAL_NEW_TOKENS", 3)
     expected = greedy(tiny_target, prompt_ids, max_new_tokens=50)
     output = run(ScriptedDrafter(tiny_target, expected, MIXED), tiny_target, prompt_ids, max_new_tokens=50)
     assert torch.equal(output.sequences, expected)
@@ -567,7 +561,7 @@ def test_inactive_drafter_is_reported_once(
         ([0], 20),
         ([N - 1], 50),
         ([1] + [0] * 60, 50),
-        ([0] * (drafting_dflash.INACTIVE_STEPS - 1) + [1] + [0] * 60, 50),
+        ([0] * (decoding_dflash.INACTIVE_STEPS - 1) + [1] + [0] * 60, 50),
     ],
     ids=["too short to say", "active", "once at first", "once at the last step looked at"],
 )

@@ -21,7 +21,7 @@ from dflash.embedded import embedded_path, heldout_problems
 
 DRAFTER, TARGET = "me/tiny-DFlash", "me/tiny-target"
 USERS = {"loopback-me": User("me", ("me",)), "loopback-you": User("you", ("you",))}
-SHIPPED_CODE = {path.name for path in (PACKAGE_ROOT / "dflash").glob("*_dflash.py")}
+SHIPPED_CODE = {path.name for path in (PACKAGE_ROOT / "dflash" / "model").glob("*_dflash.py")}
 PUSHED = SHIPPED_CODE | {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
 WITH_PACKAGE = (PACKAGE_ROOT, Path(__file__).parent)
 

@@ -9,8 +9,7 @@ import torch
 from tiny_models import ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
 
 from dflash import generate_blocks, spec_generate
-from dflash.lookup_dflash import RETRY_AFTER, PromptLookup
-from dflash.rows_dflash import Row
+from dflash.model.proposals_dflash import RETRY_AFTER, PromptLookup, Row
 
 
 def row_of(prompt: list[int], new: list[int] | None = None) -> Row:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash.training.losses as losses_module
 from dflash import DFlashConfig
-from dflash.modeling_dflash import CandidateSelector
+from dflash.model.modeling_dflash import CandidateSelector
 from dflash.training.losses import (
     LOSSES,
     POSITION_WEIGHTS,

@@ -11,8 +11,9 @@ import torch
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_prompt, make_target
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from dflash import LatencyCurve, compilation_dflash, generate_blocks, spec_generate
-from dflash.latency_dflash import machine
+from dflash import LatencyCurve, generate_blocks, spec_generate
+from dflash.model import step_dflash
+from dflash.model.proposals_dflash import machine
 
 
 NEW_TOKENS = 40
@@ -27,7 +28,7 @@ FREE = LatencyCurve((1, 16), (4.0, 4.0), 0.001, {})
 def test_every_token_is_the_argmax_of_the_forward_that_committed_it(
     dtype: torch.dtype, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation_dflash, "BACKEND", "eager")
+    monkeypatch.setattr(step_dflash, "BACKEND", "eager")
     target, prompt = make_target().to(dtype), make_prompt(17, seed=3)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
     # Right as long as the text is plain decoding's own: a near-tie that flips ends that, and not the promise.
@@ -49,7 +50,7 @@ def test_a_quantised_target_writes_its_own_text(
 ) -> None:
     """Promise: nothing assumes plain weights, neither here nor in what is compiled."""
     torchao = pytest.importorskip("torchao.quantization")
-    monkeypatch.setattr(compilation_dflash, "BACKEND", "eager")
+    monkeypatch.setattr(step_dflash, "BACKEND", "eager")
     make_target().save_pretrained(tmp_path)
     config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
     target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config).eval()

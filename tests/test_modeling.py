@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BLOCK_SIZE, DIMENSIONS, HIDDEN_SIZE, drafter_config, make_drafter
 from transformers import DynamicCache
 
-from dflash import DFlashDraftModel, modeling_dflash
-from dflash.cache_dflash import PreallocatedCache
+from dflash import DFlashDraftModel
+from dflash.model import modeling_dflash
+from dflash.model.cache_dflash import PreallocatedCache
 
 
 N = BLOCK_SIZE

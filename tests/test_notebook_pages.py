@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from dflash import Block, DFlashConfig
 from dflash.embedded import TARGET_NAME, embedded_path
-from dflash.masks_dflash import decoding_visibility
+from dflash.model.attention_dflash import decoding_visibility
 from dflash.notebooks import (
     ACCEPTED_STYLE,
     BLUE,

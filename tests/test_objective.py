@@ -8,8 +8,9 @@ from tiny_models import make_drafter, make_target
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash import DFlashDraftModel, modeling_dflash, spec_generate
-from dflash.target_dflash import TappedTarget
+from dflash import DFlashDraftModel, spec_generate
+from dflash.model import modeling_dflash
+from dflash.model.step_dflash import TappedTarget
 from dflash.training.batches import Batch, collate
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 from dflash.training.data import Example

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
 
-from dflash import LatencyCurve, drafting_dflash, generate_blocks, latency_dflash, spec_generate
-from dflash.latency_dflash import machine, measured_curve
-from dflash.pacing_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Habits, Pacer
+from dflash import LatencyCurve, generate_blocks, spec_generate
+from dflash.model import decoding_dflash, proposals_dflash
+from dflash.model.proposals_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Habits, Pacer, machine, measured_curve
 
 
 MACHINE = {"device": "cpu"}
@@ -178,10 +178,10 @@ def test_measured_once_and_kept() -> None:
 
     curves = [measured_curve(target, drafter, "here", (1, 4), verify, lambda: torch.zeros(1)) for _ in range(2)]
     assert curves[0] is curves[1]
-    assert calls == [1] * (latency_dflash.REPEATS + 1) + [4] * (latency_dflash.REPEATS + 1)
+    assert calls == [1] * (proposals_dflash.REPEATS + 1) + [4] * (proposals_dflash.REPEATS + 1)
     assert curves[0].verify_ms[0] <= curves[0].verify_ms[1]
     measured_curve(target, drafter, "elsewhere", (1, 4), verify, lambda: torch.zeros(1))
-    assert len(calls) == 4 * (latency_dflash.REPEATS + 1)
+    assert len(calls) == 4 * (proposals_dflash.REPEATS + 1)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_rows_that_leave_do_not_make_drafts_look_dear() -> None:
 def test_a_useless_drafter_is_warned_about_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(drafting_dflash, "INACTIVE_STEPS", 2)
+    monkeypatch.setattr(decoding_dflash, "INACTIVE_STEPS", 2)
     target, drafter, prompt = make_target(), make_drafter(), make_prompt(14)
     curve = replace(FREE, machine=machine(target, drafter))
     asked: dict[str, Any] = {"max_new_tokens": 120, "temperature": 0.0, "stop_token_ids": [], "latency_curve": curve}

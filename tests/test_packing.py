@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, make_drafter, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
-from dflash.target_dflash import TappedTarget
+from dflash.model.step_dflash import TappedTarget
 from dflash.training.anchors import sample_anchors
 from dflash.training.batches import Batch, collate, epoch_batches, pack_examples
 from dflash.training.data import Example, with_response

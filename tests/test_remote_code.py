@@ -43,27 +43,12 @@ from dflash.checkpoints import convert_checkpoint
 SHIPPED_CODE = {
     "attention_dflash.py",
     "cache_dflash.py",
-    "card_dflash.py",
-    "compilation_dflash.py",
     "configuration_dflash.py",
-    "conversation_dflash.py",
     "decoding_dflash.py",
-    "dialects_dflash.py",
-    "door_dflash.py",
-    "drafting_dflash.py",
     "generation_dflash.py",
-    "judging_dflash.py",
-    "latency_dflash.py",
-    "lookup_dflash.py",
-    "masks_dflash.py",
     "modeling_dflash.py",
-    "pacing_dflash.py",
-    "recurrent_dflash.py",
-    "rows_dflash.py",
-    "target_dflash.py",
-    "transfers_dflash.py",
-    "trees_dflash.py",
-    "validation_dflash.py",
+    "proposals_dflash.py",
+    "step_dflash.py",
     "verification_dflash.py",
 }
 PACKAGE_ROOT = Path(dflash.__file__).parent.parent
@@ -307,7 +292,7 @@ def test_package_class_loads_what_it_saved(
     """Promise: `DFlashDraftModel.from_pretrained` needs no trust and takes what the snippet's tokenizer returns."""
     drafter = dflash.DFlashDraftModel.from_pretrained(drafter_folder, dtype="auto", device_map="cpu").eval()
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype="auto", device_map="cpu").eval()
-    assert type(drafter).__module__ == "dflash.modeling_dflash"
+    assert type(drafter).__module__ == "dflash.model.modeling_dflash"
     input_ids = make_tokenizer().apply_chat_template(
         MESSAGES, return_tensors="pt", add_generation_prompt=True, enable_thinking=False
     )

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashDraftModel, generate_blocks
-from dflash.target_dflash import TappedTarget
+from dflash.model.step_dflash import TappedTarget
 from dflash.training import (
     Example,
     Trainer,

@@ -13,7 +13,7 @@ import torch
 from test_training_resume import SETTINGS, examples, run
 from tiny_models import make_drafter, make_target
 
-from dflash.target_dflash import TappedTarget
+from dflash.model.step_dflash import TappedTarget
 from dflash.training.batches import epoch_batches
 from dflash.training.features import CachedFeatures, documents_of, facts_of, feature_bytes, write_features
 from dflash.training.targets import FrozenTarget

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.cache_dflash import PreallocatedCache
+from dflash.model.cache_dflash import PreallocatedCache
 from dflash.training import block_attention
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask

@@ -214,7 +214,7 @@ def test_less_memory_learns_the_same(folder: Path, tmp_path: Path, changes: dict
 
 
 def test_gradient_checkpointing_computes_the_layers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash import modeling_dflash
+    from dflash.model import modeling_dflash
 
     calls: list[bool] = []
     forward = modeling_dflash.DFlashAttn.forward

@@ -23,9 +23,9 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, spec_generate
-from dflash.cache_dflash import PreallocatedCache
-from dflash.masks_dflash import causal_visibility, tree_visibility
-from dflash.trees_dflash import DraftTree, grow_tree
+from dflash.model.attention_dflash import causal_visibility, tree_visibility
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.proposals_dflash import DraftTree, grow_tree
 
 
 NEW_TOKENS = 30

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.verification_dflash import NOISE_CHUNK, PositionNoise, accept_prefix, choose_greedy, choose_sampled
+from dflash.model.verification_dflash import NOISE_CHUNK, PositionNoise, accept_prefix, choose_greedy, choose_sampled
 
 
 @given(

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from dflash.dialects_dflash import ASSISTANT, portable_fields
+from dflash.model.configuration_dflash import ASSISTANT, portable_fields
 
 from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, Severity, error, note, warning
 from .folder import Checkpoint, read_json
@@ -70,7 +70,7 @@ def library(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What this package itself refuses to load, in its own words."""
     from transformers.utils import logging
 
-    from dflash.configuration_dflash import DFlashConfig
+    from dflash.model.configuration_dflash import DFlashConfig
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -46,7 +46,7 @@ def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pa
             hide_loading_bars()
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from dflash.modeling_dflash import DFlashDraftModel
+        from dflash.model.modeling_dflash import DFlashDraftModel
 
         advance()
         place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}

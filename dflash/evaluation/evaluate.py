@@ -27,7 +27,7 @@ from dflash.evaluation.records import environment, public_name, record, write_re
 from dflash.evaluation.scoring import check_scorers
 from dflash.evaluation.sessions import Backend, keeping_methods, pair_sessions
 from dflash.evaluation.tasks import TASKS, Question, known_task, load_questions
-from dflash.validation_dflash import max_positions
+from dflash.model.generation_dflash import max_positions
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.configuration_dflash import DFlashConfig
 from dflash.evaluation.profiling import Profile
 from dflash.evaluation.timing import TimedRun, tau, timed_blocks, timed_generate, tokens_per_step
-from dflash.modeling_dflash import DFlashDraftModel
+from dflash.model.configuration_dflash import DFlashConfig
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 
 PLAIN = "target.generate"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash.configuration_dflash import DFlashConfig, default_target_layer_ids
-from dflash.modeling_dflash import DFlashDraftModel
+from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}

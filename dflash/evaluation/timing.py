@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.generation_dflash import Block, generate_blocks
-from dflash.validation_dflash import read_prompt
+from dflash.model.generation_dflash import Block, generate_blocks, read_prompt
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.generation_dflash import generate_blocks
+from dflash.model.generation_dflash import generate_blocks
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.modeling_dflash import DFlashDraftModel
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .anchors import valid_anchors
 from .data import Example

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.configuration_dflash import DFlashConfig, default_target_layer_ids
-from dflash.modeling_dflash import DFlashDraftModel
+from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 
 # What a drafter takes over from its target unless told otherwise.

@@ -1,7 +1,7 @@
 """All blocks of a batch as rows of one forward of the drafter: ids, labels, positions, and who sees whom.
 
 Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N rows. It knows no model; the
-visibility is the predicate that decoding uses (`masks_dflash.sees`), so a training forward is many decoding forwards at once.
+visibility is the predicate that decoding uses (`attention_dflash.sees`), so a training forward is many decoding forwards at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dflash.configuration_dflash import DFlashConfig
-from dflash.masks_dflash import additive_mask, causal_visibility, sees
+from dflash.model.attention_dflash import additive_mask, causal_visibility, sees
+from dflash.model.configuration_dflash import DFlashConfig
 
 from .block_attention import BLOCKWISE
 

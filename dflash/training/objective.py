@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from dflash.modeling_dflash import DFlashDraftModel
-from dflash.target_dflash import TappedTarget
+from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import TappedTarget
 
 from .batches import Batch
 from .block_attention import BLOCKWISE

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.modeling_dflash import DFlashDraftModel
-from dflash.validation_dflash import check_pair, max_positions
+from dflash.model.generation_dflash import check_pair, max_positions
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .answer_file import manifest_path, read_manifest
 from .checks import check_mask_token, check_tokenizer, usable

@@ -17,9 +17,9 @@ import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.card_dflash import write_card
 from dflash.evaluation import library_version
-from dflash.modeling_dflash import DFlashDraftModel
+from dflash.model.generation_dflash import write_card
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .data import Example, fingerprint
 from .settings import TrainingSettings

@@ -21,10 +21,9 @@ from transformers.generation.logits_process import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.cache_dflash import PreallocatedCache
-from dflash.recurrent_dflash import LINEAR_TYPES
-from dflash.validation_dflash import max_positions
-from dflash.verification_dflash import PositionNoise, choose_sampled
+from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
+from dflash.model.generation_dflash import max_positions
+from dflash.model.verification_dflash import PositionNoise, choose_sampled
 
 from .data import Example, with_response
 from .record import NOT_THE_MODEL, model_fingerprint

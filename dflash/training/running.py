@@ -14,8 +14,8 @@ from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.evaluation import PATIENCE, stopwatch
-from dflash.modeling_dflash import DFlashDraftModel
-from dflash.validation_dflash import max_positions
+from dflash.model.generation_dflash import max_positions
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .checks import check_lengths, usable
 from .data import Example

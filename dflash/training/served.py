@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from dflash.validation_dflash import max_positions
+from dflash.model.generation_dflash import max_positions
 
 from .regeneration import Answer, Request, Sampling, config_fingerprint, stop_ids
 

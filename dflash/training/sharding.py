@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.modeling_dflash import DFlashDraftModel
+from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .acceptance import Acceptance
 from .losses import DraftCounts

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.recurrent_dflash import LINEAR_TYPES
-from dflash.target_dflash import TappedTarget
-from dflash.validation_dflash import decoder_layers
+from dflash.model.cache_dflash import LINEAR_TYPES
+from dflash.model.step_dflash import TappedTarget, decoder_layers
 
 from .batches import Batch
 from .masks import packed_causal_mask, positions_in_documents

@@ -23,9 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.modeling_dflash import DFlashDraftModel
-from dflash.target_dflash import TappedTarget
-from dflash.validation_dflash import decoder_layers
+from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import TappedTarget, decoder_layers
 
 from .acceptance import measure_acceptance
 from .batches import Batch, epoch_batches, epoch_rows

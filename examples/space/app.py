@@ -24,7 +24,7 @@ import view
 from dflash.commands.common import Dtype, Pair, dtype_name, encode, given, load_pair
 from dflash.embedded import heldout_problems, load_embedded_pair
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
-from dflash.validation_dflash import max_positions
+from dflash.model.generation_dflash import max_positions
 
 
 MAX_PROMPT_TOKENS = 4096

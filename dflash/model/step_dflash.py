@@ -1,4 +1,6 @@
-"""A pair's two forwards, compiled: the target over a block, and the drafter behind its context.
+"""Tensors on their way between host and device, without waiting for what the device still has to do.
+
+A pair's two forwards, compiled: the target over a block, and the drafter behind its context.
 
 Eager forwards spend much of a small step on launching operations one by one. Compiled ones have shapes that a text's
 growth does not change: keys and values are a part of the preallocated storage, of which a mask hides what is no text, and
@@ -7,27 +9,51 @@ each (and once more for several rows), whatever the lengths; on CUDA, where the 
 bucket is recorded as a graph.
 
 What cannot be compiled, or computes something else than eager does, runs eagerly, and one warning says why.
+
+The target as the loop sees it: embedding rows, a forward that also gives the tapped layers' states, and the head.
+
+Works on decoder-only `AutoModelForCausalLM`s of transformers 4.57 and 5.x whose attention is softmax over cached keys,
+on 5.x also on those that mix it with linear layers, whole or spread over devices.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from transformers import __version__
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_dflash import attention_of, sharing_keys
-from .cache_dflash import PreallocatedCache, compiled_length
-from .masks_dflash import additive_mask, decoding_visibility, tree_visibility
-from .transfers_dflash import to_device
+from .attention_dflash import (
+    additive_mask,
+    attention_of,
+    causal_visibility,
+    decoding_visibility,
+    sharing_keys,
+    tree_visibility,
+)
+from .cache_dflash import (
+    LINEAR_TYPES,
+    HybridCache,
+    PreallocatedCache,
+    compiled_length,
+    is_supported,
+    linear_mixers,
+    to_device,
+)
+from .proposals_dflash import DraftTree
+from .verification_dflash import Verdict
 
 
 logger = logging.get_logger(__name__)
@@ -464,3 +490,364 @@ def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+class TappedTarget:
+    """A target and the layers of it that a drafter reads.
+
+    Args:
+        target: The model whose text is wanted.
+        drafter: A `DFlashDraftModel` trained for it.
+        prompt_inputs: What the forward of a single prompt gets beside its ids: images.
+        compiled: Runs verify steps; `None`: they run eagerly.
+
+    Raises:
+        ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel,
+        prompt_inputs: Mapping[str, Any] | None = None,
+        compiled: CompiledPair | None = None,
+    ) -> None:
+        check_pair(target, drafter)
+        self.compiled = compiled
+        self.target = target
+        self.drafter = drafter
+        self.num_layers = len(decoder_layers(target))
+        self._taps = [decoder_layers(target)[i] for i in drafter.config.target_layer_ids]
+        self._mixers = linear_mixers(decoder_layers(target), self._layer_types())
+        self._prompt_inputs = dict(prompt_inputs or {})
+        # Where a model of images keeps how far the positions behind them lag behind the number of tokens.
+        self._rope: Any = next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
+        self._lag = 0
+        self._shares_keys = bool(getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
+        self._drafter_device = drafter.device
+        self._drafter_dtype = drafter.dtype
+
+    def _layer_types(self) -> list[str]:
+        return list(getattr(self.target.config.get_text_config(decoder=True), "layer_types", None) or ())
+
+    def new_cache(self, capacity: int, num_rows: int = 1) -> PreallocatedCache:
+        """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
+        if self._mixers:
+            return HybridCache(self._mixers, self.num_layers, capacity, num_rows)
+        return PreallocatedCache(self.num_layers, capacity, num_rows)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
+        embed: Any = self.drafter.embed  # a drafter may scale them
+        return embed(token_ids, self.target.get_input_embeddings()).to(self._drafter_device)
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
+        head = self.target.get_output_embeddings()
+        weight = next(head.parameters(), None)
+        device, dtype = hidden_states.device, self.target.dtype
+        if weight is not None:  # a quantised head may show none, or one that is not floating point
+            dtype = weight.dtype if weight.is_floating_point() else dtype
+            # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
+            device = device if weight.device.type == "meta" else weight.device
+        return head(hidden_states.to(device, dtype))
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        cache: PreallocatedCache,
+        num_logits: int,
+        is_real: torch.Tensor | None = None,
+        num_real: Sequence[int] | None = None,
+        tree: DraftTree | None = None,
+        unread: Verdict | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs token_ids [B, S] behind `cache`; their keys and values are appended to it.
+
+        In a ragged cache, is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
+        default: all. With a `tree` the columns of the single row are its anchor and nodes.
+
+        With an `unread` verdict on the last columns in `cache` these run behind what of them stands, and the cache's
+        lengths stay as they are; raises NotCompiledError where that cannot be done.
+
+        Returns the logits of the last `num_logits` columns [B, num_logits, V] and the context features of all
+        [B, S, L * D], on the drafter's device and in its dtype. If it asks for all logits, all columns can be rolled
+        back; else none, on a target with linear layers.
+        """
+        width, device = token_ids.shape[1], token_ids.device
+        shape = None if tree is None else (tree.ancestors().to(device), torch.tensor(tree.depths, device=device))
+        # A prompt's forward, which says what is padding, has a width of its own; it also gives the cache its storage.
+        if self.compiled is None or is_real is not None or not cache.get_seq_length():
+            return self._forward_eagerly(token_ids, cache, num_logits, is_real, num_real, shape)
+        pair = self.compiled
+        pair.num_steps += 1
+        pair.num_single_steps += width == 1
+        kind = f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}"
+
+        def compiled() -> tuple[torch.Tensor, torch.Tensor]:
+            num_rejected = None if unread is None else unread.num_rejected
+            return pair.verify(self.target, self.drafter, token_ids, cache, shape, num_rejected)
+
+        def eagerly() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._forward_eagerly(token_ids, cache, num_logits, None, None, shape)
+
+        if unread is not None:
+            return pair.ahead(kind, self.target, self.drafter, compiled)
+        if width == 1 and pair.num_single_steps <= SINGLE_STEPS:
+            return eagerly()
+        return pair.either(
+            kind, self.target, self.drafter, compiled, eagerly, lambda: cache.advance([width] * len(token_ids))
+        )
+
+    def _forward_eagerly(
+        self,
+        token_ids: torch.Tensor,
+        cache: PreallocatedCache,
+        num_logits: int,
+        is_real: torch.Tensor | None,
+        num_real: Sequence[int] | None,
+        tree: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        width, start = token_ids.shape[1], cache.get_seq_length()
+        placed: dict[str, Any] = {}
+        if start == 0 and self._prompt_inputs:
+            placed = self._prompt_inputs
+        elif tree is not None:
+            ancestors, depths = tree
+            starts = torch.tensor([start], device=token_ids.device)
+
+            def of_tree(window: int | None) -> torch.Tensor:
+                return tree_visibility(starts, ancestors, depths, start + width, window)
+
+            placed = {"position_ids": (start + depths)[None], "attention_mask": self._masks(of_tree)}
+        elif cache.is_ragged:
+            columns = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
+            slots = cache.plan(columns, [token_ids.shape[1]] * len(token_ids) if num_real is None else num_real)
+            keys = torch.arange(cache.get_seq_length() + width, device=slots.device)[None]  # [1, K]
+
+            def of_rows(window: int | None) -> torch.Tensor:
+                return causal_visibility(slots, keys, window)
+
+            placed = {"position_ids": slots, "attention_mask": self._masks(of_rows, is_real)}
+        elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
+            places = torch.arange(start, start + width, device=token_ids.device)[None]
+            placed = {"position_ids": places + self._lag}
+        recording: Any = nullcontext()
+        if isinstance(cache, HybridCache):
+            recording = cache.recording(width if num_logits == width else 0)
+        # A prompt is long itself: its mask would be repeated instead, and that is longer than the keys.
+        attending: Any = sharing_keys(self.target) if start and num_logits == width > 1 else nullcontext()
+        with recording, attending, _Taps(self._taps, self._drafter_device, self._drafter_dtype) as taps:
+            output = self.target(
+                input_ids=token_ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=self._logits_to_keep(num_logits, width),
+                return_dict=True,
+                **placed,
+            )
+        if placed is self._prompt_inputs and self._rope is not None:
+            self._lag = self._find_lag(width)
+        return output.logits[:, -num_logits:], taps.features
+
+    def _find_lag(self, width: int) -> int:
+        # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
+        position_ids = self._prompt_inputs.get("position_ids")  # [3, 1, S], or [4, 1, S] with the text's own first
+        if position_ids is None:
+            return int(self._rope.rope_deltas)
+        return int(position_ids[-3:].max()) + 1 - width
+
+    def _logits_to_keep(self, num_logits: int, width: int) -> int | torch.Tensor:
+        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones,
+        # and the drafter reads all columns of every tapped layer.
+        if self._shares_keys:
+            return torch.arange(width - num_logits, width)
+        return num_logits
+
+    def _masks(
+        self, visible: Callable[[int | None], torch.Tensor], is_real: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor | None]:
+        """`visible(window)` [B, S, keys] as an additive mask [B, 1, S, keys], by layer type where they differ.
+
+        Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
+        of zeros leaves their state as it is.
+        """
+        window = getattr(self.target.config.get_text_config(decoder=True), "sliding_window", None)
+        types = set(self._layer_types())
+
+        def mask(width: int | None) -> torch.Tensor:
+            return additive_mask(visible(width)[:, None], self.target.dtype)
+
+        if len(types) > 1:
+            masks: dict[str, torch.Tensor | None] = dict.fromkeys(types & set(LINEAR_TYPES), is_real)
+            attention = types - set(LINEAR_TYPES)
+            return masks | {name: mask(window if name == "sliding_attention" else None) for name in attention}
+        return mask(None if types == {"full_attention"} else window)
+
+
+class _Taps:
+    """What `layers` put out in the one forward that this thread runs inside the `with`, side by side in `features`.
+
+    A layer's output is copied as it comes and not held, so that a long prompt holds the tapped states once. Hooks stand for
+    that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to this thread alone,
+    so two threads may generate on one target.
+    """
+
+    def __init__(self, layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+        self.layers = layers
+        self.device, self.dtype = device, dtype
+        self.features = torch.empty(0)  # [B, S, L * D] once the forward has run
+
+    def __enter__(self) -> _Taps:
+        thread = threading.get_ident()
+
+        def keep(slot: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                if threading.get_ident() == thread:
+                    self._keep(slot, output[0] if isinstance(output, tuple) else output)
+
+            hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
+            return hook
+
+        self._handles = [layer.register_forward_hook(keep(slot)) for slot, layer in enumerate(self.layers)]
+        return self
+
+    def _keep(self, slot: int, states: torch.Tensor) -> None:
+        *shape, size = states.shape
+        if not slot:  # the first layer of them, so the first to run
+            self.features = torch.empty(*shape, len(self.layers) * size, device=self.device, dtype=self.dtype)
+        self.features[..., slot * size : (slot + 1) * size] = states
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+# Layer types of transformers whose keys and values can be rolled back by a length.
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+# Targets that mix them with linear layers, and whose linear layers are known to replay exactly (`recurrent_dflash`).
+HYBRID_FAMILIES = {
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+
+
+# Rotary embeddings that change with the length of the text.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, in order."""
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    for owner in (decoder, getattr(decoder, "model", None), getattr(target, "model", None)):
+        layers = getattr(owner, "layers", None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise ValueError(
+        f"{type(target).__name__} shows no list of decoder layers, so its hidden states cannot be tapped. Use target.generate."
+    )
+
+
+def check_pair(target: Any, drafter: PreTrainedModel) -> None:
+    """Raises ValueError, with the value and the remedy, unless `drafter` can draft for `target`."""
+    if target is drafter:
+        raise ValueError(
+            "drafter and target are the same object: pass the drafter's target, loaded by "
+            "AutoModelForCausalLM.from_pretrained, as target."
+        )
+    name = type(target).__name__
+    if getattr(getattr(target, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model: DFlash drafts for decoder-only causal models.")
+    head = target.get_output_embeddings() if hasattr(target, "get_output_embeddings") else None
+    if head is None or not hasattr(target, "generate"):
+        raise ValueError(
+            f"{name} is not a causal language model (it has no language-model head to generate with): load the target by "
+            "AutoModelForCausalLM.from_pretrained."
+        )
+    config = target.config.get_text_config(decoder=True)
+    _check_layers(target)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"{name} has rope_type={kind!r}, whose rotation depends on the longest position of a forward: a block and "
+                "single tokens would be rotated differently and the text could differ. Use target.generate."
+            )
+    if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{name} has a prompt-learning adapter, whose virtual tokens only its own generate adds: merge or unload it."
+        )
+
+    # The property that says so has two names, one of which warns.
+    if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
+        raise ValueError(
+            f"{name} is being trained with gradient checkpointing, which keeps no cache: call its eval() first."
+        )
+
+    own = drafter.config
+    if own.hidden_size != config.hidden_size:
+        raise ValueError(
+            f"The drafter's hidden_size is {own.hidden_size} and the target's is {config.hidden_size}: this drafter was "
+            "trained for another target."
+        )
+    if own.vocab_size and own.vocab_size != config.vocab_size:  # one dialect does not say it
+        raise ValueError(
+            f"The drafter's vocab_size is {own.vocab_size} and the target's is {config.vocab_size}: this drafter was "
+            "trained for another target, or the target's embedding was resized."
+        )
+    num_layers = len(decoder_layers(target))
+    if own.num_target_layers is not None and own.num_target_layers != num_layers:
+        raise ValueError(
+            f"The drafter was trained for a target of {own.num_target_layers} layers and this one has {num_layers}: use "
+            "the target that the drafter's card names."
+        )
+    if own.target_layer_ids[-1] >= num_layers - 1:
+        raise ValueError(
+            f"target_layer_ids={own.target_layer_ids} reaches the last of the target's {num_layers} layers or beyond: "
+            f"taps go up to layer {num_layers - 2}."
+        )
+
+
+def _check_layers(target: PreTrainedModel) -> None:
+    """Raises ValueError if what the target keeps of its text cannot be rolled back exactly."""
+    name = type(target).__name__
+    config = target.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or ())
+    others = types - ATTENTION_TYPES
+    if config.model_type in HYBRID_FAMILIES and others <= set(LINEAR_TYPES) and types & ATTENTION_TYPES:
+        if not is_supported():
+            raise ValueError(
+                f"{name} keeps a recurrent state ({', '.join(sorted(others))}) that transformers {__version__} cannot roll back "
+                "behind rejected tokens: install transformers 5, or use target.generate."
+            )
+        return
+    others |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
+    if others or getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a state of its text ({', '.join(sorted(others)) or 'stateful'}) that cannot be rolled back "
+            "exactly behind rejected tokens: DFlash would not be lossless on it. Use target.generate."
+        )
+    supports_caches = getattr(target, "_supports_default_dynamic_cache", None)
+    if supports_caches is not None and not supports_caches():
+        raise ValueError(
+            f"{name} keeps its text in a cache of its own, which cannot be rolled back behind rejected tokens. Use "
+            "target.generate."
+        )
+    if getattr(config, "altup_num_inputs", None) is not None:
+        raise ValueError(
+            f"{name} carries altup_num_inputs={config.altup_num_inputs} streams of hidden states from layer to layer, and a "
+            "drafter reads one. Use target.generate."
+        )
+    if getattr(config, "index_topk", None) is not None:
+        raise ValueError(
+            f"{name} attends to the index_topk={config.index_topk} keys that an indexer picks, and may pick others for a "
+            "block than for single tokens: DFlash would not be lossless on it. Use target.generate."
+        )

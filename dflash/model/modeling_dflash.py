@@ -31,10 +31,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .attention_dflash import grouped_attention
-from .configuration_dflash import DFlashConfig
-from .dialects_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES
-from .masks_dflash import additive_mask, block_visibility
+from .attention_dflash import additive_mask, block_visibility, grouped_attention
+from .configuration_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES, DFlashConfig
 
 
 # What reading a malformed checkpoint raises where nobody expected it.
@@ -490,29 +488,17 @@ class DFlashDraftModel(PreTrainedModel):
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
         # From a local folder, transformers 4.57 copies only the files that this one names; the loop needs them all.
         from .cache_dflash import PreallocatedCache  # noqa: F401
-        from .compilation_dflash import CompiledPair  # noqa: F401
-        from .conversation_dflash import Conversation  # noqa: F401
         from .decoding_dflash import Block  # noqa: F401
-        from .drafting_dflash import Proposer  # noqa: F401
         from .generation_dflash import spec_generate
-        from .judging_dflash import Judge  # noqa: F401
-        from .latency_dflash import LatencyCurve  # noqa: F401
-        from .lookup_dflash import PromptLookup  # noqa: F401
-        from .pacing_dflash import Pacer  # noqa: F401
-        from .recurrent_dflash import is_supported  # noqa: F401
-        from .rows_dflash import Row  # noqa: F401
-        from .target_dflash import TappedTarget  # noqa: F401
-        from .transfers_dflash import to_host  # noqa: F401
-        from .trees_dflash import DraftTree  # noqa: F401
-        from .validation_dflash import check_pair  # noqa: F401
+        from .proposals_dflash import DraftTree  # noqa: F401
+        from .step_dflash import TappedTarget  # noqa: F401
         from .verification_dflash import accept_prefix  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         """How `push_to_hub` ends in transformers; here a card and the door of a target's `generate` go along."""
-        from .card_dflash import complete_upload
-        from .door_dflash import generate  # noqa: F401  (so that the file is shipped)
+        from .generation_dflash import complete_upload
 
         complete_upload(working_dir, self.config, repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)

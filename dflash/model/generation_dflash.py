@@ -1,0 +1,856 @@
+"""What is refused and how it is said: one sentence with the value and the remedy, before any compute.
+
+Pairs of models, prompts and requests that the loop cannot run exactly. It runs nothing itself.
+
+How a request is put: what `spec_generate` and `generate_blocks` take, and what they return.
+
+Everything around the loop (the generation config, logits processors, stopping criteria, expansion, special tokens) is
+prepared by the target's own `generate`, which runs the loop as its `custom_generate`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import ModelOutput, logging
+
+from .attention_dflash import attention_of
+from .cache_dflash import LINEAR_TYPES
+from .decoding_dflash import LARGEST_TREE, Block, Conversation, Proposer, decode_blocks
+from .proposals_dflash import LatencyCurve, PromptLookup, make_cutter, token_limit
+from .step_dflash import TappedTarget, check_pair, compiled_pair
+from .verification_dflash import VERIFICATIONS, Judge, PositionNoise
+
+
+logger = logging.get_logger(__name__)
+
+
+# Multimodal targets whose text behind an image is known to be exact, by the model_type of their config.
+IMAGE_FAMILIES = {
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+}
+
+# What `generate` prepares for the forward of any model.
+PREPARED_INPUTS = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+
+
+# Logits processors of transformers that remember what they were shown.
+STATEFUL_PROCESSORS = {
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+}
+
+# Arguments of `generate` that belong to other ways of decoding, or to a forward that is not ours to shape.
+NO_MEANING_HERE = (
+    "assistant_early_exit",
+    "assistant_model",
+    "assistant_tokenizer",
+    "cache_implementation",
+    "cache_position",
+    "custom_generate",
+    "inputs_embeds",
+    "logits_to_keep",
+    "negative_prompt_attention_mask",
+    "negative_prompt_ids",
+    "past_key_values",
+    "position_ids",
+    "speculation_type",
+    "synced_gpus",
+    "use_mtp",
+)
+
+# Settings that `generate` would act upon itself if it found them in a config.
+KEYWORD_ONLY = ("prompt_lookup_num_tokens", "stop_strings")
+
+# What a tokenizer may return beside the ids and their mask, if it says nothing (all zero).
+IGNORABLE_INPUTS = {"token_type_ids"}
+
+
+def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int) -> None:
+    """Raises ValueError unless both models take the masks that rows of different lengths need."""
+    if num_rows == 1:
+        return
+    for name, model in (("target", target), ("drafter", drafter)):
+        implementation = attention_of(model)
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"The {name}'s attn_implementation={implementation!r} takes no 4-D mask, which {num_rows} rows of different "
+                f"lengths need: load the {name} with attn_implementation='sdpa', or pass one prompt at a time."
+            )
+    types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
+    unknown = types - {"full_attention", "sliding_attention", *LINEAR_TYPES}
+    if unknown:
+        raise ValueError(
+            f"{type(target).__name__} has layers of type {', '.join(sorted(unknown))}, whose masks for {num_rows} rows of "
+            "different lengths are not known here: pass one prompt at a time."
+        )
+
+
+def check_tree(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    num_rows: int,
+    verification: str,
+    prompt_inputs: Mapping[str, Any],
+) -> None:
+    """Raises ValueError unless a draft tree can be verified exactly: by a 4-D mask, and choice by choice."""
+    if num_rows > 1:
+        raise ValueError(
+            f"draft_tree takes one prompt at a time, not {num_rows}: pass them one by one, or leave it out."
+        )
+    if verification not in ("auto", "match"):
+        raise ValueError(
+            f"draft_tree with verification={verification!r}: a tree is walked along the target's own choices, so use 'match'."
+        )
+    if drafter.config.selector_rank is not None:
+        raise ValueError(
+            "draft_tree needs a drafter whose positions are independent, and this one has a candidate selector: leave it out."
+        )
+    name = type(target).__name__
+    if prompt_inputs:
+        raise ValueError(
+            f"draft_tree came with {', '.join(sorted(prompt_inputs))}: it knows token ids alone, leave it out."
+        )
+    if attention_of(target) not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name}'s attn_implementation={attention_of(target)!r} takes no 4-D mask, which a draft tree "
+            "needs: load the target with attn_implementation='sdpa'."
+        )
+    others = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
+    others -= {"full_attention", "sliding_attention"}
+    if others:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(sorted(others))}, which read a tree's columns one behind the other: "
+            "leave draft_tree out."
+        )
+
+
+def read_prompt_inputs(
+    target: PreTrainedModel,
+    model_kwargs: Mapping[str, Any],
+    input_ids: torch.Tensor,
+    conversation: Any = None,
+    chunk_size: int | None = None,
+) -> dict[str, Any]:
+    """What a request holds for the prompt's forward beside ids and mask: images, and nothing for a text.
+
+    Raises:
+        ValueError: if there is something, and the target is not known to be exact behind it, or the prompt is not a
+            single one without padding, without a conversation and in one piece.
+    """
+    inputs = {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in PREPARED_INPUTS and not _says_nothing(name, value)
+    }
+    if not inputs:
+        return {}
+    named = ", ".join(sorted(inputs))
+    if target.config.model_type not in IMAGE_FAMILIES:
+        raise ValueError(
+            f"{type(target).__name__} was given more than token ids ({named}), and its text behind that is not known to be "
+            "exact here: leave it out, or use target.generate."
+        )
+    attention_mask = model_kwargs.get("attention_mask")
+    if len(input_ids) > 1 or (attention_mask is not None and not bool(attention_mask.all())):
+        raise ValueError(
+            f"{named} came with {len(input_ids)} rows or with padding: pass one prompt at a time, unpadded."
+        )
+    if chunk_size is not None:
+        raise ValueError(f"{named} came with prefill_chunk_size={chunk_size}: an image cannot be cut, leave it out.")
+    if conversation is not None:
+        raise ValueError(f"{named} came with a conversation, which knows token ids alone: leave the conversation out.")
+    if model_kwargs.get("position_ids") is not None:  # of three axes, where an image has them
+        inputs["position_ids"] = model_kwargs["position_ids"]
+    return inputs
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    # Types that are all zero mean text; where there is no image, transformers 5 passes an empty dict of encoded ones.
+    return (
+        value is None
+        or (name.endswith("token_type_ids") and not bool(value.any()))
+        or (isinstance(value, dict) and not value)
+    )
+
+
+def max_positions(target: PreTrainedModel) -> int | None:
+    """How many positions the target can tell apart, rope scaling counted in; `None` where its config does not say."""
+    config = target.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if limit is not None and isinstance(scaling.get("factor"), (int, float)):
+        original = scaling.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(original * scaling["factor"]))
+    return limit
+
+
+def read_prompt(
+    input_ids: Any, attention_mask: torch.Tensor | None = None, target: PreTrainedModel | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids [B, S] and their mask, out of a tensor, of what a tokenizer returns, or of a list of prompts.
+
+    Raises:
+        ValueError: if it is none of these, is empty, or its mask does not fit.
+    """
+    if isinstance(input_ids, Mapping):
+        if "input_ids" not in input_ids:
+            raise ValueError(
+                f"The prompt holds {sorted(input_ids)} and no input_ids: pass what the tokenizer returns."
+            )
+        for name in set(input_ids) - {"input_ids", "attention_mask"}:
+            if name not in IGNORABLE_INPUTS or any_nonzero(input_ids[name]):
+                raise ValueError(f"The prompt holds {name}, which this loop cannot feed to the target: leave it out.")
+        # A list of prompts is padded here, where lengths tell what is padding.
+        if attention_mask is None and isinstance(input_ids["input_ids"], torch.Tensor):
+            attention_mask = input_ids.get("attention_mask")
+        input_ids = input_ids["input_ids"]
+    if isinstance(input_ids, (list, tuple)) and len(input_ids) and not isinstance(input_ids[0], str):
+        if attention_mask is not None:
+            raise ValueError(
+                "A list of prompts needs no attention_mask: leave it out, or pass a padded tensor with it."
+            )
+        input_ids, attention_mask = pad_prompts(input_ids, target)
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        shown = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise ValueError(
+            f"input_ids is {shown}: pass a tensor of token ids [B, S], what the tokenizer returns, or a list of prompts' ids."
+        )
+    if 0 in input_ids.shape:
+        raise ValueError(
+            f"The prompt is empty (input_ids is {list(input_ids.shape)}): give at least one token, for example bos_token_id."
+        )
+    if attention_mask is not None:
+        attention_mask = torch.as_tensor(attention_mask)
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask is {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}: they must be equal."
+            )
+        check_padding(attention_mask)
+    return input_ids, attention_mask
+
+
+def any_nonzero(values: Any) -> bool:
+    """Whether a tokenizer's field, a tensor or lists of any depth, holds anything but zeros."""
+    if isinstance(values, (list, tuple)):
+        return any(map(any_nonzero, values))
+    return bool(torch.as_tensor(values).any())
+
+
+def pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of any lengths, each a list or tensor of ids, padded on the left: ids and mask, both [B, S]."""
+    try:
+        rows = [torch.as_tensor(prompt, dtype=torch.long).flatten() for prompt in prompts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The list of prompts holds something else than token ids ({error}): pass lists or tensors of ids."
+        ) from error
+    empty = [index for index, row in enumerate(rows) if not len(row)]
+    if empty:
+        raise ValueError(f"Prompt {empty[0]} of the list is empty: give at least one token, for example bos_token_id.")
+    config = None if target is None else target.generation_config
+    pad = getattr(config, "pad_token_id", None)
+    pad = getattr(config, "eos_token_id", None) if pad is None else pad
+    pad_token_id = (pad[0] if isinstance(pad, list) else pad) or 0  # masked: it only has to be some token
+    width = max(map(len, rows))
+    input_ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad_token_id) for row in rows])
+    lengths = torch.tensor([[len(row)] for row in rows])
+    return input_ids, (torch.arange(width) >= width - lengths).long()
+
+
+def check_settings(
+    drafter: PreTrainedModel,
+    block_size: Any,
+    verification: Any,
+    max_draft_tokens: Any,
+    adaptive: Any,
+    draft_tree: Any,
+    compile: Any,
+    latency_curve: Any,
+) -> None:
+    """Raises ValueError, with the value and the remedy, for a setting of the loop that has no meaning."""
+    if block_size is not None and not 2 <= block_size <= drafter.config.block_size:
+        raise ValueError(
+            f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
+        )
+    if verification not in VERIFICATIONS:
+        raise ValueError(f"verification={verification!r}: use one of {', '.join(VERIFICATIONS)}.")
+    most = max_draft_tokens
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise ValueError(
+            f"max_draft_tokens={most!r}: use a number of tokens from 0 (draft nothing) on, or leave it out."
+        )
+    if not isinstance(draft_tree, int) or draft_tree < 0:
+        raise ValueError(f"draft_tree={draft_tree!r}: use a number of nodes, or True for as many as pay.")
+    if not isinstance(adaptive, bool):
+        raise ValueError(f"adaptive={adaptive!r}: use True or False.")
+    if not isinstance(compile, bool) and compile != "auto":
+        raise ValueError(f"compile={compile!r}: use True, False or 'auto'.")
+    if latency_curve is not None and not hasattr(latency_curve, "verify_ms"):
+        raise ValueError(
+            f"latency_curve is a {type(latency_curve).__name__}: pass what LatencyCurve.from_json returns."
+        )
+
+
+def check_request(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    prompt_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Raises ValueError, with the value and the remedy, for a request that cannot be run exactly."""
+    vocab_size, smallest, largest = (
+        target.config.get_text_config(decoder=True).vocab_size,
+        int(prompt_ids.min()),
+        int(prompt_ids.max()),
+    )
+    if largest >= vocab_size or smallest < 0:
+        raise ValueError(
+            f"Token id {smallest if smallest < 0 else largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
+        )
+    limit = max_positions(target)
+    if limit is not None and prompt_ids.shape[1] >= limit:
+        raise ValueError(
+            f"The prompt has {prompt_ids.shape[1]} tokens and the target can tell {limit} positions apart: shorten the prompt."
+        )
+    for name in ("max_new_tokens", "max_length"):
+        value = kwargs.get(name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value}: ask for at least one new token.")
+    temperature, do_sample = kwargs.get("temperature"), kwargs.get("do_sample")
+    if temperature is not None and not temperature >= 0:
+        raise ValueError(f"temperature={temperature}: use 0 for greedy decoding or a number above 0 to sample.")
+    if temperature == 0 and do_sample:
+        raise ValueError("temperature=0.0 asks for greedy decoding and do_sample=True for sampling: pass one of them.")
+    top_p, top_k = kwargs.get("top_p"), kwargs.get("top_k")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k={top_k}: use the number of tokens to keep, or 0 to keep every token.")
+    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
+        value = kwargs.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: use at least 1, or leave it out.")
+    if kwargs.get("max_matching_ngram_size") is not None and kwargs.get("prompt_lookup_num_tokens") is None:
+        raise ValueError(
+            "max_matching_ngram_size belongs to a prompt lookup: pass prompt_lookup_num_tokens beside it."
+        )
+    check_special_tokens(target, prompt_ids, attention_mask, kwargs)
+    for name in NO_MEANING_HERE:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
+    for name in KEYWORD_ONLY:
+        if any(
+            getattr(c, name, None) is not None for c in (kwargs.get("generation_config"), target.generation_config)
+        ):
+            raise ValueError(
+                f"A generation config holds {name}, which speculation reads as a keyword alone: pass {name}=… to "
+                "spec_generate (with tokenizer=… for stop strings), or take it out of the config."
+            )
+
+
+def check_special_tokens(
+    target: PreTrainedModel, prompt_ids: torch.Tensor, attention_mask: torch.Tensor | None, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses a pad id inside a prompt without a mask, which `generate` would hide; says when a prompt ends in a stop."""
+    config = kwargs.get("generation_config") or target.generation_config
+    stops = kwargs.get("eos_token_id") if kwargs.get("stop_token_ids") is None else kwargs["stop_token_ids"]
+    stops = getattr(config, "eos_token_id", None) if stops is None else stops
+    stop_ids = torch.as_tensor([] if stops is None else stops, dtype=torch.long).flatten()
+    pad = kwargs.get("pad_token_id")
+    pad = getattr(config, "pad_token_id", None) if pad is None else pad
+    prompt_ids = prompt_ids.cpu()
+    if attention_mask is None and pad is not None and pad not in stop_ids:
+        check_padding(prompt_ids != pad)
+        is_text = (prompt_ids != pad).long().cumsum(dim=1) > 0  # from the first token that is not padding on
+        inside = ((prompt_ids == pad) & is_text).nonzero()
+        if len(inside):
+            row, column = inside[0].tolist()
+            raise ValueError(
+                f"Row {row} of the prompt holds the pad id {pad} at column {column} and no attention_mask was given, so "
+                "generate would hide that token: pass attention_mask (all ones if it is a token like others)."
+            )
+    ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
+    if ended:
+        logger.warning(
+            f"Row {ended[0]} of the prompt already ends in the stop token {int(prompt_ids[ended[0], -1])}: the text goes on "
+            "behind it, as in generate. Did the tokenizer append it?"
+        )
+
+
+def check_processors(processors: Iterable[Any]) -> None:
+    """Refuses logits processors whose answer depends on more than `(input_ids, scores)`."""
+    for processor in processors:
+        if type(processor).__name__ in STATEFUL_PROCESSORS:
+            raise ValueError(
+                f"{type(processor).__name__} keeps a state from call to call, which asking it about drafted tokens would "
+                "spoil: leave it out, or use target.generate."
+            )
+
+
+def check_prepared(
+    generation_config: Any, attention_mask: torch.Tensor | None, num_rows: int, conversation: Any
+) -> None:
+    """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
+    if conversation is not None and num_rows > 1:
+        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_rows}: give each its own.")
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache=False: speculation verifies behind cached keys and values; leave it out.")
+    for name, plain in (
+        ("num_beams", 1),
+        ("penalty_alpha", None),
+        ("dola_layers", None),
+        ("force_words_ids", None),
+        ("constraints", None),
+        ("guidance_scale", 1),
+        ("watermarking_config", None),
+        ("output_attentions", False),
+        ("output_hidden_states", False),
+        ("cache_implementation", None),
+    ):
+        value = getattr(generation_config, name, None)
+        if value is not None and value != plain:
+            raise ValueError(
+                f"{name}={value!r} is not supported by spec_generate: leave it out (or set {name}={plain} if the target's "
+                "generation config holds it), or use target.generate."
+            )
+    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
+    if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size < 1):
+        raise ValueError(f"prefill_chunk_size={chunk_size!r}: use a number of tokens from 1 on, or leave it out.")
+    check_padding(attention_mask)
+
+
+def check_padding(attention_mask: torch.Tensor | None) -> None:
+    """Raises ValueError if a prompt ends in padding: its last column could not choose a token."""
+    if attention_mask is not None and not attention_mask[:, -1].all():
+        raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
+
+
+@dataclass
+class DFlashOutput(ModelOutput):
+    """What `spec_generate(return_dict_in_generate=True)` returns.
+
+    Attributes:
+        sequences: Prompts and new tokens, [B, S + new], padded on the right behind the rows that stopped first.
+        acceptance_lengths: For each row, per verify step: accepted proposals + 1, before stop and length cuts.
+        tau: Their mean over all rows and steps, as the DFlash paper and the engines count it; NaN without a step.
+        tokens_per_step: Tokens kept, without the prefill's, per row and verify step: what a speed-up rests on.
+        scores: With `output_scores=True`, the processed scores of each new position, [B, V] each; 0 behind a row's end.
+        logits: With `output_logits=True`, the target's logits of each new position, in the same form.
+    """
+
+    sequences: torch.Tensor | None = None
+    acceptance_lengths: list[list[int]] | None = None
+    tau: float | None = None
+    tokens_per_step: float | None = None
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+
+
+def spec_generate(
+    drafter: PreTrainedModel,
+    target: PreTrainedModel,
+    input_ids: torch.Tensor | Mapping[str, torch.Tensor] | list[Any],
+    *,
+    streamer: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | DFlashOutput:
+    """The target's own continuation of a prompt, in fewer forwards of the target.
+
+    Greedy text equals that of `target.generate(do_sample=False)` token for token wherever one forward over a block and
+    one forward per token agree on the argmax: always in fp32 as far as we have tested; in bf16 a near-tie can flip,
+    and every token is still the argmax of the forward that committed it. Sampled text has the law of
+    `target.generate(do_sample=True)`.
+
+    Args:
+        drafter: A `DFlashDraftModel` trained for `target`.
+        target: Any decoder-only `AutoModelForCausalLM`.
+        input_ids: Token ids [B, S], what a tokenizer returns (its attention mask is then used), or a list of prompts of
+            any lengths.
+        streamer: A `transformers` streamer; it gets the prompt, then the tokens as blocks commit. One prompt only.
+        kwargs: Those of [`generate_blocks`], and through it those of `target.generate`. With
+            `return_dict_in_generate=True` a [`DFlashOutput`] comes back.
+
+    Returns:
+        Prompts and new tokens [B, S + new], or a [`DFlashOutput`] that holds them.
+
+    Raises:
+        ValueError: for anything that cannot be run exactly, before any compute.
+    """
+    return _through_generate(custom_generate, drafter, target, input_ids, token_streamer=streamer, **kwargs)
+
+
+def generate_blocks(
+    drafter: PreTrainedModel,
+    target: PreTrainedModel,
+    input_ids: torch.Tensor | Mapping[str, torch.Tensor] | list[Any],
+    **kwargs: Any,
+) -> Iterator[Block]:
+    """Yields the target's continuation block by block, each as soon as it is committed, one per row and step.
+
+    Nothing is computed before the first `next`. Closing the generator early leaves the target as it was.
+
+    Args:
+        drafter: A `DFlashDraftModel` trained for `target`.
+        target: Any decoder-only `AutoModelForCausalLM`.
+        input_ids: Token ids [B, S], padded on the left, what a tokenizer returns, or a list of prompts of any lengths.
+        kwargs: Any keyword of `target.generate` (`max_new_tokens`, `top_p`, `repetition_penalty`, `stop_strings` with
+            `tokenizer`, `generation_config`, …); what cannot be exact is refused by name. And these:
+
+            - `attention_mask`: 1 for real tokens, 0 for padding, [B, S].
+            - `temperature`: 0 decodes greedily; above 0 samples. Default: the target's generation config decides.
+            - `do_sample`: as in `generate`. Default: whether `temperature` is above 0, else the target's config.
+            - `stop_token_ids`: ids that end the text, [] for none. Default: `eos_token_id` of the target's generation config.
+            - `generator`: source of the sampling noise, or one for each prompt. With "match" the text depends on its seed
+              alone, not on the block size.
+            - `block_size`: tokens in a block, anchor included, if fewer than the drafter was trained for.
+            - `verification`: "match", "rejection" or "block" (see `verification_dflash`), or "auto": "match" for
+              drafters that propose one token per row, "block" for those that draw.
+            - `conversation`: a [`Conversation`] whose caches are used and kept; one prompt only.
+            - `max_draft_tokens`: proposals verified per step at most; 0 drafts nothing.
+            - `adaptive`: verify as many proposals as pay, chosen step by step from the drafter's confidence and from how
+              long the forwards take here, which is measured once per pair. A useless drafter then costs next to nothing.
+            - `latency_curve`: a [`LatencyCurve`] measured before, for `adaptive`.
+            - `draft_tree`: verifies a tree of the drafter's likeliest paths instead of one: its number of nodes, or True
+              for as many as pay. One prompt at a time.
+            - `compile`: True compiles both forwards once per pair; "auto" does so for a pair that has run a few thousand
+              steps; False never. What cannot be compiled runs eagerly, and one warning says why. On CUDA a compiled step is
+              launched before the last one is read, where its proposals and its verdict need nothing of the text.
+            - `prompt_lookup_num_tokens`: lets proposals of that length, found earlier in the text, compete with the
+              drafter's; `max_matching_ngram_size` (3) is how many tokens must have occurred.
+
+    Raises:
+        ValueError: for anything that cannot be run exactly, before any compute.
+    """
+    for name in ("streamer", "return_dict_in_generate"):
+        if kwargs.get(name):
+            raise ValueError(f"generate_blocks yields the blocks themselves: pass {name} to spec_generate.")
+    return _through_generate(custom_generate, drafter, target, input_ids, as_blocks=True, **kwargs)
+
+
+def _through_generate(
+    decode: Callable[..., Any],
+    drafter: PreTrainedModel,
+    target: PreTrainedModel,
+    input_ids: Any,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    temperature: float | None = None,
+    do_sample: bool | None = None,
+    stop_token_ids: int | list[int] | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
+    stopping_criteria: Any = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Checks the request, says it in `generate`'s words, and lets `generate` prepare it for `decode`."""
+    check_pair(target, drafter)
+    prompt_ids, attention_mask = read_prompt(input_ids, attention_mask, target)
+    named = {"temperature": temperature, "do_sample": do_sample, "stop_token_ids": stop_token_ids}
+    check_request(target, drafter, prompt_ids, attention_mask, kwargs | named)
+
+    if temperature is not None:
+        do_sample = temperature > 0 if do_sample is None else do_sample
+        # Greedy choices do not depend on these, and a target's sampling defaults would only be warned about.
+        kwargs.update(
+            {"temperature": temperature} if temperature else dict.fromkeys(("temperature", "top_p", "top_k"))
+        )
+    if do_sample is not None:
+        kwargs["do_sample"] = do_sample
+    if stop_token_ids is not None:
+        kwargs["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # nothing stops it
+    criteria = StoppingCriteriaList(stopping_criteria or ())
+    # Made here, because `generate` hands no tokenizer on where a callable decodes; one for each string, because one
+    # that can never match would hide behind the others.
+    for stop_string in [stop_strings] if isinstance(stop_strings, str) else stop_strings or ():
+        if tokenizer is None or not stop_string:
+            remedy = "give a string that is not empty" if tokenizer else "pass the target's tokenizer=… beside it"
+            raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: {remedy}.")
+        criteria.append(StopStringCriteria(tokenizer, stop_string))
+    # `generate` would take these for its own ways of decoding.
+    ours = {"num_looked_up": kwargs.pop("prompt_lookup_num_tokens", None)}
+    if ours["num_looked_up"] is not None:
+        ours["ngram_size"] = kwargs.pop("max_matching_ngram_size", None)
+    # Ids of a target whose embedding is offloaded ("meta" between calls) stay where they are.
+    device = prompt_ids.device if target.device.type == "meta" else target.device
+    generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
+    return generate(
+        prompt_ids.to(device),
+        attention_mask=None if attention_mask is None else attention_mask.to(device),
+        stopping_criteria=criteria,
+        custom_generate=decode,
+        drafter=drafter,
+        noise_generator=generator,
+        **{name: value for name, value in ours.items() if value is not None},
+        **kwargs,
+    )
+
+
+def custom_generate(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    drafter: PreTrainedModel,
+    block_size: int | None = None,
+    max_draft_tokens: int | None = None,
+    verification: str = "auto",
+    conversation: Conversation | None = None,
+    adaptive: bool = False,
+    latency_curve: LatencyCurve | None = None,
+    draft_tree: int | bool = False,
+    compile: bool | str = "auto",
+    num_looked_up: int | None = None,
+    ngram_size: int = 3,
+    noise_generator: torch.Generator | list[torch.Generator] | None = None,
+    token_streamer: Any = None,
+    as_blocks: bool = False,
+    **model_kwargs: Any,
+) -> torch.Tensor | DFlashOutput | Iterator[Block]:
+    """The loop as the target's own `generate` runs it: `target.generate(ids, custom_generate=custom_generate, drafter=drafter)`.
+
+    `generate` prepares everything and calls this. It keeps `streamer`, `tokenizer` and with them `stop_strings` for
+    itself: pass a streamer as `token_streamer` (which gets the new tokens), and use [`spec_generate`] for stop strings.
+
+    Args:
+        target: Given by `generate`, as are the next four and `model_kwargs`.
+        input_ids: [B, S]
+        logits_processor: Made from the generation config.
+        stopping_criteria: Made from the generation config.
+        generation_config: Everything that was asked for.
+        drafter: A `DFlashDraftModel` trained for `target`.
+        block_size: As in [`generate_blocks`], like all down to `compile`.
+        max_draft_tokens: Proposals per step at most.
+        verification: One of "auto", "match", "rejection", "block".
+        conversation: Caches to use and keep.
+        adaptive: Verify as many proposals as pay.
+        latency_curve: By which that is judged.
+        draft_tree: Nodes of a draft tree.
+        compile: True, False or "auto".
+        num_looked_up: `prompt_lookup_num_tokens` of [`generate_blocks`], a name that `generate` keeps for itself.
+        ngram_size: Its `max_matching_ngram_size`.
+        noise_generator: Its `generator`.
+        token_streamer: Gets the prompt and the tokens as blocks commit.
+        as_blocks: Return what [`generate_blocks`] returns.
+        model_kwargs: Holds the attention mask.
+    """
+    attention_mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
+    check_settings(drafter, block_size, verification, max_draft_tokens, adaptive, draft_tree, compile, latency_curve)
+    check_prepared(generation_config, attention_mask, num_rows, conversation)
+    check_processors(logits_processor)
+    check_batch(target, drafter, num_rows)
+    if token_streamer is not None and num_rows > 1:
+        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
+    noise = PositionNoise(num_rows, noise_generator) if generation_config.do_sample else None
+    judge = Judge(logits_processor, num_rows, noise, verification)
+    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
+    prompt_inputs = read_prompt_inputs(target, model_kwargs, input_ids, conversation, chunk_size)
+    if draft_tree:
+        check_tree(target, drafter, num_rows, verification, prompt_inputs)
+    if latency_curve is not None:
+        latency_curve.check(target, drafter, bool(draft_tree))
+    memory = Conversation() if conversation is None else conversation
+    memory.check(target, drafter)
+    compiled = None if prompt_inputs else compiled_pair(target, drafter, compile)
+    tapped = TappedTarget(target, drafter, prompt_inputs, compiled)
+    max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
+    is_adaptive = adaptive or latency_curve is not None or draft_tree is True
+    proposer = Proposer(
+        drafter,
+        tapped,
+        memory,
+        block_size or drafter.config.block_size,
+        max_draft_tokens,
+        lookup=PromptLookup(num_looked_up, ngram_size) if num_looked_up is not None else None,
+        # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
+        noise=noise if judge.takes_drawn_proposals and not is_adaptive else None,
+        temperature=(generation_config.temperature or 1.0) if noise is not None else 1.0,
+        is_adaptive=is_adaptive,
+        latency_curve=latency_curve,
+        draft_tree=LARGEST_TREE if draft_tree is True else int(draft_tree),
+    )
+    blocks = decode_blocks(
+        tapped,
+        proposer,
+        judge,
+        make_cutter(stopping_criteria, max_new_tokens),
+        memory,
+        input_ids,
+        attention_mask,
+        max_new_tokens,
+        frozenset(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}", False)),
+        chunk_size,
+    )
+    blocks = _naming_what_to_lower(blocks)
+    return blocks if as_blocks else _collect(blocks, input_ids, generation_config, token_streamer)
+
+
+def _naming_what_to_lower(blocks: Iterator[Block]) -> Iterator[Block]:
+    """The blocks; running out of memory is said with what would have needed less."""
+    try:
+        yield from blocks
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"Out of memory ({str(error).splitlines()[0]}): lower prefill_chunk_size for a long prompt, the number of prompts, "
+            "max_new_tokens, or draft_tree."
+        ) from error
+
+
+def _collect(
+    blocks: Iterator[Block], input_ids: torch.Tensor, generation_config: Any, streamer: Any
+) -> torch.Tensor | DFlashOutput:
+    """The blocks as what `generate` returns, streamed on the way."""
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    of_rows: list[list[Block]] = [[] for _ in input_ids]
+    for block in blocks:
+        of_rows[block.row].append(block)
+        if streamer is not None:
+            for token_id in block.token_ids:
+                streamer.put(torch.tensor([token_id]))
+    if streamer is not None:
+        streamer.end()
+
+    new_ids = [[token_id for block in row for token_id in block.token_ids] for row in of_rows]
+    longest, pad_token = max(map(len, new_ids)), getattr(generation_config, "_pad_token_tensor", None)
+    pad_token_id = 0 if pad_token is None else int(pad_token)  # without one no row stops before another
+    padded = [ids + [pad_token_id] * (longest - len(ids)) for ids in new_ids]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(padded)], dim=1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    lengths = [[block.acceptance_length for block in row if not block.is_prefill] for row in of_rows]
+    num_steps = sum(map(len, lengths))
+    return DFlashOutput(
+        sequences=sequences,
+        acceptance_lengths=lengths,
+        tau=sum(map(sum, lengths)) / num_steps if num_steps else float("nan"),
+        tokens_per_step=(sum(map(len, new_ids)) - len(new_ids)) / num_steps if num_steps else float("nan"),
+        scores=_by_position(of_rows, "scores", longest),
+        logits=_by_position(of_rows, "logits", longest),
+    )
+
+
+def _by_position(of_rows: list[list[Block]], name: str, longest: int) -> tuple[torch.Tensor, ...] | None:
+    """A field of all rows' blocks as `generate` gives it: for each new position [B, V]."""
+    if getattr(of_rows[0][0], name) is None:
+        return None
+    rows = [torch.cat([getattr(block, name) for block in row]) for row in of_rows]  # [new, V] each
+    return torch.nn.utils.rnn.pad_sequence(rows).unbind(dim=0)
+
+
+def generate(model: Any, inputs: Any = None, drafter: Any = None, **kwargs: Any) -> Any:
+    """Lets a target's own `generate` run the loop of the DFlash checkpoint that this file lies in.
+
+        drafter = AutoModel.from_pretrained("org/drafter", trust_remote_code=True)
+        target.generate(**inputs, custom_generate="org/drafter", trust_remote_code=True, drafter=drafter)
+
+    Args:
+        model: The target, whose `generate` was called.
+        inputs: The prompt's ids, under `generate`'s first name for them.
+        drafter: The DFlash model, loaded from the checkpoint.
+        kwargs: All other arguments of `generate`; what cannot be exact is refused by name.
+
+    Raises:
+        ValueError: without a drafter.
+    """
+    if not hasattr(drafter, "spec_generate"):
+        raise ValueError(
+            f"drafter={drafter!r} cannot draft: pass drafter=AutoModel.from_pretrained(<this checkpoint>, "
+            "trust_remote_code=True) to generate."
+        )
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    input_ids = given.pop("input_ids", inputs)
+    return drafter.spec_generate(input_ids=input_ids, target=model, **given)
+
+
+def door_source() -> str:
+    """The text of a checkpoint's `custom_generate/generate.py`."""
+    return f"from typing import Any\n\n\n{inspect.getsource(generate)}"
+
+
+def write_door(folder: str | os.PathLike[str]) -> None:
+    """Puts `custom_generate/generate.py` into `folder`, where `target.generate(custom_generate=…)` looks for it."""
+    path = os.path.join(folder, "custom_generate", "generate.py")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.exists(path):
+        os.remove(path)  # transformers uploads a folder only if it is newer than it was
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(door_source())
+
+
+# The title of the card that transformers writes where a repository has none.
+BLANK = "# Model Card for Model ID"
+
+
+def write_card(config: Any, name: str, target: str | None = None) -> str:
+    """The README.md of a drafter: what it is and how it is loaded, and no number that was not measured.
+
+    Args:
+        config: The drafter's.
+        name: What `from_pretrained` is given: an id on the Hub, or a folder's name.
+        target: Its target's id on the Hub, or a folder, of which the card keeps the name alone.
+    """
+    is_id = target is not None and not os.path.isdir(target)
+    base = [f"base_model: {target}"] if is_id else []
+    whose = "" if target is None else f" for `{target if is_id else os.path.basename(os.path.normpath(target))}`"
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            *base,
+            "pipeline_tag: text-generation",
+            "tags: [dflash, speculative-decoding]",
+            "---",
+            f"# {name.split('/')[-1]}",
+            "",
+            f"A DFlash drafter{whose}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target "
+            f"layers {config.target_layer_ids}, mask token {config.mask_token_id}.",
+            "",
+            "```python",
+            "from transformers import AutoModel",
+            "",
+            f'drafter = AutoModel.from_pretrained("{name}", trust_remote_code=True, dtype="auto")',
+            "text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)",
+            "```",
+            "",
+        ]
+    )
+
+
+def complete_upload(folder: str | os.PathLike[str], config: Any, name: str) -> None:
+    """Adds to a folder that is about to be uploaded what transformers leaves out or blank: the door and the card."""
+    write_door(folder)
+    path = os.path.join(folder, "README.md")
+    with open(path, encoding="utf-8") as card:
+        is_blank = BLANK in card.read()
+    if is_blank:
+        with open(path, "w", encoding="utf-8") as card:
+            card.write(write_card(config, name))

@@ -1,0 +1,565 @@
+"""The rows of a batch: each one's prompt, what was written behind it, and where its text stops.
+
+Draft trees: several continuations of one anchor, verified in one forward of the target.
+
+A drafter gives one law per position. Its likeliest path is one chain; the other likely paths share prefixes with it and
+with each other, so together they are a tree, whose nodes are verified at the price of as many columns (DDTree, arXiv
+2604.12989). Every node sees the text and its own ancestors alone, so its logits are those of plain decoding behind its
+path. Walking from the anchor along the target's own choices, greedy or drawn, is therefore exact, whatever was proposed.
+
+Functions of numbers: no model, no cache.
+
+Proposals that were seen before: where the text repeats itself, its own past competes with the drafter's block.
+
+How long the forwards of a pair take by width: measured once, where they run, and kept in memory.
+
+The one shipped file with a clock. It decides no text: only how many drafted tokens are worth verifying.
+
+How many drafted tokens are worth verifying, step by step, and whether drafting is worth its time at all.
+
+A step costs the time of its columns, and of the draft. A proposal is worth the chance that it stands. So proposals are
+taken, likeliest first, as long as the next one promises more tokens than the time it costs gives elsewhere: at the rate at
+which the text has been growing (CaDDTree, arXiv 2606.01813, finds budgets from a latency curve likewise). The text does
+not depend on any of this, only the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import time
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+
+# Criteria that take a text wherever it lies. On the host they do not wait for what the device is doing.
+HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
+
+
+@dataclass
+class Row:
+    """A prompt of the batch and what was written behind it."""
+
+    index: int
+    prompt_ids: torch.Tensor  # [S], with its padding
+    new_ids: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+    def text(self, more_ids: torch.Tensor) -> torch.Tensor:
+        """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
+        return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor(self.new_ids), more_ids])[None]
+
+    @cached_property
+    def _prompt_on_host(self) -> torch.Tensor:
+        return self.prompt_ids.cpu()
+
+    def text_on_host(self) -> torch.Tensor:
+        """Prompt and new tokens, [1, S + new], on the CPU."""
+        return torch.cat([self._prompt_on_host, torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype)])[None]
+
+
+def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
+    """How many new tokens the criteria allow; a caller's own length criterion stands in place of the config's."""
+    return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)) - prompt_length
+
+
+def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[Row, list[int]], list[int]]:
+    """`cut(row, token_ids)`: the new tokens up to where the text stops. They are written into the row.
+
+    A stop can lie anywhere inside a block, so every prefix is asked about, as plain `generate` does.
+    """
+    stop_ids: set[int] = set()
+    for criterion in criteria:
+        if isinstance(criterion, EosTokenCriteria):
+            stop_ids.update(criterion.eos_token_id.tolist())
+    on_host = StoppingCriteriaList(c for c in criteria if type(c) in HOST_CRITERIA)
+    others = StoppingCriteriaList(
+        c
+        for c in criteria
+        if type(c) not in HOST_CRITERIA and not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))
+    )
+
+    def cut(row: Row, token_ids: list[int]) -> list[int]:
+        for count, token_id in enumerate(token_ids, start=1):
+            row.new_ids.append(token_id)
+            row.is_done = token_id in stop_ids or len(row.new_ids) == max_new_tokens
+            if on_host:
+                row.is_done |= bool(on_host(row.text_on_host(), None).all())
+            if others:
+                row.is_done |= bool(others(row.text(row.prompt_ids[:0]), None).all())
+            if row.is_done:
+                return token_ids[:count]
+        return token_ids
+
+    return cut
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Column 0 is the anchor; the nodes stand behind it, each after its parent.
+
+    Attributes:
+        token_ids: The tokens of columns 1, 2, ….
+        parents: The column of each one's parent.
+        probabilities: How likely each one's whole path is, by the drafter's laws; never rising.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    probabilities: list[float]
+
+    def first(self, count: int) -> DraftTree:
+        """The `count` likeliest nodes: a tree, because nobody is likelier than its parent."""
+        return DraftTree(self.token_ids[:count], self.parents[:count], self.probabilities[:count])
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """How many tokens each column stands behind the anchor's."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @cached_property
+    def children(self) -> list[dict[int, int]]:
+        """For each column, the columns of its children by their token."""
+        children: list[dict[int, int]] = [{} for _ in self.depths]
+        for column, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True), start=1):
+            children[parent][token_id] = column
+        return children
+
+    def chain(self) -> list[int]:
+        """The nodes of the likeliest path, each the likeliest child of the one before, as indices of `token_ids`."""
+        chain, column = [], 0
+        for node, parent in enumerate(self.parents):
+            if parent == column:
+                chain.append(node)
+                column = node + 1
+        return chain
+
+    def ancestors(self) -> torch.Tensor:
+        """Which columns each column sees, itself included: bool [1 + n, 1 + n]."""
+        sees = torch.eye(len(self.depths), dtype=torch.bool)
+        for column, parent in enumerate(self.parents, start=1):
+            sees[column] |= sees[parent]
+        return sees
+
+
+def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
+    """The tree of the `budget` likeliest paths, best first, where positions are independent (DDTree, algorithm 1).
+
+    Args:
+        log_probs: For each position behind the anchor its best log-probabilities, falling.
+        token_ids: Whose they are.
+        budget: Nodes at most; fewer if there are not so many paths.
+    """
+    tree = DraftTree([], [], [])
+    # Minus the path's log-probability, its parent's, the parent's column, its position and its rank there.
+    frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
+    while frontier and len(tree.token_ids) < budget:
+        cost, cost_of_parent, parent, position, rank = heapq.heappop(frontier)
+        if cost == math.inf:  # a token that the drafter cannot say
+            break
+        tree.token_ids.append(token_ids[position][rank])
+        tree.parents.append(parent)
+        tree.probabilities.append(math.exp(-cost))
+        if rank + 1 < len(log_probs[position]):
+            sibling = cost_of_parent - log_probs[position][rank + 1]
+            heapq.heappush(frontier, (sibling, cost_of_parent, parent, position, rank + 1))
+        if position + 1 < len(log_probs):
+            child = cost - log_probs[position + 1][0]
+            heapq.heappush(frontier, (child, cost, len(tree.token_ids), position + 1, 0))
+    return tree
+
+
+# How much of the running mean the latest block is.
+RECENT = 0.25
+
+# A loser is tried again after so many places where it could have proposed.
+RETRY_AFTER = 16
+
+
+class PromptLookup:
+    """Proposes what followed the latest earlier occurrence of the text's last `ngram_size` tokens.
+
+    It proposes only as long as it pays: while its blocks have had at least as many tokens accepted as the drafter's, on
+    a running mean; otherwise it is tried once in a while. Verification is that of any proposal.
+
+    Args:
+        num_tokens: Tokens to propose.
+        ngram_size: Tokens that must have occurred before; fewer find more and worse matches.
+    """
+
+    def __init__(self, num_tokens: int, ngram_size: int) -> None:
+        self.num_tokens = num_tokens
+        self.ngram_size = ngram_size
+        self._texts: dict[int, list[int]] = {}
+        self._places: dict[int, dict[tuple[int, ...], int]] = {}  # n-gram -> where the token behind it stands
+        self._mean_accepted: dict[str, float] = {}
+        self._num_passed = 0
+
+    def propose(self, rows: list[Row]) -> dict[int, list[int]]:
+        """Proposals by place in `rows`, where the text's end occurred before and looking back pays."""
+        found = {place: ids for place, row in enumerate(rows) if (ids := self._continue(row))}
+        return found if found and self._pays() else {}
+
+    def record(self, is_lookup: bool, num_accepted: int) -> None:
+        """Counts what was accepted of a block of either kind."""
+        source = "lookup" if is_lookup else "drafter"
+        mean = self._mean_accepted.get(source, float(num_accepted))
+        self._mean_accepted[source] = mean + RECENT * (num_accepted - mean)
+
+    def _pays(self) -> bool:
+        looked_up = self._mean_accepted.get("lookup", float("inf"))  # untried, it is tried
+        if looked_up >= self._mean_accepted.get("drafter", 0.0):
+            return True
+        self._num_passed = (self._num_passed + 1) % RETRY_AFTER
+        return self._num_passed == 0
+
+    def _continue(self, row: Row) -> list[int] | None:
+        """What stood behind the latest earlier occurrence of the row's end, repeated if it reaches that end."""
+        text = self._read(row)
+        begin = self._places[row.index].get(tuple(text[-self.ngram_size :]))
+        if begin is None:
+            return None
+        period = len(text) - begin
+        return [text[begin + i % period] for i in range(self.num_tokens)]
+
+    def _read(self, row: Row) -> list[int]:
+        """The row's text, with every n-gram of it but the last one in the table."""
+        if row.index not in self._texts:
+            self._texts[row.index], self._places[row.index] = row.prompt_ids.tolist(), {}
+            read_from = 0
+        else:
+            read_from = len(self._texts[row.index])
+        text = self._texts[row.index]
+        text += row.new_ids[len(text) - len(row.prompt_ids) :]
+        for end in range(max(read_from, self.ngram_size), len(text)):
+            self._places[row.index][tuple(text[end - self.ngram_size : end])] = end
+        return text
+
+
+# Forwards of each width that are timed, behind one that is not.
+REPEATS = 5
+
+_measured: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, LatencyCurve]]]
+_measured = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LatencyCurve:
+    """Milliseconds of one verify step by its number of columns, of one draft, and of what a tree adds.
+
+    Attributes:
+        widths: Columns, anchor included, rising from 1.
+        verify_ms: Milliseconds of the target's forward over so many.
+        draft_ms: Milliseconds of the drafter's.
+        machine: What they were measured on: device, dtype, threads, versions.
+        tree_ms: Milliseconds more of a step whose columns are a tree; `None`: not measured.
+
+    Example:
+        >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
+        >>> drafter.spec_generate(input_ids, target=target, latency_curve=curve)
+    """
+
+    widths: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    draft_ms: float
+    machine: dict[str, Any]
+    tree_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.widths, self.widths[1:], strict=False))
+        if not self.widths or self.widths[0] != 1 or not rising or len(self.widths) != len(self.verify_ms):
+            raise ValueError(
+                f"A latency curve has the widths {list(self.widths)} for {len(self.verify_ms)} times: give one time for each "
+                "of rising widths from 1 on."
+            )
+        if not all(ms > 0 for ms in (*self.verify_ms, self.draft_ms)) or (self.tree_ms or 0.0) < 0:
+            shortest = min(*self.verify_ms, self.draft_ms, self.tree_ms or 0.0)
+            raise ValueError(f"A latency curve holds {shortest} ms: measure it again.")
+
+    def verify(self, width: int) -> float:
+        """Milliseconds of `width` columns: between two measured widths on the line through them, beyond on the last one."""
+        if len(self.widths) == 1:
+            return self.verify_ms[0]
+        right = min(max(bisect_left(self.widths, width), 1), len(self.widths) - 1)
+        (w0, w1), (t0, t1) = self.widths[right - 1 : right + 1], self.verify_ms[right - 1 : right + 1]
+        return t0 + (t1 - t0) * (width - w0) / (w1 - w0)
+
+    def to_json(self) -> str:
+        """As text for a file."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LatencyCurve:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            fields = json.loads(text)
+            widths, verify_ms = tuple(map(int, fields["widths"])), tuple(map(float, fields["verify_ms"]))
+            draft_ms, tree_ms = float(fields["draft_ms"]), fields["tree_ms"]
+            tree_ms, measured_on = None if tree_ms is None else float(tree_ms), dict(fields["machine"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"This is no latency curve ({error!r}): give what LatencyCurve.to_json wrote.") from error
+        return cls(widths, verify_ms, draft_ms, measured_on, tree_ms)
+
+    def check(self, target: Any, drafter: Any, is_tree: bool) -> None:
+        """Raises ValueError if it was measured on another machine or of another pair, or knows no trees."""
+        if is_tree and self.tree_ms is None:
+            raise ValueError("The latency curve was measured without draft_tree: measure it with draft_tree=True.")
+        here = machine(target, drafter)
+        others = [name for name, value in here.items() if self.machine.get(name) != value]
+        if others:
+            said = ", ".join(f"{name} {self.machine.get(name)!r} and not {here[name]!r}" for name in others)
+            raise ValueError(f"The latency curve was measured elsewhere ({said}): measure it here.")
+
+
+def machine(target: Any, drafter: Any) -> dict[str, Any]:
+    """What the times of a pair depend on."""
+    device = target.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
+        "drafter_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+    }
+
+
+def measured_curve(
+    target: Any,
+    drafter: Any,
+    setting: Any,
+    widths: Sequence[int],
+    verify: Callable[[int], torch.Tensor],
+    draft: Callable[[], torch.Tensor],
+    verify_tree: Callable[[int], torch.Tensor] | None = None,
+) -> LatencyCurve:
+    """The pair's curve in a `setting` (rows, length of the context, how it runs), measured if it was not before.
+
+    Args:
+        target: The target.
+        drafter: The drafter.
+        setting: What else the times depend on; hashable.
+        widths: To measure, rising from 1.
+        verify: Runs the target over so many columns and leaves everything as it was.
+        draft: Runs the drafter, likewise.
+        verify_tree: Grows a tree and runs the target over its columns.
+    """
+    of_target = _measured.setdefault(target, weakref.WeakKeyDictionary())
+    of_pair = of_target.setdefault(drafter, {})
+    key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
+    if key not in of_pair:
+        times = [_milliseconds(partial(verify, width)) for width in widths]
+        # Wider is never faster: what says so is noise.
+        times = list(accumulate(times, max))
+        tree_ms = None
+        if verify_tree is not None:
+            tree_ms = max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
+        of_pair[key] = LatencyCurve(
+            tuple(widths), tuple(times), _milliseconds(draft), machine(target, drafter), tree_ms
+        )
+    return of_pair[key]
+
+
+def _milliseconds(run: Callable[[], torch.Tensor]) -> float:
+    def timed() -> float:
+        began = time.perf_counter()
+        run().flatten()[0].item()  # reading a value waits for the device
+        return 1e3 * (time.perf_counter() - began)
+
+    timed()
+    return min(timed() for _ in range(REPEATS))  # what another process slows down is not the machine's
+
+
+# What a running sum keeps of itself per step: about twenty steps count.
+DECAY = 0.95
+
+# Steps without a draft, after drafts did not pay, and drafts without a tree: few at first, more each time.
+SHORTEST_PAUSE = 8
+LONGEST_PAUSE = 256
+
+# Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
+MARGIN = 0.9
+
+# Steps of plain decoding by whose time a text begins with what drafts gave in the one before: a few bad blocks are bad luck.
+CREDIT = 16
+
+# What drafts gave before counts as so many times plain decoding at most: a text where they fail is soon found out.
+MOST_WORTH = 1.5
+
+
+class Pause:
+    """How often something is left out that did not pay: twice as often each time."""
+
+    def __init__(self) -> None:
+        self._length, self._left = SHORTEST_PAUSE, 0
+
+    @property
+    def is_shortest(self) -> bool:
+        """Whether the last try paid, or there was none."""
+        return self._length == SHORTEST_PAUSE
+
+    def is_over(self) -> bool:
+        """Whether it is time to try again; a step of the pause passes if not."""
+        is_over, self._left = self._left == 0, max(0, self._left - 1)
+        return is_over
+
+    def record(self, has_paid: bool) -> None:
+        """Takes note of what a try gave."""
+        if has_paid:
+            self._length = SHORTEST_PAUSE
+        else:
+            self._left, self._length = self._length, min(2 * self._length, LONGEST_PAUSE)
+
+    def end(self) -> None:
+        """Tries in the next step."""
+        self._left = 0
+
+    def begin_text(self) -> None:
+        """Tries at once, or sooner than the text before would have: this one may be another matter."""
+        self._left = 0 if self.is_shortest else min(self._left, self._length // 2)
+
+
+class Habits:
+    """What one text teaches about a drafter for the next one: what drafts give, and how often to try what gave nothing."""
+
+    _of: weakref.WeakKeyDictionary[Any, Habits] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.drafts, self.trees = Pause(), Pause()
+        # Of recent steps with a draft: tokens, and what plain decoding would have given in their time.
+        self._gained = self._plain = float(CREDIT)
+
+    @classmethod
+    def of(cls, drafter: Any) -> Habits:
+        """The drafter's."""
+        return cls._of.setdefault(drafter, cls())
+
+    @property
+    def drafts_pay(self) -> bool:
+        """Whether steps with a draft have given as much as plain decoding would have in their time, of late."""
+        return self._gained > MARGIN * self._plain
+
+    def weigh_anew(self) -> None:
+        """Counts the past like `CREDIT` steps; if drafts did not pay, like one: what is tried is judged by itself."""
+        if self.drafts.is_shortest:
+            self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
+        else:
+            self._gained = self._plain = 1.0
+
+    def record(self, gained: float, plain: float) -> None:
+        """Takes note of a step with a draft: its tokens, and what plain decoding would have given in its time."""
+        self._gained, self._plain = DECAY * self._gained + gained, DECAY * self._plain + plain
+        self.drafts.record(self.drafts_pay)
+        if not self.drafts_pay:
+            self.weigh_anew()
+
+
+class Pacer:
+    """Chooses the width of each step by a latency curve and by how well the drafter's confidence has held.
+
+    Args:
+        curve: Of the pair, for this number of rows.
+        num_rows: Rows of the batch: a step gives each at least one token.
+        habits: Of earlier texts.
+    """
+
+    def __init__(self, curve: LatencyCurve, num_rows: int = 1, habits: Habits | None = None) -> None:
+        self.curve = curve
+        self.num_rows = num_rows
+        # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
+        self._tokens, self._milliseconds = float(num_rows), curve.verify(1)
+        self._accepted, self._expected = 1.0, 1.0
+        self._is_drafted = self._is_tree = False
+        self._promised = 0.0
+        self._habits = habits or Habits()
+        self._drafts, self._trees = self._habits.drafts, self._habits.trees
+        self._drafts.begin_text()
+        self._trees.begin_text()
+        self._habits.weigh_anew()
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond of late, and never less than plain decoding gives."""
+        return max(self._tokens / self._milliseconds, self.num_rows / self.curve.verify(1))
+
+    @property
+    def calibration(self) -> float:
+        """Accepted proposals over those that the drafter's confidence promised, of late."""
+        return self._accepted / self._expected
+
+    def wants_draft(self, num_rows: int = 1) -> bool:
+        """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
+        if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
+            self._tokens *= num_rows / self.num_rows
+            self.num_rows = num_rows
+            self._drafts.end()
+            self._habits.weigh_anew()
+        self._is_drafted, self._is_tree, self._promised = self._drafts.is_over(), False, 0.0
+        return self._is_drafted
+
+    def wants_tree(self) -> bool:
+        """Whether to grow a tree behind this draft. While a chain pays more, only now and then one is tried."""
+        return self._trees.is_over()
+
+    def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
+        """How many proposals to verify, and whether as a tree.
+
+        Args:
+            survival: For each drafted token, the chance that it stands by the drafter's confidence, summed over rows.
+            tree_survival: The same for the nodes of a tree, likeliest first.
+        """
+        count, gain = self._best(survival, 0.0)
+        num_nodes, gain_of_tree = self._best(tree_survival, self.curve.tree_ms or 0.0)
+        self._is_tree = gain_of_tree > gain
+        if tree_survival:
+            self._trees.record(self._is_tree)
+        if self._is_tree:
+            count, survival = num_nodes, tree_survival
+        self._promised = sum(survival[:count])
+        return count, self._is_tree
+
+    def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
+        """The number of columns that gains most over a single one, in tokens, and what it gains."""
+        best, best_gain, expected = 0, 0.0, 0.0
+        rate, calibration, free_ms = self.rate, self.calibration, self.curve.verify(1) - extra_ms
+        for count, chance in enumerate(survival, start=1):
+            expected += min(chance * calibration, self.num_rows)
+            gain = expected - rate * (self.curve.verify(1 + count) - free_ms)
+            if gain > best_gain:
+                best, best_gain = count, gain
+        return best, best_gain
+
+    def record(self, num_proposals: int, num_accepted: int) -> None:
+        """Takes note of a step: the proposals of each row, and how many stood in all rows."""
+        milliseconds = self.curve.verify(1 + num_proposals)
+        milliseconds += self.curve.draft_ms if self._is_drafted else 0.0
+        milliseconds += (self.curve.tree_ms or 0.0) if self._is_tree else 0.0
+        self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
+        self._milliseconds = DECAY * self._milliseconds + milliseconds
+        if self._is_drafted:
+            self._habits.record(num_accepted + self.num_rows, self.num_rows * milliseconds / self.curve.verify(1))
+        if self._promised:
+            self._accepted = DECAY * self._accepted + num_accepted
+            self._expected = DECAY * self._expected + self._promised
