@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 from dflash.training.anchors import sample_anchors
 from dflash.training.batches import Batch, collate, epoch_batches
 from dflash.training.data import Example, encode
@@ -65,7 +65,7 @@ def naive_batches(examples: list[Example], args: argparse.Namespace) -> Iterator
 class NaiveLoss:
     """The same loss as it is first written: the logits of all rows at once, and all that autograd keeps of them."""
 
-    def __init__(self, drafter: Any, tapped: TappedTarget) -> None:
+    def __init__(self, drafter: Any, tapped: Pair) -> None:
         self.drafter, self.tapped = drafter, tapped
         self.weigh = decay_weights(default_gamma(drafter.config.block_size))
 
@@ -122,7 +122,7 @@ def measure_steps(
     target: Any, drafter: Any, examples: list[Example], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every way of training over all examples."""
-    tapped = TappedTarget(target, drafter)
+    tapped = Pair(target, drafter)
     settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
     ours, naive = DrafterLoss(drafter, tapped), NaiveLoss(drafter, tapped)
     ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {

@@ -46,7 +46,7 @@ from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_p
 from dflash.evaluation.sweep import measure_point, measure_prefill, milliseconds
 from dflash.evaluation.timing import TimedRun
 from dflash.model.decoding_dflash import Proposer
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -254,7 +254,7 @@ def test_a_step_is_split_where_the_models_spend_the_time(pair, monkeypatch, name
 
 def test_what_was_watched_is_left_as_it_was(pair):
     target, drafter, prompt_ids = pair
-    before = Proposer.propose, TappedTarget.forward, num_hooks(target), num_hooks(drafter)
+    before = Proposer.propose, Pair.forward, num_hooks(target), num_hooks(drafter)
     run = decoding_methods(target, drafter, 8, [OURS])[OURS]
     step_split(run, prompt_ids, target, drafter)
 
@@ -263,7 +263,7 @@ def test_what_was_watched_is_left_as_it_was(pair):
 
     with pytest.raises(KeyError):
         step_split(fails, prompt_ids, target, drafter)
-    assert (Proposer.propose, TappedTarget.forward, num_hooks(target), num_hooks(drafter)) == before
+    assert (Proposer.propose, Pair.forward, num_hooks(target), num_hooks(drafter)) == before
 
 
 @pytest.mark.parametrize(

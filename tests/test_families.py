@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
 from dflash.model.cache_dflash import LINEAR_TYPES, HybridCache, is_supported
 from dflash.model.decoding_dflash import Conversation
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served]
@@ -103,7 +103,7 @@ def test_three_rows_padded_on_the_left(known: Known) -> None:
 def test_taps_and_embedding_are_the_models_own(known: Known) -> None:
     """Promise: a tap is the output of its decoder layer, and a row of the block enters as `generate` would embed it."""
     drafter = drafter_for(known.target)
-    tapped = TappedTarget(known.target, drafter)
+    tapped = Pair(known.target, drafter)
     prompt = known.prompts[2]
     with torch.no_grad():
         output = known.target(prompt, output_hidden_states=True)
@@ -177,7 +177,7 @@ def test_hybrids_in_300_random_cases() -> None:
 def test_a_rewound_state_equals_one_that_never_saw_the_rest(name: str) -> None:
     """Promise: after a rollback the state is, to rounding, the one of a forward over the columns that stand; and rows leave."""
     target = hybrid_target(name, seed=3)
-    tapped = TappedTarget(target, small_drafter())
+    tapped = Pair(target, small_drafter())
     prompts, block = make_prompt(15, vocab_size=32).view(3, 5), make_prompt(18, seed=5, vocab_size=32).view(3, 6)
     cache = tapped.new_cache(32, num_rows=3)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def states_of(cache: HybridCache) -> list[torch.Tensor]:
 def test_a_state_that_was_not_kept_is_not_rolled_back() -> None:
     """Promise: a rollback that cannot be exact is refused, and a cache is reused only from its last position."""
     target = hybrid_target("qwen3.5", seed=3)
-    tapped = TappedTarget(target, small_drafter())
+    tapped = Pair(target, small_drafter())
     cache = tapped.new_cache(32)
     with torch.no_grad():
         tapped.forward(make_prompt(9, vocab_size=32), cache, num_logits=1)

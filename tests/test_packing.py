@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, make_drafter, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 from dflash.training.anchors import sample_anchors
 from dflash.training.batches import Batch, collate, epoch_batches, pack_examples
 from dflash.training.data import Example, with_response
@@ -130,7 +130,7 @@ def test_fixed_blocks_are_the_same_each_epoch() -> None:
 def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) -> None:
     """Of every family; those with a running state are refused, for it would go on into the next document."""
     target = FAMILIES[name].make()
-    tapped = TappedTarget(target, drafter_for(target))
+    tapped = Pair(target, drafter_for(target))
     read = FrozenTarget(tapped)
     examples = make_examples([11, 6, 14])
     alone = [read(collate([example], [[]], 0), wants_states=True) for example in examples]
@@ -171,7 +171,7 @@ def test_logits_that_are_not_the_heads_are_not_learned_from() -> None:
         return output
 
     target.forward = forward
-    read = FrozenTarget(TappedTarget(target, drafter))
+    read = FrozenTarget(Pair(target, drafter))
     batch = collate(make_examples([9]), [[]], 0)
     read(batch)
     with pytest.raises(ValueError, match=r"logits of Qwen3ForCausalLM are not its head's.*loss='ce'"):
@@ -189,7 +189,7 @@ def test_packing_changes_neither_loss_nor_gradient(loss: str, weights: str) -> N
     examples, anchors = make_examples([11, 7, 14, 9]), [[3, 5, 9], [4], [3, 4, 5, 12], [6]]
     # Supervised from its first token on, so that nothing but its document ends the block before it.
     examples[2] = with_response([], examples[2].input_ids)
-    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), None, 7, loss=loss, weights=weights)
+    loss_of = DrafterLoss(drafter, Pair(target, drafter), None, 7, loss=loss, weights=weights)
     found = []
     for rows in (None, [[0, 2], [3, 1]], [[1, 3, 0, 2]]):
         drafter.zero_grad()

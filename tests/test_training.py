@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashDraftModel, generate_blocks
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 from dflash.training import (
     Example,
     Trainer,
@@ -73,7 +73,7 @@ def test_new_drafter_fits_its_target(target: Qwen3ForCausalLM, drafter: DFlashDr
     config = drafter.config
     assert (config.vocab_size, config.hidden_size, config.num_target_layers) == (VOCAB, 32, 5)
     assert config.target_layer_ids == [0, 1, 2, 3]
-    TappedTarget(target, drafter)  # refuses pairs that do not belong together
+    Pair(target, drafter)  # refuses pairs that do not belong together
 
 
 def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: Qwen3ForCausalLM) -> None:
@@ -174,7 +174,7 @@ def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
 ) -> None:
     examples = written_by(target, 4)
     anchors = [[6, 9], [8, 9, 10], [7], []]
-    loss_of = DrafterLoss(drafter, TappedTarget(target, drafter), gamma=3.0, chunk_rows=5)
+    loss_of = DrafterLoss(drafter, Pair(target, drafter), gamma=3.0, chunk_rows=5)
 
     together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
     (together / counts.weight_sum).backward()

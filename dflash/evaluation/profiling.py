@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.evaluation.memory import allocated_memory
 from dflash.evaluation.timing import TimedRun
 from dflash.model.decoding_dflash import Proposer
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 
 
 # Python-level calls on a tensor that wait for its value.
@@ -155,8 +155,8 @@ def _watched_loop() -> Iterator[list[Callable[[str], None]]]:
 
         return marked
 
-    propose, forward = Proposer.propose, TappedTarget.forward
-    seams: Any = ((Proposer, "propose", propose, "draft"), (TappedTarget, "forward", forward, "verify"))
+    propose, forward = Proposer.propose, Pair.forward
+    seams: Any = ((Proposer, "propose", propose, "draft"), (Pair, "forward", forward, "verify"))
     try:
         for owner, name, work, part in seams:
             setattr(owner, name, around(part, work))

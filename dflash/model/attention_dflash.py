@@ -1,25 +1,37 @@
-"""Who sees whom, in one place for decoding and training, for the target and the drafter.
+"""Who sees whom, and how a block attends: one mask for decoding and training, for the target and the drafter.
 
-Functions of positions that return masks. They know no model and no cache.
+A mask is a predicate `(batch, head, query, key) -> bool` over tensors of indices. It is written out densely for SDPA, or
+handed to flex attention, which evaluates it inside its kernel and takes the length of the context from the device.
 
-Attention of a block to the keys and values behind it, which its heads share in groups.
-
-Under a 4-D mask transformers copies keys and values once per query head of a group (`repeat_kv`), so a step behind a long
-text moves all of it several times. The queries of a group are few: here they stand one behind the other, as more rows of
-one head, and every key is read where it lies.
+Under a dense mask transformers copies keys and values once per query head of a group (`repeat_kv`). `grouped_attention`
+does not: the queries of a group become more rows of one head, and every key is read where it lies.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+
+# What `config._attn_implementation` says while a step of ours runs, in place of "sdpa".
+GROUPED, FLEX, CHUNK = "dflash_grouped", "dflash_flex", "dflash_chunk"
+
+# Keys that flex attention skips or reads together.
+KEY_BLOCK = 128
+
+# `(batch, head, query, key) -> bool`, of index tensors that broadcast.
+Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_lock = threading.Lock()
+_inside: dict[int, list[str]] = {}  # by a config's identity: the attention of the forwards that run on it
 
 
 def block_visibility(
@@ -45,7 +57,7 @@ def block_visibility(
 
 def sees(
     query_position: torch.Tensor,
-    query_block: torch.Tensor,
+    query_block: torch.Tensor | int,
     anchor: torch.Tensor,
     key_position: torch.Tensor,
     key_block: torch.Tensor,
@@ -66,29 +78,86 @@ def sees(
     return visible if window is None else visible & ((query_position - key_position).abs() < window)
 
 
-def decoding_visibility(
-    config: Any,  # DFlashConfig
-    row_positions: torch.Tensor,  # [B, N] of one block per row of the batch
+def draft_sees(config: Any, layer_idx: int, block_positions: torch.Tensor) -> Predicate:
+    """What the positions [B, N] of one block per sequence see in layer `layer_idx`, where key k stands at position k."""
+    anchors, width = block_positions[:, 0], block_positions.shape[1]
+    is_causal, window = config.is_layer_causal(layer_idx), config.layer_window(layer_idx)
+
+    def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        anchor = anchors[batch]
+        # Neither context nor block: what an earlier forward left after the block.
+        key_block = torch.where(key < anchor, -1, torch.where(key < anchor + width, 0, -2))
+        return sees(block_positions[batch, query], 0, anchor, key, key_block, is_causal, window)
+
+    return predicate
+
+
+def target_sees(
+    positions: torch.Tensor,  # [B, S] of the columns
+    ancestors: torch.Tensor | None,
+    window: int | None,
+) -> Predicate:
+    """What the target's columns see: key k at position k up to their own position and, with a `window`, less than it away.
+
+    The columns of a tree lie at the keys from its anchor's position on, whatever their positions; each sees the text and,
+    of the tree, its `ancestors`: bool [S, S], itself included.
+    """
+
+    def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        position = positions[batch, query]
+        if ancestors is None:
+            visible = key <= position
+            return visible if window is None else visible & (position - key < window)
+        start, width = positions[batch, 0], positions.shape[1]
+        column = key - start
+        is_column = (column >= 0) & (column < width)
+        column = column.clamp(0, width - 1)
+        visible = (key < start) | (is_column & ancestors[query, column])
+        if window is None:
+            return visible
+        return visible & (position - torch.where(is_column, positions[batch, column], key) < window)
+
+    return predicate
+
+
+def written_out(
+    predicate: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device
+) -> torch.Tensor:
+    """The predicate for every query and key, bool [B, S, K]."""
+    batch = torch.arange(batch_size, device=device)[:, None, None]
+    query = torch.arange(width, device=device)[:, None]
+    visible = predicate(batch, None, query, torch.arange(num_keys, device=device))
+    return visible.expand(batch_size, width, num_keys)
+
+
+def step_mask(
+    predicate: Predicate,
+    starts: torch.Tensor,  # [B] keys before the first query
+    width: int,
     num_keys: int,
-) -> dict[str, torch.Tensor]:  # bool [B, 1, N, K] by layer type
-    """What the rows of one block see where every key stands at its position: all context before it, and the block."""
-    keys = torch.arange(num_keys, device=row_positions.device).expand(len(row_positions), -1)  # [B, K]
-    anchors = row_positions[:, :1]
-    is_block = (keys >= anchors) & (keys < anchors + row_positions.shape[1])
-    # Neither context nor block: what an earlier forward left behind the row's end.
-    key_blocks = torch.where(is_block, 0, torch.where(keys < anchors, -1, -2))
-    return {
-        layer_type: block_visibility(
-            row_positions,
-            keys,
-            torch.zeros_like(row_positions),
-            key_blocks,
-            anchors.expand_as(row_positions),
-            config.is_layer_causal(layer),
-            config.layer_window(layer),
-        )[:, None]
-        for layer, layer_type in enumerate(config.layer_types)
-    }
+    window: int | None,
+    dtype: torch.dtype | None,
+) -> Any:
+    """The predicate as an additive mask [B, 1, S, K] of `dtype` or, if that is `None`, as flex attention's block mask."""
+    if dtype is not None:
+        return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
+    from torch.nn.attention.flex_attention import BlockMask
+
+    indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)
+    # Blocks of keys that every query sees whole, then those that ask the predicate. Others are not read.
+    num_whole = starts // KEY_BLOCK if window is None else torch.zeros_like(starts)
+    first = num_whole if window is None else (starts - window + 1).clamp(min=0) // KEY_BLOCK
+    num_partial = (starts + width - 1) // KEY_BLOCK - first + 1
+    partial = (first[:, None] + indices).clamp(max=len(indices) - 1)
+    return BlockMask.from_kv_blocks(
+        num_partial[:, None, None].int(),
+        partial[:, None, None].int(),
+        num_whole[:, None, None].int(),
+        indices.expand(len(starts), 1, 1, -1).contiguous(),
+        BLOCK_SIZE=KEY_BLOCK,
+        mask_mod=predicate,
+        seq_lengths=(width, num_keys),
+    )
 
 
 def causal_visibility(
@@ -96,32 +165,10 @@ def causal_visibility(
     key_positions: torch.Tensor,  # [B, K]
     window: int | None,
 ) -> torch.Tensor:  # bool [B, Q, K]
-    """What the target's rows see: what is not after them, and less than `window` positions away."""
+    """What a target's columns see: what is not after them, and less than `window` positions away."""
     distance = query_positions[:, :, None] - key_positions[:, None, :]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
-
-
-def tree_visibility(
-    starts: torch.Tensor,  # [B] keys of each row that are text
-    ancestors: torch.Tensor,  # bool [S, S] which columns of the tree each one sees
-    depths: torch.Tensor,  # [S] how far each stands behind the first
-    num_keys: int,
-    window: int | None,
-) -> torch.Tensor:  # bool [B, S, K]
-    """What the target's rows see of a draft tree at keys `starts .. starts + S - 1`: the text, and their own ancestors.
-
-    Distances are those of positions: a column stands as many tokens behind the text as its path is long.
-    """
-    keys = torch.arange(num_keys, device=starts.device)[None]  # [1, K]
-    columns = keys - starts[:, None]  # [B, K] of the tree, where they are one
-    in_tree = (columns >= 0) & (columns < len(depths))
-    columns = columns.clamp(0, len(depths) - 1)
-    visible = (keys < starts[:, None])[:, None] | (in_tree[:, None] & ancestors[:, columns].transpose(0, 1))
-    if window is None:
-        return visible
-    key_positions = torch.where(in_tree, starts[:, None] + depths[columns], keys)
-    return visible & ((starts[:, None] + depths)[:, :, None] - key_positions[:, None] < window)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -167,32 +214,79 @@ def grouped_attention(
     return output.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
 
 
+def flex_step_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [B, H, S, E]
+    key: torch.Tensor,  # [B, G, K, E]
+    value: torch.Tensor,
+    attention_mask: Any,  # a block mask
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # [B, S, H, E]
+    """Attention that reads the keys in use alone and divides them among the device's processors; to be compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    output: Any = flex_attention(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def chunk_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a prompt's later chunk: no mask over what lies before it, where the device has a kernel for that."""
+    if attention_mask is None and query.shape[2] < key.shape[2]:
+        attention_mask = causal_lower_right(query.shape[2], key.shape[2])
+        is_shared = query.shape[1] != key.shape[1]
+        output = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"), enable_gqa=is_shared
+        )
+        return output.transpose(1, 2).contiguous(), None
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
+    """No mask for layers without a window; those with one get theirs."""
+    if local_size is None:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
+
+
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention a model was loaded with, also while a step of another thread runs on it."""
+    """The attention that a model was loaded with, also while a step of another thread runs on it."""
     implementation = model.config._attn_implementation
-    return "sdpa" if implementation == GROUPED else str(implementation)
+    return "sdpa" if implementation in (GROUPED, FLEX, CHUNK) else str(implementation)
 
 
 @contextmanager
-def sharing_keys(model: PreTrainedModel) -> Iterator[None]:
-    """Forwards of `model` inside attend by `grouped_attention`, if they would by "sdpa"; threads may be inside at once."""
+def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None]:
+    """Forwards of `model` inside attend by `name` if they would by "sdpa". Threads may be inside at once, with one name."""
     config = model.config.get_text_config(decoder=True)
-    if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED):
+    if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED, FLEX, CHUNK):
         yield
         return
     with _lock:
-        _num_inside[id(config)] = _num_inside.get(id(config), 0) + 1
-        config._attn_implementation = GROUPED
+        _inside.setdefault(id(config), []).append(name)
+        config._attn_implementation = name
     try:
         yield
     finally:
         with _lock:
-            _num_inside[id(config)] -= 1
-            if not _num_inside[id(config)]:
-                del _num_inside[id(config)]
-                config._attn_implementation = "sdpa"
+            others = _inside[id(config)]
+            others.remove(name)
+            config._attn_implementation = others[-1] if others else "sdpa"
+            if not others:
+                del _inside[id(config)]
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
+ALL_ATTENTION_FUNCTIONS.register(FLEX, flex_step_attention)
 # An additive mask, made once per forward: SDPA would make one of a bool mask in every layer.
 ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+ALL_MASK_ATTENTION_FUNCTIONS.register(FLEX, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+ALL_ATTENTION_FUNCTIONS.register(CHUNK, chunk_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(CHUNK, _chunk_mask)

@@ -1,22 +1,18 @@
-"""Keys and values in preallocated storage: appended in place, rolled back by moving a length.
+"""What a text leaves in both models: keys, values and running states, appended in place and taken back by moving a length.
 
 A `PreallocatedCache` serves any softmax-attention model of transformers (4.57 and 5.x) as `past_key_values`. Every
 layer keeps every position, also where the model attends through a sliding window: the mask holds the window, and a
 rollback then never misses a position that slid out. It knows nothing about drafters or blocks.
 
-One row, or rows that are always equally long, append at the end. Rows of different lengths (`is_ragged`) have a plan
-made before each forward: it gives every new column of every row a slot, real ones right behind the row's last, padding
-after them, where the next forward overwrites it.
-
-Targets some of whose layers keep a running state instead of keys and values: how a verify step is taken back.
+One sequence, or sequences that are always equally long, append at the end. Sequences of different lengths (`is_ragged`)
+have a plan made before each forward: it gives every new column a slot, real ones right after the sequence's last,
+padding after them, where the next forward overwrites it. A step whose lengths are on the device gives the slots itself
+(`PreallocatedLayer.lent`).
 
 A linear mixer (gated delta net, delta attention, short convolution) folds every column it reads into a state of fixed
-size, from which the rejected ones cannot be taken out again. So the state before a verify step is kept, and the columns
-that stand are read once more: by the linear mixers alone, whose inputs for those columns are the ones they had. Nothing
-else of the model runs again, because a column's input depends only on columns before it, which stand too. (Running the
-whole model over the accepted prefix would give the same states for the price of a second forward.)
-
-It knows nothing about drafters. transformers 4 has no common form of such states; `is_supported` says so.
+size, from which rejected columns cannot be taken out again. `HybridCache` keeps the state from before a verify step, and
+the columns that stand are read once more, by the linear mixers alone: a column's input depends only on columns before it,
+which stand too. transformers 4 has no common form of such states; `is_supported` says so.
 """
 
 from __future__ import annotations
@@ -32,22 +28,10 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-# Keys come in multiples of this, or of a quarter of the power of two below them.
-SMALLEST_BUCKET = 256
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 4 has none
 
-
-def bucket(length: int) -> int:
-    """`length` as one of few sizes: at most a quarter more, from 1024 on."""
-    step = max(SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // 8)
-    return -(-length // step) * step
-
-
-def compiled_length(length: int, device: torch.device) -> int:
-    """The number of keys that a compiled forward computes with where `length` are in use.
-
-    On CUDA a graph is recorded for each number, so they are buckets; elsewhere one compilation serves any number.
-    """
-    return bucket(length) if device.type == "cuda" else length
+# What an element of `layer_types` calls a layer with a running state of a kind that is replayed here.
+LINEAR_TYPES = ("linear_attention", "conv")
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -59,43 +43,59 @@ class PreallocatedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, num_rows: int | None = None) -> None:
         super().__init__()
         self.capacity = capacity
+        self.num_rows = num_rows  # None: those of the first keys
         self.length = 0
         self.slots: torch.Tensor | None = None  # [B, S] where the next columns go; None: at the end
+
+    @classmethod
+    def lent(cls, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> PreallocatedLayer:
+        """Storage that another layer owns: the next columns go to `slots`, and the first `num_keys` come out."""
+        layer = cls(capacity=num_keys)
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+        layer.slots, layer.length = slots, num_keys - slots.shape[1]
+        return layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Allocates on the device and in the dtype of the first keys; values may have another head size."""
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Zeros and not whatever the memory held: a masked slot has weight 0, and 0 times NaN is NaN.
-        self.keys = key_states.new_zeros(*key_states.shape[:2], self.capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(*value_states.shape[:2], self.capacity, value_states.shape[3])
-        self.is_initialized = True
+
+        def zeros(states: torch.Tensor) -> torch.Tensor:
+            # Zeros, because a masked slot has weight 0, and 0 times NaN is NaN.
+            shape = (self.num_rows or len(states), states.shape[1], self.capacity, states.shape[3])
+            with torch.inference_mode(False):  # it may be written after inference mode has ended
+                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+        self.keys, self.values, self.is_initialized = zeros(key_states), zeros(value_states), True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends [B, G, S, E] in place and returns views of all that is in use, [B, G, length, E]."""
+        """Writes [B, G, S, E] in place and returns views of all that is in use, [B, G, length, E]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self.capacity:
             self.grow(max(self.length, 2 * self.capacity))
+        rows = len(key_states)
         if self.slots is None:
-            self.keys[:, :, start : self.length] = key_states
-            self.values[:, :, start : self.length] = value_states
+            self.keys[:rows, :, start : self.length] = key_states
+            self.values[:rows, :, start : self.length] = value_states
         else:
-            slots = self.slots.to(key_states.device)[:, None, :, None]  # [B, 1, S, 1]
-            self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-            self.values.scatter_(2, slots.expand_as(value_states), value_states)
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+            # Assigned, which compiled code does in place: of `scatter_` it makes a copy of the storage, there and back.
+            slots = self.slots.to(key_states.device)
+            index = torch.arange(rows, device=slots.device)[:, None]
+            self.keys.transpose(1, 2)[index, slots] = key_states.transpose(1, 2)
+            self.values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
+        return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
 
     def grow(self, capacity: int) -> None:
         """Makes room for `capacity` positions and keeps what is there. Doubling keeps appending linear in all."""
         old_keys, old_values, used = self.keys, self.values, self.capacity
-        self.capacity = capacity
+        self.capacity, self.num_rows = capacity, len(old_keys)
         self.lazy_initialization(old_keys, old_values)
         self.keys[:, :, :used] = old_keys
         self.values[:, :, :used] = old_values
@@ -106,6 +106,16 @@ class PreallocatedLayer(CacheLayerMixin):
             index = torch.tensor(rows, device=self.keys.device)
             self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
 
+    def copy_rows(self, other: PreallocatedLayer, rows: Sequence[int], length: int) -> None:
+        """Takes the first `length` positions of another layer's `rows` as its own first rows."""
+        if not other.is_initialized:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
+        for row, theirs in enumerate(rows):
+            self.keys[row, :, :length] = other.keys[theirs, :, :length]
+            self.values[row, :, :length] = other.values[theirs, :, :length]
+
     def crop(self, max_length: int) -> None:
         """The spelling of transformers: keeps `max_length` positions or, if negative, drops so many. 0 changes nothing."""
         if max_length > 0:
@@ -115,7 +125,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything; the storage stays."""
-        self.length = 0
+        self.length, self.slots = 0, None
 
     def get_seq_length(self, *args: Any) -> int:
         """Number of positions in use."""
@@ -141,6 +151,7 @@ class PreallocatedCache(Cache):
         num_layers: Decoder layers of the model.
         capacity: Positions to allocate; the storage doubles when a text outgrows it.
         batch_size: Rows that each have a length of their own. 1, the default, also serves rows of one length.
+        num_rows: Rows to allocate, if more than the first forward has.
 
     Example:
         >>> cache = PreallocatedCache(num_layers=target.config.num_hidden_layers, capacity=4096)
@@ -148,9 +159,15 @@ class PreallocatedCache(Cache):
         >>> cache.rollback(num_rejected)
     """
 
-    def __init__(self, num_layers: int, capacity: int, batch_size: int = 1) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity) for _ in range(num_layers)])
+    def __init__(self, num_layers: int, capacity: int, batch_size: int = 1, num_rows: int | None = None) -> None:
+        super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
         self._row_lengths = [0] * batch_size
+
+    def begin(self, batch_size: int) -> None:
+        """Forgets everything, for another batch in the same storage."""
+        self._row_lengths = [0] * batch_size
+        for layer in self._storage():
+            layer.reset()
 
     def _storage(self) -> list[PreallocatedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
@@ -179,6 +196,21 @@ class PreallocatedCache(Cache):
         self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
         return slots
 
+    def copy_rows(self, other: PreallocatedCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Takes `rows` of another cache, of which `lengths` positions each are in use, as all it holds."""
+        self._row_lengths = list(lengths)
+        for layer, theirs in zip(self._storage(), other._storage(), strict=True):
+            layer.copy_rows(theirs, rows, max(lengths))
+            layer.length = max(lengths)
+
+    def place(self, slots: torch.Tensor, num_keys: int) -> None:
+        """Gives the next forward's columns their slots [B, S] and the number of keys that it computes with.
+
+        The lengths stay as they are until `advance`.
+        """
+        for layer in self._storage():
+            layer.slots, layer.length = slots, num_keys - slots.shape[1]
+
     def rollback(self, counts: int | Sequence[int]) -> None:
         """Forgets the last `counts` positions, of each row or of all: no copy, no synchronisation.
 
@@ -196,12 +228,6 @@ class PreallocatedCache(Cache):
             for layer in self._storage():
                 layer.length -= counts[0]
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether it was filled in inference mode and that is over: torch then lets nobody write into it."""
-        is_written = any(layer.keys.is_inference() for layer in self._storage() if layer.is_initialized)
-        return is_written and not torch.is_inference_mode_enabled()
-
     def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of all layers, each with room for `capacity` positions at least."""
         for layer in self._storage():
@@ -210,7 +236,7 @@ class PreallocatedCache(Cache):
         return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Counts what a forward wrote into the storage behind each row's end as part of the row."""
+        """Counts what a forward wrote into the storage after each row's end as part of the row."""
         self._row_lengths = [held + count for held, count in zip(self.lengths, counts, strict=True)]
         for layer in self._storage():
             layer.length = max(self._row_lengths)
@@ -232,7 +258,7 @@ class PreallocatedCache(Cache):
         return length
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of a single row, whatever a forward that failed half-way left behind them."""
+        """Keeps the first `length` positions of a single row, also after a forward that failed half-way."""
         self._row_lengths = [length]
         for layer in self._storage():
             layer.length = length
@@ -244,12 +270,6 @@ class PreallocatedCache(Cache):
             layer.keep_rows(rows)
             if not self.is_ragged:
                 layer.slots, layer.length = None, self._row_lengths[0]
-
-
-LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 4 has none
-
-# What an element of `layer_types` calls a layer with a running state of a kind that is replayed here.
-LINEAR_TYPES = ("linear_attention", "conv")
 
 
 def is_supported() -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from transformers.utils import ModelOutput, logging
 
 from .attention_dflash import attention_of
 from .cache_dflash import LINEAR_TYPES
-from .decoding_dflash import LARGEST_TREE, Block, Conversation, Proposer, decode_blocks
+from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_ahead, decode_blocks
 from .proposals_dflash import LatencyCurve, PromptLookup, make_cutter, token_limit
-from .step_dflash import TappedTarget, check_pair, compiled_pair
-from .verification_dflash import VERIFICATIONS, Judge, PositionNoise
+from .step_dflash import Pair, check_pair, compiled_pair
+from .verification_dflash import VERIFICATIONS, PositionNoise, Verifier
 
 
 logger = logging.get_logger(__name__)
@@ -281,37 +281,28 @@ def pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple
     return input_ids, (torch.arange(width) >= width - lengths).long()
 
 
-def check_settings(
-    drafter: PreTrainedModel,
-    block_size: Any,
-    verification: Any,
-    max_draft_tokens: Any,
-    adaptive: Any,
-    draft_tree: Any,
-    compile: Any,
-    latency_curve: Any,
-) -> None:
+def check_settings(asked: Request, drafter: PreTrainedModel) -> None:
     """Raises ValueError, with the value and the remedy, for a setting of the loop that has no meaning."""
-    if block_size is not None and not 2 <= block_size <= drafter.config.block_size:
+    if asked.block_size is not None and not 2 <= asked.block_size <= drafter.config.block_size:
         raise ValueError(
-            f"block_size={block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
+            f"block_size={asked.block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
         )
-    if verification not in VERIFICATIONS:
-        raise ValueError(f"verification={verification!r}: use one of {', '.join(VERIFICATIONS)}.")
-    most = max_draft_tokens
+    if asked.verification not in VERIFICATIONS:
+        raise ValueError(f"verification={asked.verification!r}: use one of {', '.join(VERIFICATIONS)}.")
+    most = asked.max_draft_tokens
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise ValueError(
             f"max_draft_tokens={most!r}: use a number of tokens from 0 (draft nothing) on, or leave it out."
         )
-    if not isinstance(draft_tree, int) or draft_tree < 0:
-        raise ValueError(f"draft_tree={draft_tree!r}: use a number of nodes, or True for as many as pay.")
-    if not isinstance(adaptive, bool):
-        raise ValueError(f"adaptive={adaptive!r}: use True or False.")
-    if not isinstance(compile, bool) and compile != "auto":
-        raise ValueError(f"compile={compile!r}: use True, False or 'auto'.")
-    if latency_curve is not None and not hasattr(latency_curve, "verify_ms"):
+    if not isinstance(asked.draft_tree, int) or asked.draft_tree < 0:
+        raise ValueError(f"draft_tree={asked.draft_tree!r}: use a number of nodes, or True for as many as pay.")
+    if not isinstance(asked.adaptive, bool):
+        raise ValueError(f"adaptive={asked.adaptive!r}: use True or False.")
+    if not isinstance(asked.compile, bool) and asked.compile != "auto":
+        raise ValueError(f"compile={asked.compile!r}: use True, False or 'auto'.")
+    if asked.latency_curve is not None and not hasattr(asked.latency_curve, "verify_ms"):
         raise ValueError(
-            f"latency_curve is a {type(latency_curve).__name__}: pass what LatencyCurve.from_json returns."
+            f"latency_curve is a {type(asked.latency_curve).__name__}: pass what LatencyCurve.from_json returns."
         )
 
 
@@ -501,7 +492,7 @@ def spec_generate(
     Raises:
         ValueError: for anything that cannot be run exactly, before any compute.
     """
-    return _through_generate(custom_generate, drafter, target, input_ids, token_streamer=streamer, **kwargs)
+    return _through_generate(custom_generate, drafter, target, input_ids, {"token_streamer": streamer, **kwargs})
 
 
 def generate_blocks(
@@ -549,7 +540,7 @@ def generate_blocks(
     for name in ("streamer", "return_dict_in_generate"):
         if kwargs.get(name):
             raise ValueError(f"generate_blocks yields the blocks themselves: pass {name} to spec_generate.")
-    return _through_generate(custom_generate, drafter, target, input_ids, as_blocks=True, **kwargs)
+    return _through_generate(custom_generate, drafter, target, input_ids, {"as_blocks": True, **kwargs})
 
 
 def _through_generate(
@@ -557,45 +548,37 @@ def _through_generate(
     drafter: PreTrainedModel,
     target: PreTrainedModel,
     input_ids: Any,
-    *,
-    attention_mask: torch.Tensor | None = None,
-    temperature: float | None = None,
-    do_sample: bool | None = None,
-    stop_token_ids: int | list[int] | None = None,
-    stop_strings: str | list[str] | None = None,
-    tokenizer: Any = None,
-    stopping_criteria: Any = None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    **kwargs: Any,
+    asked: dict[str, Any],
 ) -> Any:
-    """Checks the request, says it in `generate`'s words, and lets `generate` prepare it for `decode`."""
+    """Checks what was asked, says it in `generate`'s words, and lets `generate` prepare it for `decode`."""
     check_pair(target, drafter)
-    prompt_ids, attention_mask = read_prompt(input_ids, attention_mask, target)
-    named = {"temperature": temperature, "do_sample": do_sample, "stop_token_ids": stop_token_ids}
-    check_request(target, drafter, prompt_ids, attention_mask, kwargs | named)
+    prompt_ids, attention_mask = read_prompt(input_ids, asked.pop("attention_mask", None), target)
+    check_request(target, drafter, prompt_ids, attention_mask, asked)
 
+    temperature, do_sample = asked.pop("temperature", None), asked.pop("do_sample", None)
     if temperature is not None:
         do_sample = temperature > 0 if do_sample is None else do_sample
         # Greedy choices do not depend on these, and a target's sampling defaults would only be warned about.
-        kwargs.update(
-            {"temperature": temperature} if temperature else dict.fromkeys(("temperature", "top_p", "top_k"))
-        )
+        asked.update({"temperature": temperature} if temperature else dict.fromkeys(("temperature", "top_p", "top_k")))
     if do_sample is not None:
-        kwargs["do_sample"] = do_sample
+        asked["do_sample"] = do_sample
+    stop_token_ids = asked.pop("stop_token_ids", None)
     if stop_token_ids is not None:
-        kwargs["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # nothing stops it
-    criteria = StoppingCriteriaList(stopping_criteria or ())
+        asked["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # nothing stops it
+    criteria = StoppingCriteriaList(asked.pop("stopping_criteria", None) or ())
     # Made here, because `generate` hands no tokenizer on where a callable decodes; one for each string, because one
-    # that can never match would hide behind the others.
+    # that can never match would hide the others.
+    stop_strings, tokenizer = asked.pop("stop_strings", None), asked.pop("tokenizer", None)
     for stop_string in [stop_strings] if isinstance(stop_strings, str) else stop_strings or ():
         if tokenizer is None or not stop_string:
             remedy = "give a string that is not empty" if tokenizer else "pass the target's tokenizer=… beside it"
             raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: {remedy}.")
         criteria.append(StopStringCriteria(tokenizer, stop_string))
-    # `generate` would take these for its own ways of decoding.
-    ours = {"num_looked_up": kwargs.pop("prompt_lookup_num_tokens", None)}
-    if ours["num_looked_up"] is not None:
-        ours["ngram_size"] = kwargs.pop("max_matching_ngram_size", None)
+    # `generate` would take these for its own.
+    for name, ours in GENERATES_OWN.items():
+        value = asked.pop(name, None)
+        if value is not None:
+            asked[ours] = value
     # Ids of a target whose embedding is offloaded ("meta" between calls) stay where they are.
     device = prompt_ids.device if target.device.type == "meta" else target.device
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
@@ -605,10 +588,121 @@ def _through_generate(
         stopping_criteria=criteria,
         custom_generate=decode,
         drafter=drafter,
-        noise_generator=generator,
-        **{name: value for name, value in ours.items() if value is not None},
-        **kwargs,
+        **asked,
     )
+
+
+# Keywords that `generate` keeps for itself, and their names in a [`Request`].
+GENERATES_OWN = {
+    "generator": "noise_generator",
+    "prompt_lookup_num_tokens": "num_looked_up",
+    "max_matching_ngram_size": "ngram_size",
+}
+
+
+@dataclass
+class Request:
+    """What was asked for, checked once. The first fields are the keywords of [`custom_generate`].
+
+    Attributes:
+        drafter: A `DFlashDraftModel` trained for the target.
+        block_size: Tokens in a block, anchor included; by default as many as the drafter was trained for.
+        max_draft_tokens: Proposals per step at most; `None`: a whole block.
+        verification: One of "auto", "match", "rejection", "block".
+        conversation: Caches to use and keep.
+        adaptive: Verify as many proposals as pay.
+        latency_curve: By which that is judged; `None`: it is measured.
+        draft_tree: Nodes of a draft tree; 0: none.
+        compile: True, False or "auto".
+        num_looked_up: `prompt_lookup_num_tokens` of [`generate_blocks`].
+        ngram_size: Its `max_matching_ngram_size`.
+        noise_generator: Its `generator`.
+        token_streamer: Gets the prompt and the tokens as blocks commit.
+        as_blocks: Return what [`generate_blocks`] returns.
+        target: The model whose text is wanted.
+        input_ids: The prompts, [B, S].
+        attention_mask: 1 for real tokens, [B, S].
+        config: The generation config.
+        max_new_tokens: Tokens of each text at most.
+        max_length: Positions that the target can tell apart.
+        prompt_inputs: What the prompt's forward gets beside its ids: images.
+    """
+
+    drafter: PreTrainedModel
+    block_size: Any = None
+    max_draft_tokens: int | None = None
+    verification: str = "auto"
+    conversation: Conversation | None = None
+    adaptive: bool = False
+    latency_curve: LatencyCurve | None = None
+    draft_tree: int | bool = False
+    compile: bool | str = "auto"
+    num_looked_up: int | None = None
+    ngram_size: int = 3
+    noise_generator: torch.Generator | list[torch.Generator] | None = None
+    token_streamer: Any = None
+    as_blocks: bool = False
+    target: Any = None
+    input_ids: Any = None
+    attention_mask: torch.Tensor | None = None
+    config: Any = None
+    max_new_tokens: int = 0
+    max_length: float = float("inf")
+    prompt_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, input_ids: torch.Tensor, config: Any, asked: dict[str, Any]) -> Request:
+        """What `generate` has prepared.
+
+        Raises:
+            ValueError: for anything that cannot be run exactly, with the value and the remedy.
+        """
+        names = {of_class.name for of_class in fields(cls)}
+        own = {name: value for name, value in asked.items() if name in names - {"attention_mask"}}
+        model_inputs = {name: value for name, value in asked.items() if name not in own}
+        request = cls(target=target, input_ids=input_ids, config=config, **own)
+        request.attention_mask = model_inputs.get("attention_mask")
+        drafter, num_rows = request.drafter, len(input_ids)
+        check_settings(request, drafter)
+        check_prepared(config, request.attention_mask, num_rows, request.conversation)
+        check_batch(target, drafter, num_rows)
+        if request.token_streamer is not None and num_rows > 1:
+            raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
+        request.prompt_inputs = read_prompt_inputs(
+            target, model_inputs, input_ids, request.conversation, request.chunk_size
+        )
+        if request.draft_tree:
+            check_tree(target, drafter, num_rows, request.verification, request.prompt_inputs)
+        if request.latency_curve is not None:
+            request.latency_curve.check(target, drafter, bool(request.draft_tree))
+        if request.conversation is not None:
+            request.conversation.check(target, drafter)
+        request.block_size = request.block_size or drafter.config.block_size
+        request.adaptive = request.adaptive or request.latency_curve is not None or request.draft_tree is True
+        request.draft_tree = LARGEST_TREE if request.draft_tree is True else int(request.draft_tree)
+        request.max_length = max_positions(target) or float("inf")
+        return request
+
+    @property
+    def lookup(self) -> PromptLookup | None:
+        """A search of the text's own past, begun anew."""
+        return None if self.num_looked_up is None else PromptLookup(self.num_looked_up, self.ngram_size)
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Columns of a prompt that run at a time; `None`: all."""
+        size: int | None = getattr(self.config, "prefill_chunk_size", None)
+        return size
+
+    @property
+    def temperature(self) -> float:
+        """Of the draws; 1 where nothing is drawn."""
+        return float(self.config.temperature or 1.0) if self.config.do_sample else 1.0
+
+    @property
+    def keeping(self) -> frozenset[str]:
+        """What comes back beside the tokens, of "scores" and "logits"."""
+        return frozenset(name for name in ("scores", "logits") if getattr(self.config, f"output_{name}", False))
 
 
 def custom_generate(
@@ -617,21 +711,7 @@ def custom_generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
-    drafter: PreTrainedModel,
-    block_size: int | None = None,
-    max_draft_tokens: int | None = None,
-    verification: str = "auto",
-    conversation: Conversation | None = None,
-    adaptive: bool = False,
-    latency_curve: LatencyCurve | None = None,
-    draft_tree: int | bool = False,
-    compile: bool | str = "auto",
-    num_looked_up: int | None = None,
-    ngram_size: int = 3,
-    noise_generator: torch.Generator | list[torch.Generator] | None = None,
-    token_streamer: Any = None,
-    as_blocks: bool = False,
-    **model_kwargs: Any,
+    **asked: Any,
 ) -> torch.Tensor | DFlashOutput | Iterator[Block]:
     """The loop as the target's own `generate` runs it: `target.generate(ids, custom_generate=custom_generate, drafter=drafter)`.
 
@@ -639,82 +719,44 @@ def custom_generate(
     itself: pass a streamer as `token_streamer` (which gets the new tokens), and use [`spec_generate`] for stop strings.
 
     Args:
-        target: Given by `generate`, as are the next four and `model_kwargs`.
+        target: Given by `generate`, as are the next four.
         input_ids: [B, S]
         logits_processor: Made from the generation config.
         stopping_criteria: Made from the generation config.
         generation_config: Everything that was asked for.
-        drafter: A `DFlashDraftModel` trained for `target`.
-        block_size: As in [`generate_blocks`], like all down to `compile`.
-        max_draft_tokens: Proposals per step at most.
-        verification: One of "auto", "match", "rejection", "block".
-        conversation: Caches to use and keep.
-        adaptive: Verify as many proposals as pay.
-        latency_curve: By which that is judged.
-        draft_tree: Nodes of a draft tree.
-        compile: True, False or "auto".
-        num_looked_up: `prompt_lookup_num_tokens` of [`generate_blocks`], a name that `generate` keeps for itself.
-        ngram_size: Its `max_matching_ngram_size`.
-        noise_generator: Its `generator`.
-        token_streamer: Gets the prompt and the tokens as blocks commit.
-        as_blocks: Return what [`generate_blocks`] returns.
-        model_kwargs: Holds the attention mask.
+        asked: The keywords of a [`Request`], and what `generate` has prepared for the target's forward.
     """
-    attention_mask, num_rows = model_kwargs.get("attention_mask"), len(input_ids)
-    check_settings(drafter, block_size, verification, max_draft_tokens, adaptive, draft_tree, compile, latency_curve)
-    check_prepared(generation_config, attention_mask, num_rows, conversation)
+    request = Request.of(target, input_ids, generation_config, asked)
     check_processors(logits_processor)
-    check_batch(target, drafter, num_rows)
-    if token_streamer is not None and num_rows > 1:
-        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
-    noise = PositionNoise(num_rows, noise_generator) if generation_config.do_sample else None
-    judge = Judge(logits_processor, num_rows, noise, verification)
-    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
-    prompt_inputs = read_prompt_inputs(target, model_kwargs, input_ids, conversation, chunk_size)
-    if draft_tree:
-        check_tree(target, drafter, num_rows, verification, prompt_inputs)
-    if latency_curve is not None:
-        latency_curve.check(target, drafter, bool(draft_tree))
-    memory = Conversation() if conversation is None else conversation
-    memory.check(target, drafter)
-    compiled = None if prompt_inputs else compiled_pair(target, drafter, compile)
-    tapped = TappedTarget(target, drafter, prompt_inputs, compiled)
-    max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
-    is_adaptive = adaptive or latency_curve is not None or draft_tree is True
-    proposer = Proposer(
-        drafter,
-        tapped,
-        memory,
-        block_size or drafter.config.block_size,
-        max_draft_tokens,
-        lookup=PromptLookup(num_looked_up, ngram_size) if num_looked_up is not None else None,
-        # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
-        noise=noise if judge.takes_drawn_proposals and not is_adaptive else None,
-        temperature=(generation_config.temperature or 1.0) if noise is not None else 1.0,
-        is_adaptive=is_adaptive,
-        latency_curve=latency_curve,
-        draft_tree=LARGEST_TREE if draft_tree is True else int(draft_tree),
-    )
-    blocks = decode_blocks(
-        tapped,
-        proposer,
-        judge,
-        make_cutter(stopping_criteria, max_new_tokens),
-        memory,
-        input_ids,
-        attention_mask,
-        max_new_tokens,
-        frozenset(name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}", False)),
-        chunk_size,
-    )
-    blocks = _naming_what_to_lower(blocks)
-    return blocks if as_blocks else _collect(blocks, input_ids, generation_config, token_streamer)
+    request.max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
+    noise = PositionNoise(len(input_ids), request.noise_generator) if generation_config.do_sample else None
+    verifier = Verifier(logits_processor, len(input_ids), noise, request.verification, "scores" in request.keeping)
+    compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
+    pair = Pair(target, request.drafter, request.prompt_inputs, compiled)
+    memory = request.conversation or Conversation()
+    cut = make_cutter(stopping_criteria, request.max_new_tokens)
+    decoder = Decoder(request, pair, verifier, cut, memory)
+    blocks = _guarded(decode_blocks(decoder) if compiled is None else decode_ahead(decoder), request, memory)
+    return blocks if request.as_blocks else _collect(blocks, request)
 
 
-def _naming_what_to_lower(blocks: Iterator[Block]) -> Iterator[Block]:
-    """The blocks; running out of memory is said with what would have needed less."""
+# `generate` hands a callable the keywords that its signature names.
+_own = inspect.signature(custom_generate)
+_keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in list(inspect.signature(Request).parameters.values())[:14]]
+custom_generate.__signature__ = _own.replace(  # type: ignore[attr-defined]
+    parameters=[*list(_own.parameters.values())[:-1], *_keywords, list(_own.parameters.values())[-1]]
+)
+
+
+def _guarded(blocks: Iterator[Block], request: Request, memory: Conversation) -> Iterator[Block]:
+    """The blocks; after an error the caches hold nothing. Running out of memory is said with what would have needed less."""
+    has_failed = True
     try:
         yield from blocks
+        has_failed = False
+    except GeneratorExit:  # closed early, between two steps
+        has_failed = False
+        raise
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
@@ -722,12 +764,14 @@ def _naming_what_to_lower(blocks: Iterator[Block]) -> Iterator[Block]:
             f"Out of memory ({str(error).splitlines()[0]}): lower prefill_chunk_size for a long prompt, the number of prompts, "
             "max_new_tokens, or draft_tree."
         ) from error
+    finally:
+        if has_failed or request.conversation is None:
+            memory.close(has_failed)
 
 
-def _collect(
-    blocks: Iterator[Block], input_ids: torch.Tensor, generation_config: Any, streamer: Any
-) -> torch.Tensor | DFlashOutput:
+def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlashOutput:
     """The blocks as what `generate` returns, streamed on the way."""
+    input_ids, generation_config, streamer = request.input_ids, request.config, request.token_streamer
     if streamer is not None:
         streamer.put(input_ids.cpu())
     of_rows: list[list[Block]] = [[] for _ in input_ids]

@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .attention_dflash import additive_mask, block_visibility, grouped_attention
+from .attention_dflash import additive_mask, block_visibility, draft_sees, grouped_attention, step_mask
 from .configuration_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES, DFlashConfig
 
 
@@ -81,15 +81,10 @@ class DFlashAttn(nn.Module):
         """What the block's rows read from [cached context, new context, block]."""
         batch, num_rows = hidden_states.shape[:2]
         states = torch.cat([context, hidden_states], dim=1)  # [B, C + N, D]
+        key, value = self.keys_and_values(states, position_embeddings)
         query = self.q_norm(self.q_proj(hidden_states).view(batch, num_rows, -1, self.head_dim)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(states).view(batch, states.shape[1], -1, self.head_dim)).transpose(1, 2)
-        value = self.v_proj(states).view(batch, states.shape[1], -1, self.head_dim).transpose(1, 2)
-
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, C + N, E]
-        key = key * cos + rotate_half(key) * sin
-        query = query * cos[:, :, -num_rows:] + rotate_half(query) * sin[:, :, -num_rows:]
-        # Under autocast norms come out in their weights' dtype, and not every attention takes two.
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        cos, sin = (part.unsqueeze(1)[:, :, -num_rows:] for part in position_embeddings)  # [B, 1, N, E]
+        query = (query * cos + rotate_half(query) * sin).to(value.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
@@ -112,6 +107,19 @@ class DFlashAttn(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(batch, num_rows, -1))
+
+    def keys_and_values(
+        self,
+        states: torch.Tensor,  # [B, S, D]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, S, E]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, G, S, E] each
+        """What the rows of context and block are seen by."""
+        batch, length = states.shape[:2]
+        key = self.k_norm(self.k_proj(states).view(batch, length, -1, self.head_dim)).transpose(1, 2)
+        value = self.v_proj(states).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, S, E]
+        # Under autocast norms come out in their weights' dtype, and not every attention takes two.
+        return (key * cos + rotate_half(key) * sin).to(value.dtype), value
 
     def _decoding_mask(
         self, attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
@@ -398,6 +406,35 @@ class DFlashDraftModel(PreTrainedModel):
             for name, mask in masks.items()
         }
 
+    def step_masks(self, block_positions: torch.Tensor, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
+        """The masks of one block per sequence, at positions [B, N], by layer type: key k stands at position k."""
+        starts, dtype = block_positions[:, 0], None if is_flex else self.hidden_norm.weight.dtype
+        return {
+            layer_type: step_mask(
+                draft_sees(self.config, layer, block_positions),
+                starts,
+                block_positions.shape[1],
+                num_keys,
+                self.config.layer_window(layer),
+                dtype,
+            )
+            for layer, layer_type in enumerate(self.config.layer_types)
+            if layer_type not in self.config.layer_types[:layer]
+        }
+
+    def absorb(
+        self,
+        context_hidden_states: torch.Tensor,  # [B, C, L * D]
+        position_ids: torch.Tensor,  # [B, C]
+        past_key_values: Cache,
+    ) -> None:
+        """Puts keys and values of new context into the cache, without a block that reads it."""
+        context = self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
+        position_embeddings = self.rotary_emb(context, position_ids)
+        for layer_idx, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            past_key_values.update(*attention.keys_and_values(context, position_embeddings), layer_idx)
+
     def get_input_embeddings(self) -> Any:
         """`None`: the embedding is the target's. Quantisers ask, in order to leave it out."""
         return None
@@ -463,13 +500,19 @@ class DFlashDraftModel(PreTrainedModel):
         logits = self.compute_logits(hidden_states, head)
         if self.candidate_selector is None:
             token_ids = logits.argmax(dim=-1)
+            best = logits.gather(-1, token_ids[..., None])
             confidences = logits.float().softmax(dim=-1).amax(dim=-1) if with_confidences else None
-            return Proposals(token_ids.to(anchors.device), confidences=confidences)
+            is_finite = best.isfinite().all(dim=-1).all(dim=-1)
+            return Proposals(token_ids.to(anchors.device), confidences=confidences, is_finite=is_finite)
 
         def choose(scores: torch.Tensor, row: int) -> torch.Tensor:
-            return scores.argmax(dim=-1) if uniforms is None else pick(law(scores), uniforms[:, row].to(scores.device))
+            return (
+                scores.argmax(dim=-1)
+                if uniforms is None
+                else pick(chances(scores), uniforms[:, row].to(scores.device))
+            )
 
-        def law(scores: torch.Tensor) -> torch.Tensor:
+        def chances(scores: torch.Tensor) -> torch.Tensor:
             return (scores.double() / temperature).softmax(dim=-1)
 
         path, candidate_ids, scores = self.candidate_selector(hidden_states, logits, anchors, choose)
@@ -477,11 +520,12 @@ class DFlashDraftModel(PreTrainedModel):
         if with_confidences:
             is_chosen = candidate_ids == path[..., None]
             confidences = (scores.float().softmax(dim=-1) * is_chosen).sum(dim=-1)
-        proposals = Proposals(path.to(anchors.device), confidences=confidences)
+        is_finite = scores.amax(dim=-1).isfinite().all(dim=-1)
+        proposals = Proposals(path.to(anchors.device), confidences=confidences, is_finite=is_finite)
         if uniforms is None:
             return proposals
         return replace(
-            proposals, candidate_ids=candidate_ids.to(anchors.device), probabilities=law(scores).to(anchors.device)
+            proposals, candidate_ids=candidate_ids.to(anchors.device), probabilities=chances(scores).to(anchors.device)
         )
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
@@ -491,7 +535,7 @@ class DFlashDraftModel(PreTrainedModel):
         from .decoding_dflash import Block  # noqa: F401
         from .generation_dflash import spec_generate
         from .proposals_dflash import DraftTree  # noqa: F401
-        from .step_dflash import TappedTarget  # noqa: F401
+        from .step_dflash import Pair  # noqa: F401
         from .verification_dflash import accept_prefix  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)

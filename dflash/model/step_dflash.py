@@ -1,19 +1,14 @@
-"""Tensors on their way between host and device, without waiting for what the device still has to do.
+"""The target's forward and the drafter's: each one function, run eagerly or compiled, and what compiled ones are lent.
 
-A pair's two forwards, compiled: the target over a block, and the drafter behind its context.
+`verify` and `draft` are the two forwards. Hidden states are tapped in `tapped_forward`, masks by layer type are made in
+`Layout.masks` and `DFlashDraftModel.step_masks`, and nowhere else. `Pair` runs them eagerly for a request; targets that make
+their own masks (linear layers, flash attention, images) say so in `Layout`. `CompiledPair` compiles the same functions, and
+`whole_step`: draft, head, choice, verify and accept in one, behind lengths and anchors that stay on the device.
 
-Eager forwards spend much of a small step on launching operations one by one. Compiled ones have shapes that a text's
-growth does not change: keys and values are a part of the preallocated storage, of which a mask hides what is no text, and
-the drafter's new context is padded to a block. So one column, several columns, and the drafter's block are compiled once
-each (and once more for several rows), whatever the lengths; on CUDA, where the part is a whole bucket, each width and
-bucket is recorded as a graph.
-
-What cannot be compiled, or computes something else than eager does, runs eagerly, and one warning says why.
-
-The target as the loop sees it: embedding rows, a forward that also gives the tapped layers' states, and the head.
-
-Works on decoder-only `AutoModelForCausalLM`s of transformers 4.57 and 5.x whose attention is softmax over cached keys,
-on 5.x also on those that mix it with linear layers, whole or spread over devices.
+On a device with a queue every shape is one of few: sequences 1, 2, 4, 8 or 16, a capacity that is a power of two, and the
+storage of both caches belongs to the pair, which lends it to one text after another. So a second text records nothing.
+Elsewhere one compilation serves all lengths. What cannot be compiled, or computes something else than eagerly, runs eagerly,
+and one warning says why.
 """
 
 from __future__ import annotations
@@ -21,8 +16,10 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -31,93 +28,374 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import __version__
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_dflash import (
-    additive_mask,
-    attention_of,
-    causal_visibility,
-    decoding_visibility,
-    sharing_keys,
-    tree_visibility,
-)
+from .attention_dflash import CHUNK, FLEX, GROUPED, attention_of, step_attention, step_mask, target_sees
 from .cache_dflash import (
     LINEAR_TYPES,
     HybridCache,
     PreallocatedCache,
-    compiled_length,
+    PreallocatedLayer,
     is_supported,
     linear_mixers,
     to_device,
 )
-from .proposals_dflash import DraftTree
-from .verification_dflash import Verdict
+from .proposals_dflash import DraftTree, LatencyCurve, clock, measured_curve
+from .verification_dflash import Proposals, Sampler, Verdict, choose_greedy, verify_match
 
 
 logger = logging.get_logger(__name__)
 
-# Verify steps that a pair runs eagerly under compile="auto" before it is compiled: whatever runs that long runs on.
-AUTO_STEPS = 2048
-
-# Steps over a single column that a pair runs eagerly before they are compiled: many a text has just one, its last.
-SINGLE_STEPS = 8
-
 # What torch.compile hands the graphs to.
 BACKEND = "inductor"
 
-# Kinds of device that compute while the host goes on: there the next step is launched before the last one is read.
+# Kinds of device that compute while the host goes on. There shapes are few, and steps are launched before the last is read.
 ASYNCHRONOUS = ("cuda",)
 
-# How far logits and features of compiled forwards may be from eager ones, relative to the largest.
+# Kinds of device whose compiled steps attend by flex attention.
+FLEX_DEVICES = ("cuda",)
+
+# Sequences and columns of compiled steps on such devices: the next larger is taken. Capacities double from the smallest.
+ROW_CLASSES = (1, 2, 4, 8, 16)
+WIDTH_CLASSES = (1, 4, 8, 16, 32, 64)
+SMALLEST_CAPACITY = 2048
+
+# How far what compiled forwards give may be from what eager ones do, relative to the largest.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 5e-2
+
+# Calls of a compiled function after which it is compared with eager: the first, and on CUDA the first replay of its graph.
+COMPARED_CALLS = (1, 3)
+
+# Before a compilation was measured here: the seconds that it takes, and the share of an eager step's time that it saves.
+EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
 # Names of what the compiler watches of the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(target|drafter)\b")
 
+# transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
+try:
+    from transformers.utils.output_capturing import selected_hidden_states as _selects
+except ImportError:
+    _selects = None  # type: ignore[assignment]
 
-class _Bucket(CacheLayerMixin):
-    """One layer's storage as a compiled forward sees it: new columns go to their slots, the first `num_keys` come out."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+def keeps_all_states() -> bool:
+    """Whether a forward of this transformers keeps the hidden states of all layers, if it is asked for some."""
+    return _selects is None
 
-    is_compileable = True
-    is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> None:
-        super().__init__()
-        self.keys, self.values, self.slots, self.num_keys = keys, values, slots, num_keys
-        self.is_initialized = True
+# Columns of a prompt that run at a time where all layers' states are kept.
+CHUNK_OF_ALL_STATES = 1024
 
-    def lazy_initialization(self, *args: Any) -> None:
-        """The storage is there."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Writes [B, G, S, E] to the slots [B, S] and returns [B, G, num_keys, E]."""
-        # Assigned, which compiled code does in place: of `scatter_` it makes a copy of the storage, there and back.
-        rows = torch.arange(len(self.slots), device=self.slots.device)[:, None]
-        self.keys.transpose(1, 2)[rows, self.slots] = key_states.transpose(1, 2)
-        self.values.transpose(1, 2)[rows, self.slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, : self.num_keys], self.values[:, :, : self.num_keys]
+@dataclass(frozen=True)
+class Layout:
+    """What a step has to know of a target.
 
-    def get_seq_length(self, *args: Any) -> int:
-        """Whatever: masks and positions are given, and nothing else rests on it."""
-        return 0
+    Attributes:
+        taps: The layers whose outputs the drafter reads.
+        types: The kinds of its layers, each once.
+        window: The window of its sliding layers.
+        makes_own_masks: Whether its forward takes no 4-D mask in place of its own: linear layers, attention kernels without
+            masks, positions that an image has shifted, or modelling code that masks by itself.
+        shares_keys: Whether some layers read the keys of earlier ones.
+    """
 
-    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
-        """As `get_seq_length`."""
-        return self.num_keys, 0
+    taps: tuple[int, ...]
+    types: tuple[str, ...]
+    window: int | None
+    makes_own_masks: bool
+    shares_keys: bool
 
-    def get_max_length(self) -> int:
-        """`num_keys`."""
-        return self.num_keys
+    @classmethod
+    def of(cls, target: PreTrainedModel, taps: Sequence[int]) -> Layout:
+        """That of a target whose layers `taps` are read."""
+        config = target.config.get_text_config(decoder=True)
+        types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+        takes_masks = target._supports_attention_backend and attention_of(target) in ("sdpa", "eager")
+        is_plain = takes_masks and set(types) <= {"full_attention", "sliding_attention"}
+        return cls(
+            tuple(taps),
+            types,
+            getattr(config, "sliding_window", None),
+            not is_plain or _rope_of_images(target) is not None,
+            bool(getattr(config, "num_kv_shared_layers", 0)),
+        )
 
-    def get_max_cache_shape(self) -> int:
-        """`num_keys` (the name of transformers 4)."""
-        return self.num_keys
+    def masks(
+        self,
+        positions: torch.Tensor,  # [B, S]
+        num_keys: int,
+        dtype: torch.dtype | None,
+        ancestors: torch.Tensor | None = None,
+        is_real: torch.Tensor | None = None,
+    ) -> Any:
+        """The mask of columns at `positions`, by layer type where types differ; `dtype` `None`: for flex attention.
+
+        Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
+        of zeros leaves their state as it is.
+        """
+
+        def mask(window: int | None) -> Any:
+            sees = target_sees(positions, ancestors, window)
+            return step_mask(sees, positions[:, 0], positions.shape[1], num_keys, window, dtype)
+
+        if len(self.types) > 1:
+            masks: dict[str, Any] = {name: is_real for name in self.types if name in LINEAR_TYPES}
+            attention = [name for name in self.types if name not in LINEAR_TYPES]
+            return masks | {name: mask(self.window if name == "sliding_attention" else None) for name in attention}
+        return mask(None if self.types == ("full_attention",) else self.window)
+
+
+def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D]."""
+    wanted: Any = [tap + 1 for tap in taps] if _selects is not None else True
+    output = target(**inputs, use_cache=True, output_hidden_states=wanted, return_dict=True)
+    states = [output.hidden_states[tap + 1] for tap in taps]
+    device = states[0].device
+    return output.logits, torch.cat([state.to(device) for state in states], dim=-1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the columns of a forward stand.
+
+    Attributes:
+        positions: Of each column, [B, S].
+        cache: Takes their keys and values.
+        num_keys: Keys to compute with.
+        ancestors: Which columns of a tree each one sees, [S, S]; `None`: a chain.
+        is_flex: Whether to attend by flex attention.
+    """
+
+    positions: torch.Tensor
+    cache: Cache
+    num_keys: int
+    ancestors: torch.Tensor | None = None
+    is_flex: bool = False
+
+
+def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [B, S, V] and context features [B, S, L * D] of token_ids [B, S]."""
+    dtype = None if place.is_flex else target.dtype
+    return tapped_forward(
+        target,
+        layout.taps,
+        input_ids=token_ids,
+        position_ids=place.positions,
+        attention_mask=layout.masks(place.positions, place.num_keys, dtype, place.ancestors),
+        past_key_values=place.cache,
+    )
+
+
+def draft(drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, place: Place) -> torch.Tensor:
+    """The drafter's last hidden states [B, N, D] of a block's rows [B, N, D] after new context [B, C, L * D]."""
+    return drafter(
+        noise_embeds=noise_embeds,
+        context_hidden_states=features,
+        position_ids=place.positions,
+        attention_mask=drafter.step_masks(place.positions[:, features.shape[1] :], place.num_keys, place.is_flex),
+        past_key_values=place.cache,
+        attn_implementation=FLEX if place.is_flex else None,
+    ).last_hidden_state
+
+
+def block_slots(starts: torch.Tensor, counts: torch.Tensor, num_columns: int, block_size: int) -> torch.Tensor:
+    """Where the drafter's cache takes each row's first `counts` of C context columns and then its block, [B, C + N].
+
+    The other columns go behind the block, where nothing looks and the next step overwrites them.
+    """
+    columns = torch.arange(num_columns, device=starts.device)
+    columns = torch.where(columns < counts[:, None], columns, columns + block_size)
+    block = counts[:, None] + torch.arange(block_size, device=starts.device)
+    return starts[:, None] + torch.cat([columns, block], dim=1)
+
+
+def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
+    layer = target.get_output_embeddings()
+    weight = next(layer.parameters(), None)
+    device, dtype = hidden_states.device, target.dtype
+    if weight is not None:  # a quantised head may show none, or one that is not floating point
+        dtype = weight.dtype if weight.is_floating_point() else dtype
+        # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
+        device = device if weight.device.type == "meta" else weight.device
+    return layer(hidden_states.to(device, dtype))
+
+
+def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Anchors [B, 1] and the masks after them, [B, N]."""
+    masks = anchors.new_full((len(anchors), block_size - 1), drafter.config.mask_token_id)
+    return torch.cat([anchors, masks], dim=1)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the target computed for text that stands, and the drafter's cache does not hold yet.
+
+    Attributes:
+        features: [B, C, L * D], of which each row's first `num_real` columns stand.
+        num_real: How many, as the host knows them.
+    """
+
+    features: torch.Tensor
+    num_real: list[int]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """`num_real` on the device, [B]."""
+        return to_device(torch.tensor(self.num_real), self.features.device)
+
+    def first(self, count: int) -> Context:
+        """Each row's first `count` columns at most."""
+        return Context(self.features[:, :count], [min(count, real) for real in self.num_real])
+
+    def of_rows(self, rows: list[int]) -> Context:
+        """Without the other rows of the batch."""
+        num_real = [self.num_real[row] for row in rows]
+        return Context(self.features[rows, : max(num_real)], num_real)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a step needs of the text, on the device: [R] sequences, of which the host may not know the lengths.
+
+    Attributes:
+        anchors: The last committed tokens, [R, 1].
+        starts: Their positions, [R]: how much text lies in the target's cache.
+        features: What the target computed in its last step, [R, C, L * D].
+        counts: How many columns of it stand and wait for the drafter, [R].
+        offsets: Tokens of each sequence that the host has not read, [R].
+    """
+
+    anchors: torch.Tensor
+    starts: torch.Tensor
+    features: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What `whole_step` gives.
+
+    Attributes:
+        verdict: What of the proposals stands.
+        proposed_ids: The proposals, [R, n].
+        hidden_states: The drafter's, [R, N, D].
+        features: The target's, of all columns, [R, 1 + n, L * D].
+    """
+
+    verdict: Verdict
+    proposed_ids: torch.Tensor
+    hidden_states: torch.Tensor
+    features: torch.Tensor
+
+    def after(self, state: State, is_live: torch.Tensor) -> State:
+        """The state of the next step; sequences that are not live stay where they are."""
+        written = self.verdict.num_written * is_live
+        return State(self.verdict.anchors, state.starts + written, self.features, written, written)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Keys and values of all layers of a model as a compiled forward sees them.
+
+    Attributes:
+        keys: [R, G, capacity, E] each.
+        values: Likewise.
+        index: Its length is the number of keys to compute with: a size that the compiler can leave open.
+        is_flex: Whether to attend by flex attention.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    index: torch.Tensor
+    is_flex: bool
+
+    def place(self, slots: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor | None = None) -> Place:
+        """Columns whose keys and values go to `slots` [B, S]."""
+        num_keys, pairs = self.index.shape[0], zip(self.keys, self.values, strict=True)
+        cache = Cache(layers=[PreallocatedLayer.lent(keys, values, slots, num_keys) for keys, values in pairs])
+        return Place(positions, cache, num_keys, ancestors, self.is_flex)
+
+
+def verify_lent(
+    target: Any, layout: Layout, token_ids: torch.Tensor, starts: torch.Tensor, storage: Storage, tree: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`verify` after text of `starts` [B] tokens in lent storage; a `tree` is its ancestors [S, S] and depths [S]."""
+    slots = starts[:, None] + torch.arange(token_ids.shape[1], device=starts.device)
+    ancestors, depths = tree or (None, None)
+    positions = slots if depths is None else starts[:, None] + depths
+    return verify(target, layout, token_ids, storage.place(slots, positions, ancestors))
+
+
+def draft_lent(drafter: Any, target: Any, token_ids: torch.Tensor, state: State, storage: Storage) -> torch.Tensor:
+    """`draft` of the block token_ids [B, N] in lent storage, after the context that waits in `state`."""
+    slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], token_ids.shape[1])
+    noise_embeds = drafter.embed(token_ids, target.get_input_embeddings())
+    return draft(drafter, noise_embeds, state.features, storage.place(slots, slots))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is fixed of a whole step.
+
+    Attributes:
+        block_size: Rows of a block, anchor included.
+        num_proposals: Proposals to verify.
+        num_candidates: Those of its [`Sampler`].
+    """
+
+    block_size: int
+    num_proposals: int
+    num_candidates: int = 0
+
+
+def whole_step(
+    models: tuple[Any, Any, Layout],
+    state: State,
+    storages: tuple[Storage, Storage],
+    shape: Shape,
+    drawn: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, ...]:
+    """Drafts a block for each sequence, verifies and accepts it: `(num_accepted, choices, proposals, hidden states, features)`.
+
+    Args:
+        models: The target, a drafter whose proposals need nothing but its logits, and the target's layout.
+        state: Where the sequences stand.
+        storages: The target's and the drafter's.
+        shape: What is fixed.
+        drawn: Uniforms [B, n + 1] and the settings of a [`Sampler`]; `None`: greedy.
+    """
+    target, drafter, layout = models
+    token_ids = block_ids(drafter, state.anchors, shape.block_size)
+    hidden_states = draft_lent(drafter, target, token_ids, state, storages[1])
+    first = 0 if drafter.config.sample_from_anchor else 1
+    proposing = hidden_states[:, first : first + shape.num_proposals]
+    proposals = drafter.propose(proposing, state.anchors, lambda rows: head(target, rows))
+    verified_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
+    logits, features = verify_lent(target, layout, verified_ids, state.starts, storages[0])
+    if drawn is None:
+        choices = choose_greedy(logits)
+        best = logits.gather(-1, choices[..., None]).squeeze(-1)
+    else:
+        choices, best = Sampler(drawn[1], shape.num_candidates)(logits, drawn[0]), logits.amax(dim=-1)
+    verdict = verify_match(proposals, choices, best)
+    return verdict.num_accepted, choices, proposals.token_ids, hidden_states, features.to(drafter.dtype)
+
+
+@dataclass
+class Loan:
+    """Both caches of one (sequences, capacity) class, which the pair lends to one text at a time."""
+
+    num_rows: int
+    capacity: int
+    target_cache: PreallocatedCache
+    draft_cache: PreallocatedCache
 
 
 class NotCompiledError(Exception):
@@ -125,32 +403,39 @@ class NotCompiledError(Exception):
 
 
 class CompiledPair:
-    """A target and a drafter with their compiled forwards: made once, and kept as long as both live (`of`).
+    """A target and a drafter with their compiled functions and storage: made once, kept as long as both live (`of`).
 
     Nothing is compiled, and torch's compiler is not even imported, before it is wanted.
 
     Attributes:
-        is_wanted: Whether to compile, however few steps the pair has run.
+        is_wanted: Whether to compile, whatever eager steps have cost so far.
         num_steps: Verify steps that the pair has run, in any way.
-        num_single_steps: Those among them over a single column.
         reason: Why it runs eagerly all the same; `None`: it does not.
+        lock: Held from a compiled step's beginning until its outputs are copied: graphs write into the same buffers.
     """
 
     _pairs: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, CompiledPair]] = weakref.WeakKeyDictionary()
+    _locks: dict[torch.device, threading.RLock] = {}
+    # Of earlier compilations on a kind of machine: the seconds they took, and the share of a step's time that they save.
+    _measured: dict[str, tuple[float, float]] = {}
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         self.is_wanted = False
-        self.num_steps = self.num_single_steps = 0
+        self.num_steps = 0
+        self.lock = self._locks.setdefault(target.device, threading.RLock())
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
-        self._is_cuda = target.device.type == "cuda"
-        self._is_asynchronous = target.device.type in ASYNCHRONOUS
+        self._device = target.device
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._checked: set[str] = set()
-        config = target.config.get_text_config(decoder=True)
-        self._types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-        self._window = getattr(config, "sliding_window", None)
-        self.reason = _why_not(target, drafter, self._types)
-        self._state: list[Any] | None = None  # of the models when they were first compiled
+        self._num_calls: dict[Any, int] = {}
+        self._checked: set[Any] = set()
+        self._layout = Layout.of(target, drafter.config.target_layer_ids)
+        self._is_flex = target.device.type in FLEX_DEVICES and _may_flex(target, drafter)
+        self._machine = f"{target.device.type} {torch.get_num_threads()} {target.dtype}"
+        self._shelf: dict[tuple[int, int], list[Loan]] = {}
+        self._eager_seconds = self._lost_seconds = 0.0
+        self._began = 0.0
+        self.reason = _why_not(target, drafter, self._layout)
+        self._models: list[Any] | None = None  # as they were when they were first compiled
 
     @classmethod
     def of(cls, target: PreTrainedModel, drafter: PreTrainedModel) -> CompiledPair:
@@ -167,200 +452,630 @@ class CompiledPair:
 
         Once per text: to look at all of their modules in each step would take as long as a small forward.
         """
-        if self._state is None or _is_watched(target, drafter):
+        if self._device != target.device:
+            self.__init__(target, drafter)  # type: ignore[misc]  # another device: nothing is left
+        if self._models is None or _is_watched(target, drafter):
             return
-        state = _state_of(target, drafter)
-        if state != self._state:
-            self._state, self.reason = state, _why_not(target, drafter, self._types)
+        models = _state_of(target, drafter)
+        if models != self._models:
+            self._models, self._layout = models, Layout.of(target, drafter.config.target_layer_ids)
+            self.reason = _why_not(target, drafter, self._layout)
             self._functions.clear()
             self._checked.clear()
+            self._num_calls.clear()
+            self._shelf.clear()
+
+    # -- whether to compile
 
     @property
     def is_active(self) -> bool:
-        """Whether forwards run compiled."""
-        return self.reason is None and (self.is_wanted or self.num_steps >= AUTO_STEPS)
+        """Whether steps run compiled."""
+        return self.reason is None and (self.is_wanted or self._models is not None)
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether a step may be launched from lengths that the device alone knows, and gains by it."""
-        return self.is_active and self._is_asynchronous
+    def is_static(self) -> bool:
+        """Whether steps run compiled in few shapes, on storage that is lent."""
+        return self.is_active and self._device.type in ASYNCHRONOUS
+
+    def weigh(self, seconds: float | None = None, num_left: int | None = None) -> None:
+        """Begins to compile under "auto" once eager steps have lost as much time as compiling is expected to take.
+
+        What is not known until the end is then decided at most twice as badly as by who knows it ("ski rental").
+
+        Args:
+            seconds: What an eager step took; `None`: a text begins.
+            num_left: Steps that the text may still take. In mid-text it has to be long enough to pay by itself.
+        """
+        cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
+        if seconds is not None:
+            self._eager_seconds = seconds if not self._eager_seconds else 0.9 * self._eager_seconds + 0.1 * seconds
+            self._lost_seconds += share * seconds
+        if self.is_active or self.reason is not None or self._lost_seconds < cost:
+            return
+        if num_left is None or num_left * share * self._eager_seconds >= cost:
+            self.is_wanted = True
+            logger.info(f"{self._name} are compiled, which takes about {cost:.0f} s once, because they go on running.")
+
+    def note_compiled_step(self, seconds: float) -> None:
+        """Takes note of what a compiled step took, for the next pair on this kind of machine."""
+        if self._eager_seconds and self._machine in self._measured and seconds < self._eager_seconds:
+            cost, share = self._measured[self._machine]
+            self._measured[self._machine] = cost, 0.9 * share + 0.1 * (1 - seconds / self._eager_seconds)
 
     def give_up(self, reason: str) -> None:
         """Runs eagerly from now on and says why, once."""
         self.reason = reason
         logger.warning(f"{self._name} run eagerly and compile has no effect: {reason}.")
 
-    def _function(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        if kind not in self._functions:
-            # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
-            code = function.__code__.replace()
-            own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            options: dict[str, Any] = {"triton.cudagraphs": True} if self._is_cuda else {}
-            if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that knows the option
-                options["guard_filter_fn"] = _guards_on_inputs
-            self._functions[kind] = torch.compile(own, fullgraph=True, backend=BACKEND, options=options or None)
-        return self._functions[kind]
+    # -- storage
 
-    def either(
-        self,
-        kind: str,
-        target: Any,
-        drafter: Any,
-        compiled: Callable[[], Any],
-        eagerly: Callable[[], Any],
-        advance: Callable[[], None],
-    ) -> Any:
-        """What `compiled` gives, and behind it `advance`; or `eagerly`, which advances the cache itself.
+    def lend(self, pair: Pair, num_rows: int, capacity: int) -> Loan:
+        """Both caches, empty, for `num_rows` sequences (at most the largest class) of `capacity` tokens."""
+        size = next(size for size in ROW_CLASSES if size >= num_rows)
+        room = SMALLEST_CAPACITY
+        while room < capacity:
+            room *= 2
+        with self.lock:
+            shelf = self._shelf.setdefault((size, room), [])
+            if shelf:
+                loan = shelf.pop()
+            else:
+                num_layers = pair.drafter.config.num_hidden_layers
+                loan = Loan(
+                    size,
+                    room,
+                    pair.new_cache(room, num_rows, size),
+                    PreallocatedCache(num_layers, room, num_rows, size),
+                )
+        for cache in (loan.target_cache, loan.draft_cache):
+            cache.begin(num_rows)
+        return loan
 
-        The first time both run, the eager one last, and what is compiled stays in use if they agree.
-        """
-        if not self.is_active or _is_watched(target, drafter):
-            return eagerly()
-        is_new = kind not in self._checked
-        if not self._checked:
-            self._prepare(target, drafter)
-        bar = logging.tqdm(total=1, desc=f"Compiling {kind} (once)", leave=False, disable=None if is_new else True)
-        try:
-            output = self._attempt(kind, compiled)
-        except NotCompiledError:
-            return eagerly()
-        finally:
-            bar.close()
-        if not is_new:
-            advance()
-            return output
-        expected = eagerly()
-        pairs = zip(output, expected, strict=True) if isinstance(expected, tuple) else [(output, expected)]
-        if all(_agree(mine, theirs) for mine, theirs in pairs):
-            self._checked.add(kind)
-        else:
-            self.give_up(f"compiled, {kind} computes something else than eagerly")
-        return expected
+    def take_back(self, loan: Loan) -> None:
+        """For the next text."""
+        with self.lock:
+            self._shelf.setdefault((loan.num_rows, loan.capacity), []).append(loan)
 
-    def ahead(self, kind: str, target: Any, drafter: Any, compiled: Callable[[], Any]) -> Any:
-        """What `compiled` gives behind lengths that the device alone knows; the cache's stay as they are.
+    # -- what runs compiled
+
+    def run(self, key: Any, models: Any, compiled: Callable[[], Any], eagerly: Callable[[Any], Any] | None) -> Any:
+        """What `compiled` gives. The first time, and on CUDA once more when it is replayed, it is compared with eager.
+
+        Args:
+            key: Names what runs, with its shapes.
+            models: The target and the drafter.
+            compiled: Runs it and copies its outputs.
+            eagerly: Given the compiled outputs, runs the same eagerly: `(outputs, whether they agree)`. `None`: it cannot,
+                because the host does not know the lengths.
 
         Raises:
-            NotCompiledError: where `either` would have run eagerly, which needs those lengths.
+            NotCompiledError: if it runs eagerly and `eagerly` is `None`.
         """
-        if kind not in self._checked or not self.is_active or _is_watched(target, drafter):
-            raise NotCompiledError(kind)
-        return self._attempt(kind, compiled)
-
-    def _attempt(self, kind: str, compiled: Callable[[], Any]) -> Any:
+        is_new = key not in self._checked
+        if not self.is_active or _is_watched(*models) or (is_new and eagerly is None):
+            if eagerly is None:
+                raise NotCompiledError(key)
+            return eagerly(None)[0]
+        is_first = key not in self._num_calls
+        if is_first and not self._num_calls:
+            self._prepare(*models)
+        bar = logging.tqdm(total=1, desc=f"Compiling {key[0]} (once)", leave=False, disable=None if is_first else True)
+        began = clock()
         try:
-            return compiled()
+            with self.lock:
+                if self._device.type == "cuda":
+                    torch.compiler.cudagraph_mark_step_begin()
+                output = compiled()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
-            self.give_up(f"{kind} does not compile ({type(error).__name__}: {_first_line(error)})")
-            raise NotCompiledError(kind) from error
+            if "CUDA error" in str(error) or "device-side assert" in str(error):
+                raise
+            self.give_up(f"{key[0]} does not compile ({type(error).__name__}: {_first_line(error)})")
+            if eagerly is None:
+                raise NotCompiledError(key) from error
+            return eagerly(None)[0]
+        finally:
+            bar.close()
+        self._num_calls[key] = self._num_calls.get(key, 0) + 1
+        if is_first:
+            share = self._measured.get(self._machine, (0.0, EXPECTED_SHARE))[1]
+            self._measured[self._machine] = max(1.0, clock() - began), share
+        if not is_new or eagerly is None:
+            return output
+        num_compared = COMPARED_CALLS if self._device.type in ASYNCHRONOUS else COMPARED_CALLS[:1]
+        if self._num_calls[key] not in num_compared:
+            return output
+        expected, agrees = eagerly(output)
+        if not agrees:
+            self.give_up(f"compiled, {key[0]} computes something else than eagerly")
+        elif self._num_calls[key] == num_compared[-1]:
+            self._checked.add(key)
+        return expected
 
     def _prepare(self, target: Any, drafter: Any) -> None:
         # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
         # cannot be captured.
         some_id = torch.zeros(1, 1, dtype=torch.long, device=target.device)
         target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        self._state = _state_of(target, drafter)
+        self._models = _state_of(target, drafter)
 
-    def verify(
-        self,
-        target: Any,
-        drafter: Any,
-        token_ids: torch.Tensor,
-        cache: PreallocatedCache,
-        tree: Any = None,
-        num_rejected: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, S, V] and context features [B, S, L * D] of token_ids [B, S] behind a cache that holds text.
-
-        Their keys and values stand in the storage then; the cache's lengths are the caller's to advance.
-
-        Args:
-            target: The target.
-            drafter: The drafter, which says what is tapped.
-            token_ids: The columns.
-            cache: The target's.
-            tree: `(ancestors, depths)` as in `tree_visibility`; `None`: a chain.
-            num_rejected: How many of each row's last columns are counted as text and are none, [B].
-        """
-        width, device = token_ids.shape[1], token_ids.device
-        ancestors, depths = tree or (torch.ones(width, width, dtype=torch.bool, device=device).tril(), None)
-        depths = torch.arange(width, device=device) if depths is None else depths
-        keys, values, index, starts = self._storage(cache, width, device, num_rejected)
-        token_ids = _dense(token_ids)
-        if width > 1:
-            for tensor, dims in ((token_ids, [1]), (ancestors, [0, 1]), (depths, [0])):
-                torch._dynamo.mark_dynamic(tensor, dims)
-        self._begin_step(token_ids)
-        # One column is no special case of several, whose number is dynamic.
-        verify = self._function("verify one" if width == 1 else "verify", _verify)
-        taps = tuple(drafter.config.target_layer_ids)
-        with sharing_keys(target):
-            logits, features = verify(
-                target, token_ids, starts, ancestors, depths, index, keys, values, taps, self._types, self._window
+    def function(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled, for what `key` names."""
+        kind = str(key)
+        if kind not in self._functions:
+            # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
+            code = function.__code__.replace()
+            own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+            options: dict[str, Any] = {"triton.cudagraphs": True} if self._device.type == "cuda" else {}
+            if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that knows the option
+                options["guard_filter_fn"] = _guards_on_inputs
+            dynamic = False if self.is_static else None
+            self._functions[kind] = torch.compile(
+                own, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options or None
             )
-        # A graph's outputs are overwritten by its next run, and the drafter may read these after that.
-        features = features.clone() if self._is_cuda else features
-        return logits, features.to(drafter.dtype)
+        return self._functions[kind]
 
-    def draft(
-        self,
-        target: Any,
-        drafter: Any,
-        token_ids: torch.Tensor,
-        features: torch.Tensor,
-        num_real: list[int] | torch.Tensor,
-        cache: PreallocatedCache,
-    ) -> torch.Tensor:
-        """The drafter's last hidden states [B, N, D] of the block token_ids [B, N] behind new context [B, C, L * D].
+    @contextmanager
+    def attending(self, target: PreTrainedModel) -> Iterator[None]:
+        """Makes the target's forwards attend as compiled steps do."""
+        with step_attention(target, FLEX if self._is_flex else GROUPED):
+            yield
 
-        Of each row's context columns the first `num_real` are real. C is at most a block.
-        """
-        block_size, device = token_ids.shape[1], token_ids.device
-        features = functional.pad(features, (0, 0, 0, block_size - features.shape[1]))
-        keys, values, index, starts = self._storage(cache, 2 * block_size, device)
-        counts = num_real if isinstance(num_real, torch.Tensor) else to_device(torch.tensor(num_real), device)
-        token_ids, features = _dense(token_ids), _dense(features)
-        self._begin_step(token_ids, features, counts)
-        return self._function("draft", _draft)(
-            drafter, target, token_ids, features, starts, counts, index, keys, values
-        )
-
-    def _storage(
-        self, cache: PreallocatedCache, width: int, device: torch.device, num_rejected: torch.Tensor | None = None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Keys and values of all layers with room for `width` more, the indices of the keys to compute with, and each row's length."""
-        lengths = cache.lengths
-        num_keys = compiled_length(max(lengths) + width, device)
-        # Room for one more: the compiler takes two sizes for the same one if they are equal when it first sees them.
-        keys, values = cache.storage(num_keys + 1)
-        index, starts = torch.arange(num_keys, device=device), to_device(torch.tensor(lengths), device)
-        if num_rejected is not None:
-            starts = starts - num_rejected
-        torch._dynamo.mark_dynamic(index, 0)
+    def storage(self, cache: PreallocatedCache, num_keys: int) -> Storage:
+        """What a compiled forward over `num_keys` keys is lent of a cache."""
+        if self.is_static:
+            keys, values = cache.storage(num_keys)
+            num_keys = keys[0].shape[2]
+        else:
+            # Room for one more: the compiler takes two sizes for the same one if they are equal when it first sees them.
+            keys, values = cache.storage(num_keys + 1)
+        is_ragged = len(cache.lengths) > 1
         for tensor in (*keys, *values):
-            if self._is_cuda:
+            if self.is_static:
                 torch._dynamo.mark_static_address(tensor)
             else:
-                torch._dynamo.mark_dynamic(tensor, [2] if len(lengths) == 1 else [0, 2])
-        if len(lengths) > 1:
-            torch._dynamo.mark_dynamic(starts, 0)
-        return keys, values, index, starts
+                torch._dynamo.mark_dynamic(tensor, [0, 2] if is_ragged else [2])
+        index = keys[0].new_empty(1).expand(num_keys)
+        if not self.is_static:
+            torch._dynamo.mark_dynamic(index, 0)
+        return Storage(keys, values, index, self._is_flex)
 
-    def _begin_step(self, *of_rows: torch.Tensor) -> None:
-        if self._is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
-        for tensor in of_rows:
-            if len(tensor) > 1:
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that stays as it is when the graph that gave it runs again."""
+        return tensor.clone() if self.is_static else tensor
+
+    def inputs(self, cache: PreallocatedCache, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors of the cache's sequences [B, ...] as a compiled function takes them: [R, ...], marked as they may vary."""
+        num_rows = len(cache.lengths)
+        if self.is_static:
+            rows = next(iter(cache.storage(0)[0])).shape[0]
+            return [_dense(functional.pad(t, [0, 0] * (t.dim() - 1) + [0, rows - len(t)])) for t in tensors]
+        dense = [_dense(tensor) for tensor in tensors]
+        if num_rows > 1:
+            for tensor in dense:
                 torch._dynamo.mark_dynamic(tensor, 0)
+        return dense
+
+
+class Pair:
+    """A target and its drafter for one request: the two forwards and what they are placed by.
+
+    Args:
+        target: The model whose text is wanted.
+        drafter: A `DFlashDraftModel` trained for it.
+        prompt_inputs: What the forward of a single prompt gets beside its ids: images.
+        compiled: Runs steps; `None`: they run eagerly.
+
+    Raises:
+        ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel,
+        prompt_inputs: Mapping[str, Any] | None = None,
+        compiled: CompiledPair | None = None,
+    ) -> None:
+        check_pair(target, drafter)
+        self.target, self.drafter, self.compiled = target, drafter, compiled
+        layers = decoder_layers(target)
+        self.num_layers = len(layers)
+        self.layout = Layout.of(target, drafter.config.target_layer_ids)
+        config = target.config.get_text_config(decoder=True)
+        self._mixers = linear_mixers(layers, getattr(config, "layer_types", None) or ())
+        self._prompt_inputs = dict(prompt_inputs or {})
+        self._rope: Any = _rope_of_images(target)
+        self._lag = 0  # how far positions after an image lag behind the number of tokens
+
+    def new_cache(self, capacity: int, batch_size: int = 1, num_rows: int | None = None) -> PreallocatedCache:
+        """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
+        if self._mixers:
+            return HybridCache(self._mixers, self.num_layers, capacity, batch_size)
+        return PreallocatedCache(self.num_layers, capacity, batch_size, num_rows)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
+        embed: Any = self.drafter.embed  # a drafter may scale them
+        return embed(token_ids, self.target.get_input_embeddings()).to(self.drafter.device)
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
+        return head(self.target, hidden_states)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        cache: PreallocatedCache,
+        num_logits: int,
+        is_real: torch.Tensor | None = None,
+        num_real: Sequence[int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs token_ids [B, S] after `cache`, by the target's own masks where the sequences have one length.
+
+        In a ragged cache is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
+        default: all.
+
+        Returns the logits of the last `num_logits` columns and the context features of all, on the drafter's device and in
+        its dtype. If it asks for all logits, all columns can be rolled back; else none, on a target with linear layers.
+        """
+        width, start = token_ids.shape[1], cache.get_seq_length()
+        placed: dict[str, Any] = {}
+        if start == 0 and self._prompt_inputs:
+            placed = self._prompt_inputs
+        elif cache.is_ragged:
+            columns = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
+            slots = cache.plan(columns, [width] * len(token_ids) if num_real is None else num_real)
+            masks = self.layout.masks(slots, cache.get_seq_length() + width, self.target.dtype, None, is_real)
+            placed = {"position_ids": slots, "attention_mask": masks}
+        elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
+            places = torch.arange(start, start + width, device=token_ids.device)[None]
+            placed = {"position_ids": places + self._lag}
+        is_chunk = start and num_logits < width and not cache.is_ragged
+        attending: Any = step_attention(self.target, CHUNK) if is_chunk else nullcontext()
+        with self._recording(cache, width if num_logits == width else 0), attending:
+            logits, features = tapped_forward(
+                self.target,
+                self.layout.taps,
+                input_ids=token_ids,
+                past_key_values=cache,
+                logits_to_keep=self._logits_to_keep(num_logits, width),
+                **placed,
+            )
+        if placed is self._prompt_inputs and self._rope is not None:
+            self._lag = self._find_lag(width)
+        return logits[:, -num_logits:], self._read(features)
+
+    def verify(
+        self, token_ids: torch.Tensor, cache: PreallocatedCache, tree: DraftTree | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, S, V] and context features [B, S, L * D] of the columns token_ids [B, S], which can be rolled back.
+
+        With a `tree` the columns of the single row are its anchor and nodes.
+        """
+        compiled = self.compiled
+        if compiled is None or (self.layout.makes_own_masks and tree is None and not cache.is_ragged):
+            return self._verify_eagerly(token_ids, cache, tree)
+        compiled.num_steps += 1
+        width, lengths = token_ids.shape[1], cache.lengths
+
+        def eagerly(output: Any) -> tuple[Any, bool]:
+            expected = self._verify_eagerly(token_ids, cache, tree)
+            return expected, output is None or all(map(_agree, output, expected))
+
+        def run() -> Any:
+            size, shape = width, None if tree is None else self._tree_tensors(tree)
+            padded = token_ids
+            if compiled.is_static and width <= WIDTH_CLASSES[-1]:
+                size = next(size for size in WIDTH_CLASSES if size >= width)
+                padded = functional.pad(token_ids, (0, size - width))
+                if shape is not None:  # columns that are no nodes see themselves alone
+                    ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
+                    ancestors[:width, :width] = shape[0]
+                    shape = ancestors, functional.pad(shape[1], (0, size - width))
+            storage = compiled.storage(cache, max(lengths) + size)
+            ids, starts = compiled.inputs(cache, padded, self._lengths(cache))
+            if size > 1 and not compiled.is_static:
+                for tensor, dims in ((ids, [1]), *(((shape[0], [0, 1]), (shape[1], [0])) if shape else ())):
+                    torch._dynamo.mark_dynamic(tensor, dims)
+            function = compiled.function(key, verify_lent)
+            with compiled.attending(self.target):
+                logits, features = function(self.target, self.layout, ids, starts, storage, shape)
+            part = slice(len(token_ids)), slice(width)
+            return compiled.own(logits[part]), self._read(compiled.own(features[part]))
+
+        kind = "a forward over " + ("one column" if width == 1 else "columns" if tree is None else "a tree")
+        key = self._key(kind, cache, width)
+        output = compiled.run(key, (self.target, self.drafter), run, eagerly)
+        if cache.lengths == lengths:  # eagerly it counts them itself
+            cache.advance([width] * len(lengths))
+        return output
+
+    def _verify_eagerly(
+        self, token_ids: torch.Tensor, cache: PreallocatedCache, tree: DraftTree | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows, width = token_ids.shape
+        if self.layout.makes_own_masks and tree is None and not cache.is_ragged:
+            return self.forward(token_ids, cache, width)
+        start, num_keys = cache.get_seq_length(), max(cache.lengths) + width
+        ancestors = None
+        if cache.is_ragged:
+            positions = self._lengths(cache)[:, None] + torch.arange(width, device=token_ids.device)
+            cache.place(positions, num_keys)
+        elif tree is None:
+            positions = torch.arange(start, start + width, device=token_ids.device)[None]
+        else:
+            ancestors, depths = self._tree_tensors(tree)
+            positions = (start + depths)[None]
+        with self._recording(cache, width), step_attention(self.target):
+            place = Place(positions, cache, num_keys, ancestors)
+            logits, features = verify(self.target, self.layout, token_ids, place)
+        if cache.is_ragged:
+            cache.advance([width] * num_rows)
+        return logits, self._read(features)
+
+    def draft(
+        self, anchors: torch.Tensor, context: Context, cache: PreallocatedCache, block_size: int
+    ) -> torch.Tensor:
+        """The drafter's last hidden states [B, N, D] after anchors [B, 1]; its cache holds the context then, and no block."""
+        compiled = self.compiled
+        if compiled is None:
+            return self._draft_eagerly(anchors, context, cache, block_size)
+        if not any(cache.lengths) or context.features.shape[1] > self.num_columns(block_size):
+            self.absorb(context, cache)
+            context = context.first(0)
+        lengths = cache.lengths
+
+        def eagerly(output: Any) -> tuple[Any, bool]:
+            expected = self._draft_eagerly(anchors, context, cache, block_size)
+            return expected, output is None or _agree(output, expected)
+
+        def run() -> torch.Tensor:
+            return self._run_draft(self.state(anchors, context, cache, cache), cache, block_size)
+
+        key = self._key("a draft", cache, block_size)
+        hidden_states = compiled.run(key, (self.target, self.drafter), run, eagerly)
+        if cache.lengths == lengths:
+            cache.advance(context.num_real)
+        return hidden_states
+
+    def draft_ahead(self, state: State, cache: PreallocatedCache, block_size: int) -> torch.Tensor:
+        """As `draft`, after a step that the host has not read; the cache's lengths stay as they are.
+
+        Raises:
+            NotCompiledError: where that cannot be done.
+        """
+        if self.compiled is None:
+            raise NotCompiledError
+        key = self._key("a draft", cache, block_size)
+        run = partial(self._run_draft, state, cache, block_size, 1)
+        hidden_states: torch.Tensor = self.compiled.run(key, (self.target, self.drafter), run, None)
+        return hidden_states
+
+    def _run_draft(self, state: State, cache: PreallocatedCache, block_size: int, num_unread: int = 0) -> torch.Tensor:
+        compiled: Any = self.compiled
+        num_rows, columns = len(state.anchors), self.num_columns(block_size)
+        num_keys = max(cache.lengths) + (2 + num_unread) * columns
+        storage = compiled.storage(cache, num_keys)
+        token_ids = block_ids(self.drafter, state.anchors, block_size)
+        features = functional.pad(state.features, (0, 0, 0, columns - state.features.shape[1]))
+        ids, *rest = compiled.inputs(
+            cache, token_ids, state.anchors, state.starts, features, state.counts, state.offsets
+        )
+        function = compiled.function(self._key("a draft", cache, block_size), draft_lent)
+        return compiled.own(function(self.drafter, self.target, ids, State(*rest), storage)[:num_rows])
+
+    def _draft_eagerly(
+        self, anchors: torch.Tensor, context: Context, cache: PreallocatedCache, block_size: int
+    ) -> torch.Tensor:
+        drafter: Any = self.drafter
+        noise_embeds = self.embed(block_ids(drafter, anchors, block_size))
+        features = context.features
+        if not cache.is_ragged:  # the drafter takes positions and mask from its cache
+            output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
+            cache.rollback(block_size)
+            return output.last_hidden_state
+        slots = block_slots(self._lengths(cache), context.counts, features.shape[1], block_size)
+        num_keys = max(cache.lengths) + slots.shape[1]
+        cache.place(slots, num_keys)
+        hidden_states = draft(drafter, noise_embeds, features, Place(slots, cache, num_keys))
+        cache.advance(context.num_real)
+        return hidden_states
+
+    def absorb(self, context: Context, cache: PreallocatedCache) -> None:
+        """Puts context into the drafter's cache without a block after it."""
+        drafter: Any = self.drafter
+        columns = torch.arange(context.features.shape[1], device=context.features.device)
+        if cache.is_ragged:
+            slots = self._lengths(cache)[:, None] + columns  # what is not real is overwritten by what comes next
+            cache.place(slots, max(cache.lengths) + len(columns))
+            drafter.absorb(context.features, slots, cache)
+            cache.advance(context.num_real)
+        else:
+            drafter.absorb(context.features, (cache.get_seq_length() + columns)[None], cache)
+
+    def state(
+        self, anchors: torch.Tensor, context: Context, draft_cache: PreallocatedCache, target_cache: PreallocatedCache
+    ) -> State:
+        """Where sequences stand whose lengths the host knows."""
+        is_drafter = draft_cache is target_cache  # then the text is what it holds and the context
+        starts = self._lengths(target_cache) + (context.counts if is_drafter else 0)
+        return State(anchors, starts, context.features, context.counts, torch.zeros_like(context.counts))
+
+    def step(
+        self,
+        state: State,
+        caches: tuple[PreallocatedCache, PreallocatedCache],
+        shape: Shape,
+        drawn: tuple[torch.Tensor, torch.Tensor] | None,
+        context: Context | None,
+    ) -> Whole:
+        """A whole step, compiled; the caches' lengths stay as they are.
+
+        Args:
+            state: Where the sequences stand.
+            caches: The target's and the drafter's.
+            shape: What is fixed of it.
+            drawn: As in `whole_step`.
+            context: What waits for the drafter; `None`: the host has not read the step before.
+
+        Raises:
+            NotCompiledError: if it cannot run without the host's knowing the lengths.
+        """
+        compiled: Any = self.compiled
+        target_cache, draft_cache = caches
+        compiled.num_steps += 1
+        columns = self.num_columns(shape.block_size)
+        models = self.target, self.drafter
+
+        def run() -> tuple[torch.Tensor, ...]:
+            num_keys = max(target_cache.lengths) + (2 if context is not None else 3) * columns
+            storages = compiled.storage(target_cache, num_keys), compiled.storage(draft_cache, num_keys)
+            features = functional.pad(state.features, (0, 0, 0, columns - state.features.shape[1]))
+            given = (state.anchors, state.starts, features, state.counts, state.offsets)
+            taken = State(*compiled.inputs(target_cache, *given))
+            if drawn is not None:
+                uniforms, settings = compiled.inputs(target_cache, drawn[0])[0], drawn[1]
+            function = compiled.function(key, whole_step)
+            with compiled.attending(self.target):
+                outputs = function(
+                    (*models, self.layout), taken, storages, shape, None if drawn is None else (uniforms, settings)
+                )
+            return tuple(compiled.own(output[: len(state.anchors)]) for output in outputs)
+
+        def eagerly(output: Any) -> tuple[Any, bool]:
+            assert context is not None
+            hidden_states = self._draft_eagerly(state.anchors, context, draft_cache, shape.block_size)
+            draft_cache.rollback(context.num_real)
+            drafter: Any = self.drafter
+            first = 0 if drafter.config.sample_from_anchor else 1
+            proposing = hidden_states[:, first : first + shape.num_proposals]
+            proposals = drafter.propose(proposing, state.anchors, self.head)
+            if output is not None:  # what ties may be proposed otherwise
+                proposals = Proposals(output[2], is_finite=proposals.is_finite)
+            logits, features = self._verify_eagerly(
+                torch.cat([state.anchors, proposals.token_ids], dim=1), target_cache
+            )
+            target_cache.rollback(logits.shape[1])
+            if drawn is None:
+                choices = choose_greedy(logits)
+            else:
+                choices = Sampler(drawn[1], shape.num_candidates)(logits, drawn[0])
+            verdict = verify_match(proposals, choices, logits.amax(dim=-1))
+            expected = (verdict.num_accepted, choices, proposals.token_ids, hidden_states, features)
+            if output is None:
+                return expected, True
+            agrees = _agree(output[3], hidden_states) and _agree(output[4], features)
+            if drawn is None:
+                agrees = agrees and _agree(logits.gather(-1, output[1][..., None]), logits.amax(dim=-1, keepdim=True))
+            return expected, agrees
+
+        key = self._key(f"a step {'sampled ' * (drawn is not None)}", target_cache, shape)
+        outputs = compiled.run(key, models, run, None if context is None else eagerly)
+        num_accepted, choices, proposed_ids, hidden_states, features = outputs
+        return Whole(Verdict(num_accepted, choices), proposed_ids, hidden_states, features)
+
+    def num_columns(self, block_size: int) -> int:
+        """Columns of a whole step: the anchor and what a block of the drafter proposes."""
+        return block_size + bool(self.drafter.config.sample_from_anchor)
+
+    def measured_curve(
+        self,
+        anchors: torch.Tensor,
+        caches: tuple[PreallocatedCache, PreallocatedCache],
+        widths: Sequence[int],
+        block_size: int,
+        grow: Callable[[int], DraftTree] | None,
+    ) -> LatencyCurve:
+        """The pair's latency curve behind a text of this length, measured as steps run; what it runs is taken back.
+
+        Args:
+            anchors: The last tokens, [B, 1].
+            caches: The target's and the drafter's.
+            widths: Columns to measure, rising from 1.
+            block_size: The draft's.
+            grow: A draft tree of so many columns; `None`: no trees.
+        """
+        target_cache, draft_cache = caches
+        num_rows, length = len(anchors), max(target_cache.lengths)
+
+        def run(width: int) -> torch.Tensor:
+            logits, _ = self.verify(anchors.expand(-1, width), target_cache)
+            target_cache.rollback([width] * num_rows)
+            return logits.argmax(dim=-1)
+
+        def run_tree(width: int) -> torch.Tensor:
+            tree = grow(width) if grow is not None else None
+            assert tree is not None
+            ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
+            logits, _ = self.verify(ids, target_cache, tree)
+            columns = [0, *range(2, ids.shape[1], 2)]
+            target_cache.keep_columns(ids.shape[1], columns)
+            target_cache.rollback(len(columns))
+            return logits.argmax(dim=-1)
+
+        def run_draft() -> torch.Tensor:
+            count = min(block_size // 2 + 1, max(1, length))
+            size = len(self.drafter.config.target_layer_ids) * self.drafter.config.hidden_size
+            weight = self.drafter.get_parameter("norm.weight")
+            context = Context(weight.new_zeros(num_rows, count, size), [count] * num_rows)
+            hidden_states = self.draft(anchors, context, draft_cache, block_size)
+            draft_cache.rollback([count] * num_rows)
+            return self.head(hidden_states).argmax(dim=-1)
+
+        is_compiled = self.compiled is not None and self.compiled.is_active
+        setting = (num_rows, (length - 1).bit_length(), block_size, is_compiled, grow is not None)
+        return measured_curve(
+            self.target, self.drafter, setting, widths, run, run_draft, None if grow is None else run_tree
+        )
+
+    def _key(self, kind: str, cache: PreallocatedCache, shape: Any) -> tuple[Any, ...]:
+        """What a compiled function is kept under: on devices of few shapes with all of them."""
+        compiled: Any = self.compiled
+        rows = "one sequence" if len(cache.lengths) == 1 else "sequences"
+        if not compiled.is_static:
+            return f"{kind} of {rows}", shape if isinstance(shape, Shape) else None
+        keys = cache.storage(0)[0]
+        return f"{kind} of {rows}", shape, tuple(keys[0].shape[:3]) if keys else None
+
+    def _recording(self, cache: PreallocatedCache, num_columns: int) -> Any:
+        return cache.recording(num_columns) if isinstance(cache, HybridCache) else nullcontext()
+
+    def _read(self, features: torch.Tensor) -> torch.Tensor:
+        """Features where the drafter is and in its dtype."""
+        return features.to(self.drafter.device, self.drafter.dtype)
+
+    def _lengths(self, cache: PreallocatedCache) -> torch.Tensor:
+        """Each row's length, [B], on the target's device."""
+        device = (
+            self.target.get_output_embeddings().weight.device
+            if self.target.device.type == "meta"
+            else self.target.device
+        )
+        return to_device(torch.tensor(cache.lengths), device)
+
+    def _tree_tensors(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.target.device
+        return to_device(tree.ancestors(), device), to_device(torch.tensor(tree.depths), device)
+
+    def _find_lag(self, width: int) -> int:
+        # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
+        position_ids = self._prompt_inputs.get("position_ids")  # [3, 1, S], or [4, 1, S] with the text's own first
+        if position_ids is None:
+            return int(self._rope.rope_deltas)
+        return int(position_ids[-3:].max()) + 1 - width
+
+    def _logits_to_keep(self, num_logits: int, width: int) -> int | torch.Tensor:
+        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones,
+        # and the drafter reads all columns of every tapped layer.
+        if self.layout.shares_keys:
+            return torch.arange(width - num_logits, width)
+        return num_logits
 
 
 def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bool | str) -> CompiledPair | None:
-    """The pair to run by, under `compile`; `None`: eagerly.
-
-    "auto" compiles a pair that has run `AUTO_STEPS` verify steps in this process, or was compiled before.
-    """
+    """The pair to run by, under `compile`; `None`: eagerly. "auto" compiles once that is expected to pay (`weigh`)."""
     if compile is False:
         return None
     pair = CompiledPair.of(target, drafter)
@@ -368,76 +1083,18 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
         pair.is_wanted = True
         if pair.reason is not None:
             pair.give_up(pair.reason)
+    if compile == "auto":
+        pair.weigh()
     return pair
 
 
-def _verify(
-    target: Any,
-    token_ids: torch.Tensor,  # [B, S]
-    starts: torch.Tensor,  # [B]
-    ancestors: torch.Tensor,  # [S, S]
-    depths: torch.Tensor,  # [S]
-    index: torch.Tensor,  # [K]
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-    taps: tuple[int, ...],
-    types: tuple[str, ...],
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_keys = index.shape[0]
-    slots = starts[:, None] + torch.arange(token_ids.shape[1], device=starts.device)
-
-    def mask(width: int | None) -> torch.Tensor:
-        return additive_mask(tree_visibility(starts, ancestors, depths, num_keys, width)[:, None], target.dtype)
-
-    masks: Any = mask(None if types == ("full_attention",) else window)
-    if len(types) > 1:
-        masks = {name: mask(window if name == "sliding_attention" else None) for name in types}
-    output = target(
-        input_ids=token_ids,
-        position_ids=starts[:, None] + depths,
-        attention_mask=masks,
-        past_key_values=Cache(layers=[_Bucket(k, v, slots, num_keys) for k, v in zip(keys, values, strict=True)]),
-        use_cache=True,
-        output_hidden_states=True,
-        return_dict=True,
-    )
-    return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
-
-
-def _draft(
-    drafter: Any,
-    target: Any,
-    token_ids: torch.Tensor,  # [B, N]
-    features: torch.Tensor,  # [B, C, L * D]
-    starts: torch.Tensor,  # [B]
-    counts: torch.Tensor,  # [B]
-    index: torch.Tensor,  # [K]
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-) -> torch.Tensor:
-    num_keys, block_size = index.shape[0], token_ids.shape[1]
-    columns = torch.arange(features.shape[1], device=starts.device)
-    # Columns that are not real stand behind the block, where nobody looks and the next step overwrites them.
-    columns = torch.where(columns < counts[:, None], columns, columns + block_size)
-    rows = (starts + counts)[:, None] + torch.arange(block_size, device=starts.device)
-    slots = torch.cat([starts[:, None] + columns, rows], dim=1)
-    return drafter(
-        noise_embeds=drafter.embed(token_ids, target.get_input_embeddings()),
-        context_hidden_states=features,
-        position_ids=slots,
-        attention_mask=decoding_visibility(drafter.config, rows, num_keys),
-        past_key_values=Cache(layers=[_Bucket(k, v, slots, num_keys) for k, v in zip(keys, values, strict=True)]),
-    ).last_hidden_state
-
-
-def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
+def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
     """What of the pair is known not to compile."""
     name = type(target).__name__
-    others = set(types) - {"full_attention", "sliding_attention"}
+    others = set(layout.types) - {"full_attention", "sliding_attention"}
     if others:
         return f"{name} has layers of type {', '.join(sorted(others))}"
-    if getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+    if layout.shares_keys:
         return f"{name} has layers that read the keys of others"
     for model in (target, drafter):
         implementation = attention_of(model)
@@ -446,7 +1103,14 @@ def _why_not(target: Any, drafter: Any, types: tuple[str, ...]) -> str | None:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1 or target.device != drafter.device:
             return f"the models lie on several devices ({', '.join(sorted(map(str, devices | {target.device})))})"
-    return None
+    return f"{name} makes its own masks" if layout.makes_own_masks else None
+
+
+def _may_flex(target: Any, drafter: Any) -> bool:
+    """Whether flex attention computes what both models' own attention does."""
+    config = target.config.get_text_config(decoder=True)
+    is_plain = getattr(config, "attn_logit_softcapping", None) is None
+    return is_plain and all(attention_of(model) == "sdpa" for model in (target, drafter))
 
 
 def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
@@ -463,10 +1127,9 @@ def _state_of(*models: PreTrainedModel) -> list[Any]:
 def _kind_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, value.shape, value.requires_grad
-    if isinstance(value, dict):
-        return {key: _kind_of(of_key) for key, of_key in value.items() if not hasattr(of_key, "is_tap")}
-    if isinstance(value, (list, tuple)):
-        return [_kind_of(entry) for entry in value]
+    if isinstance(value, (dict, list, tuple)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(key, _kind_of(entry)) for key, entry in entries]
     if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
         return value
     return id(value) if callable(value) else type(value)  # a module, a hook, a method put over another one
@@ -492,235 +1155,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-class TappedTarget:
-    """A target and the layers of it that a drafter reads.
-
-    Args:
-        target: The model whose text is wanted.
-        drafter: A `DFlashDraftModel` trained for it.
-        prompt_inputs: What the forward of a single prompt gets beside its ids: images.
-        compiled: Runs verify steps; `None`: they run eagerly.
-
-    Raises:
-        ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
-    """
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafter: PreTrainedModel,
-        prompt_inputs: Mapping[str, Any] | None = None,
-        compiled: CompiledPair | None = None,
-    ) -> None:
-        check_pair(target, drafter)
-        self.compiled = compiled
-        self.target = target
-        self.drafter = drafter
-        self.num_layers = len(decoder_layers(target))
-        self._taps = [decoder_layers(target)[i] for i in drafter.config.target_layer_ids]
-        self._mixers = linear_mixers(decoder_layers(target), self._layer_types())
-        self._prompt_inputs = dict(prompt_inputs or {})
-        # Where a model of images keeps how far the positions behind them lag behind the number of tokens.
-        self._rope: Any = next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
-        self._lag = 0
-        self._shares_keys = bool(getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
-        self._drafter_device = drafter.device
-        self._drafter_dtype = drafter.dtype
-
-    def _layer_types(self) -> list[str]:
-        return list(getattr(self.target.config.get_text_config(decoder=True), "layer_types", None) or ())
-
-    def new_cache(self, capacity: int, num_rows: int = 1) -> PreallocatedCache:
-        """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
-        if self._mixers:
-            return HybridCache(self._mixers, self.num_layers, capacity, num_rows)
-        return PreallocatedCache(self.num_layers, capacity, num_rows)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
-        embed: Any = self.drafter.embed  # a drafter may scale them
-        return embed(token_ids, self.target.get_input_embeddings()).to(self._drafter_device)
-
-    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
-        head = self.target.get_output_embeddings()
-        weight = next(head.parameters(), None)
-        device, dtype = hidden_states.device, self.target.dtype
-        if weight is not None:  # a quantised head may show none, or one that is not floating point
-            dtype = weight.dtype if weight.is_floating_point() else dtype
-            # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
-            device = device if weight.device.type == "meta" else weight.device
-        return head(hidden_states.to(device, dtype))
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        cache: PreallocatedCache,
-        num_logits: int,
-        is_real: torch.Tensor | None = None,
-        num_real: Sequence[int] | None = None,
-        tree: DraftTree | None = None,
-        unread: Verdict | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs token_ids [B, S] behind `cache`; their keys and values are appended to it.
-
-        In a ragged cache, is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
-        default: all. With a `tree` the columns of the single row are its anchor and nodes.
-
-        With an `unread` verdict on the last columns in `cache` these run behind what of them stands, and the cache's
-        lengths stay as they are; raises NotCompiledError where that cannot be done.
-
-        Returns the logits of the last `num_logits` columns [B, num_logits, V] and the context features of all
-        [B, S, L * D], on the drafter's device and in its dtype. If it asks for all logits, all columns can be rolled
-        back; else none, on a target with linear layers.
-        """
-        width, device = token_ids.shape[1], token_ids.device
-        shape = None if tree is None else (tree.ancestors().to(device), torch.tensor(tree.depths, device=device))
-        # A prompt's forward, which says what is padding, has a width of its own; it also gives the cache its storage.
-        if self.compiled is None or is_real is not None or not cache.get_seq_length():
-            return self._forward_eagerly(token_ids, cache, num_logits, is_real, num_real, shape)
-        pair = self.compiled
-        pair.num_steps += 1
-        pair.num_single_steps += width == 1
-        kind = f"a forward over {'one column' if width == 1 else 'columns'} of {'one row' if len(token_ids) == 1 else 'rows'}"
-
-        def compiled() -> tuple[torch.Tensor, torch.Tensor]:
-            num_rejected = None if unread is None else unread.num_rejected
-            return pair.verify(self.target, self.drafter, token_ids, cache, shape, num_rejected)
-
-        def eagerly() -> tuple[torch.Tensor, torch.Tensor]:
-            return self._forward_eagerly(token_ids, cache, num_logits, None, None, shape)
-
-        if unread is not None:
-            return pair.ahead(kind, self.target, self.drafter, compiled)
-        if width == 1 and pair.num_single_steps <= SINGLE_STEPS:
-            return eagerly()
-        return pair.either(
-            kind, self.target, self.drafter, compiled, eagerly, lambda: cache.advance([width] * len(token_ids))
-        )
-
-    def _forward_eagerly(
-        self,
-        token_ids: torch.Tensor,
-        cache: PreallocatedCache,
-        num_logits: int,
-        is_real: torch.Tensor | None,
-        num_real: Sequence[int] | None,
-        tree: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        width, start = token_ids.shape[1], cache.get_seq_length()
-        placed: dict[str, Any] = {}
-        if start == 0 and self._prompt_inputs:
-            placed = self._prompt_inputs
-        elif tree is not None:
-            ancestors, depths = tree
-            starts = torch.tensor([start], device=token_ids.device)
-
-            def of_tree(window: int | None) -> torch.Tensor:
-                return tree_visibility(starts, ancestors, depths, start + width, window)
-
-            placed = {"position_ids": (start + depths)[None], "attention_mask": self._masks(of_tree)}
-        elif cache.is_ragged:
-            columns = torch.ones_like(token_ids, dtype=torch.bool) if is_real is None else is_real
-            slots = cache.plan(columns, [token_ids.shape[1]] * len(token_ids) if num_real is None else num_real)
-            keys = torch.arange(cache.get_seq_length() + width, device=slots.device)[None]  # [1, K]
-
-            def of_rows(window: int | None) -> torch.Tensor:
-                return causal_visibility(slots, keys, window)
-
-            placed = {"position_ids": slots, "attention_mask": self._masks(of_rows, is_real)}
-        elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
-            places = torch.arange(start, start + width, device=token_ids.device)[None]
-            placed = {"position_ids": places + self._lag}
-        recording: Any = nullcontext()
-        if isinstance(cache, HybridCache):
-            recording = cache.recording(width if num_logits == width else 0)
-        # A prompt is long itself: its mask would be repeated instead, and that is longer than the keys.
-        attending: Any = sharing_keys(self.target) if start and num_logits == width > 1 else nullcontext()
-        with recording, attending, _Taps(self._taps, self._drafter_device, self._drafter_dtype) as taps:
-            output = self.target(
-                input_ids=token_ids,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=self._logits_to_keep(num_logits, width),
-                return_dict=True,
-                **placed,
-            )
-        if placed is self._prompt_inputs and self._rope is not None:
-            self._lag = self._find_lag(width)
-        return output.logits[:, -num_logits:], taps.features
-
-    def _find_lag(self, width: int) -> int:
-        # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
-        position_ids = self._prompt_inputs.get("position_ids")  # [3, 1, S], or [4, 1, S] with the text's own first
-        if position_ids is None:
-            return int(self._rope.rope_deltas)
-        return int(position_ids[-3:].max()) + 1 - width
-
-    def _logits_to_keep(self, num_logits: int, width: int) -> int | torch.Tensor:
-        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones,
-        # and the drafter reads all columns of every tapped layer.
-        if self._shares_keys:
-            return torch.arange(width - num_logits, width)
-        return num_logits
-
-    def _masks(
-        self, visible: Callable[[int | None], torch.Tensor], is_real: torch.Tensor | None = None
-    ) -> torch.Tensor | dict[str, torch.Tensor | None]:
-        """`visible(window)` [B, S, keys] as an additive mask [B, 1, S, keys], by layer type where they differ.
-
-        Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
-        of zeros leaves their state as it is.
-        """
-        window = getattr(self.target.config.get_text_config(decoder=True), "sliding_window", None)
-        types = set(self._layer_types())
-
-        def mask(width: int | None) -> torch.Tensor:
-            return additive_mask(visible(width)[:, None], self.target.dtype)
-
-        if len(types) > 1:
-            masks: dict[str, torch.Tensor | None] = dict.fromkeys(types & set(LINEAR_TYPES), is_real)
-            attention = types - set(LINEAR_TYPES)
-            return masks | {name: mask(window if name == "sliding_attention" else None) for name in attention}
-        return mask(None if types == {"full_attention"} else window)
-
-
-class _Taps:
-    """What `layers` put out in the one forward that this thread runs inside the `with`, side by side in `features`.
-
-    A layer's output is copied as it comes and not held, so that a long prompt holds the tapped states once. Hooks stand for
-    that forward alone, so a generator that is dropped half-way leaves none behind, and they listen to this thread alone,
-    so two threads may generate on one target.
-    """
-
-    def __init__(self, layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-        self.layers = layers
-        self.device, self.dtype = device, dtype
-        self.features = torch.empty(0)  # [B, S, L * D] once the forward has run
-
-    def __enter__(self) -> _Taps:
-        thread = threading.get_ident()
-
-        def keep(slot: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if threading.get_ident() == thread:
-                    self._keep(slot, output[0] if isinstance(output, tuple) else output)
-
-            hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
-            return hook
-
-        self._handles = [layer.register_forward_hook(keep(slot)) for slot, layer in enumerate(self.layers)]
-        return self
-
-    def _keep(self, slot: int, states: torch.Tensor) -> None:
-        *shape, size = states.shape
-        if not slot:  # the first layer of them, so the first to run
-            self.features = torch.empty(*shape, len(self.layers) * size, device=self.device, dtype=self.dtype)
-        self.features[..., slot * size : (slot + 1) * size] = states
-
-    def __exit__(self, *raised: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+def _rope_of_images(target: PreTrainedModel) -> Any:
+    """Where a model of images keeps how far the positions after them lag behind the number of tokens; `None`: nowhere."""
+    return next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
 
 
 # Layer types of transformers whose keys and values can be rolled back by a length.

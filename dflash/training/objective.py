@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import TappedTarget
+from dflash.model.step_dflash import Pair
 
 from .batches import Batch
 from .block_attention import BLOCKWISE
@@ -51,7 +51,7 @@ class DrafterLoss:
     def __init__(
         self,
         drafter: DFlashDraftModel,
-        tapped: TappedTarget,
+        tapped: Pair,
         gamma: float | None = None,
         chunk_rows: int | None = None,
         network: Callable[..., Any] | None = None,

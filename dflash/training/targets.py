@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.cache_dflash import LINEAR_TYPES
-from dflash.model.step_dflash import TappedTarget, decoder_layers
+from dflash.model.step_dflash import Pair, decoder_layers
 
 from .batches import Batch
 from .masks import packed_causal_mask, positions_in_documents
@@ -48,7 +48,7 @@ def can_pack(target: PreTrainedModel) -> bool:
 class FrozenTarget:
     """Reads batches with the target that `tapped` holds, and freezes it."""
 
-    def __init__(self, tapped: TappedTarget) -> None:
+    def __init__(self, tapped: Pair) -> None:
         self.tapped = tapped
         self.target: Any = tapped.target.requires_grad_(False)
         self.config = self.target.config.get_text_config(decoder=True)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import TappedTarget, decoder_layers
+from dflash.model.step_dflash import Pair, decoder_layers
 
 from .acceptance import measure_acceptance
 from .batches import Batch, epoch_batches, epoch_rows
@@ -121,7 +121,7 @@ class Trainer:
             enable({"use_reentrant": False})
         self._loss_of = DrafterLoss(
             drafter,
-            TappedTarget(target, drafter),
+            Pair(target, drafter),
             settings.gamma,
             settings.chunk_rows,
             network,
