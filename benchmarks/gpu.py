@@ -1,158 +1,164 @@
-"""The figures that need an accelerator: a step against the memory's own speed, and against launch-bound decoding.
+"""The figures that need a GPU, in ten minutes: steps of all ways to decode, their floor, and a step of training.
 
-    benchmarks/gpu.sh            # one GPU, bf16, Qwen3-8B's shape: under 9 minutes, writes benchmarks/results/gpu_qwen3_8b.json
-    benchmarks/gpu.sh --smoke    # the same code on the CPU with a tiny shape; its figures mean nothing and are kept nowhere
+    benchmarks/gpu.sh                              # one GPU, bf16, the shapes of Qwen3-8B and then of Qwen3-0.6B
+    benchmarks/gpu.sh --list                       # the rows, the most useful ones first
+    benchmarks/gpu.sh --rows 'qwen3-8b/512x1/*'    # some of them
+    benchmarks/gpu.sh --smoke                      # the same rows on the CPU with a tiny shape; its figures mean nothing
+    benchmarks/gpu.sh --pack                       # the packages for a machine that has torch alone: see gpu_pack.py
 
-Random weights and scripted acceptance (`dflash/evaluation/scripted.py`): milliseconds are measured, tau is stated. The file
-is written again behind every figure, so that a run that is cut short leaves those that it has.
+Weights are random and acceptance is simulated (`dflash/evaluation/scripted.py`): milliseconds are measured, and how many tokens
+a step gives is decided by a script. A row that fails, hangs or ends its process loses only itself; what the time does not
+suffice for is noted as skipped. The file is written after each row.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-from collections.abc import Callable
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import torch
-from records import save
-from rich.console import Console
-from rich.table import Table
-
-from dflash.evaluation import seconds_of
-from dflash.evaluation.harness import PLAIN
-from dflash.evaluation.scripted import SHAPES, scripted_pair
-from dflash.evaluation.sweep import measure_point
+from gpu_report import derived, goals, line, show
+from gpu_rows import SMOKE_BATCHES, SMOKE_CONTEXTS, SMOKE_SHAPES, all_rows, chosen
+from gpu_runner import FAILED, MEASURED, SKIPPED, Bench, Outcome, Row, run_rows
 
 
-COMPILED = "dflash compiled"
-CONTEXT = 512
+RESULTS = Path(__file__).parent / "results"
+SECONDS = 570.0  # of the ten minutes, some are for starting and for what comes after
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="only these rows; * stands for anything")
+    parser.add_argument("--list", action="store_true", help="print the rows, with their limits in seconds")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows together")
     parser.add_argument("--tau", type=float, default=6.5, help="mean acceptance length of the script")
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--smoke", action="store_true", help="on the CPU, the tiny shape, nothing kept")
-    args = parser.parse_args()
-    if args.smoke and args.output is not None:
-        parser.error(f"--output {args.output}: the figures of --smoke mean nothing and are not kept, leave it out.")
-    if not args.smoke and not torch.cuda.is_available():
+    parser.add_argument("--steps", type=int, help="that a text should have; default: 40, with --smoke 4")
+    parser.add_argument("--output", type=Path, help="JSON file to write; default: gpu.json in $OUT, if set")
+    parser.add_argument("--smoke", action="store_true", help="on the CPU, a tiny shape")
+    args = parser.parse_args(words)
+    args.steps = args.steps if args.steps is not None else 4 if args.smoke else 40
+    for name, least in (("seconds", 1), ("steps", 3), ("tau", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name):g} is too few: give {least} at least.")
+    if args.tau > 16:
+        parser.error(f"--tau {args.tau:g} cannot be scripted: a block gives 16 tokens at most.")
+    shapes = (SMOKE_SHAPES, SMOKE_CONTEXTS, SMOKE_BATCHES) if args.smoke else ()
+    try:
+        args.rows = chosen(all_rows(*shapes), args.rows)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.output is None:
+        args.output = default_output(args.smoke)
+    if not (args.list or args.smoke or _has_gpu()):
         parser.error("There is no CUDA device: run this where there is one, or with --smoke.")
     return args
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
-    """Bytes per second that a copy inside the device's memory reads and writes, at its best."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    sink = torch.empty_like(source)
-
-    def copy() -> None:
-        for _ in range(10):
-            sink.copy_(source)
-        sink[0].item()  # waits for the device
-
-    copy()
-    return 20 * num_bytes / min(seconds_of(copy) for _ in range(repeats))
+def default_output(is_smoke: bool) -> Path | None:
+    """Where figures are written if nobody says where; those of a smoke test nowhere, but to $OUT."""
+    if os.environ.get("OUT"):
+        return Path(os.environ["OUT"]) / "gpu.json"
+    return None if is_smoke else RESULTS / "gpu_qwen3.json"
 
 
-def bytes_per_step(target: Any, drafter: Any) -> int:
-    """Weights that a step reads: both models' once. Of the embedding a step reads single rows."""
-    embedding = target.get_input_embeddings().weight
-    weights = [p for model in (target, drafter) for p in model.parameters() if p is not embedding]
-    return sum(p.numel() * p.element_size() for p in weights)
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
-def figures(target: Any, drafter: Any, args: argparse.Namespace) -> list[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """What is measured, in order; each gets what the ones before it gave."""
-    common: dict[str, Any] = {"context": CONTEXT, "new_tokens": args.new_tokens, "repeats": args.repeats}
+def open_bench(options: dict[str, Any]) -> Bench:
+    """In the process that measures: only that one holds models."""
+    from gpu_measure import GpuBench
 
-    def floor(_: dict[str, Any]) -> dict[str, Any]:
-        bandwidth = copy_bandwidth(target.device, 2**20 if args.smoke else 2**32)
-        num_bytes = bytes_per_step(target, drafter)
-        return {
-            "copy_gb_per_second": bandwidth / 1e9,
-            "step_bytes": num_bytes,
-            "floor_ms": 1e3 * num_bytes / bandwidth,
-        }
-
-    def one(found: dict[str, Any]) -> dict[str, Any]:
-        plain, ours = measure_point(target, drafter, methods=(COMPILED,), **common)
-        return {
-            "step_ms": ours["ms_per_step"],
-            "plain_ms_per_token": plain["ms_per_step"],
-            "is_identical": ours["is_identical"],
-            "compilations": ours["compilations"],
-            "step_over_floor": ours["ms_per_step"] / found["floor_ms"],
-            "plain_over_ours_at_stated_tau": plain["ms_per_step"] * args.tau / ours["ms_per_step"],
-        }
-
-    def static(found: dict[str, Any]) -> dict[str, Any]:
-        # `generate` compiles its forward by itself where the cache is static and the device an accelerator.
-        plain = measure_point(target, drafter, methods=(), plain={"cache_implementation": "static"}, **common)[0]
-        return {
-            "compiled_plain_ms_per_token": plain["ms_per_step"],
-            "compiled_plain_over_ours_at_stated_tau": plain["ms_per_step"] * args.tau / found["step_ms"],
-        }
-
-    def batch(found: dict[str, Any]) -> dict[str, Any]:
-        ours = measure_point(target, drafter, methods=(COMPILED,), batch_size=8, **common)[1]
-        return {
-            "step_ms_batch_8": ours["ms_per_step"],
-            "compilations_batch_8": ours["compilations"],
-            "batch_8_over_batch_1": ours["ms_per_step"] / found["step_ms"],
-        }
-
-    return [floor, one, static, batch]
+    return GpuBench(options)
 
 
-# Figure, where the ratio has to be, and where it should be.
-GOALS = {
-    "step_over_floor": ("at most", 1.6, 1.15),
-    "plain_over_ours_at_stated_tau": ("at least", 12.0, 25.0),
-    "compiled_plain_over_ours_at_stated_tau": ("at least", 4.0, 5.0),
-    "batch_8_over_batch_1": ("at most", 1.3, 1.1),
-}
+class Report:
+    """Prints what became of each row, once, and writes the file anew.
+
+    Args:
+        output: The file; `None`: nowhere.
+        setting: What all rows have in common.
+    """
+
+    def __init__(self, output: Path | None, setting: dict[str, Any]) -> None:
+        self.output, self.setting = output, setting
+        self._told: set[str] = set()
+
+    def __call__(self, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
+        for outcome in outcomes:
+            if outcome.status != SKIPPED and outcome.row.name not in self._told:
+                self._told.add(outcome.row.name)
+                print(line(outcome), flush=True)
+        if self.output is not None:
+            from dflash.evaluation.records import record, write_result
+
+            rows = derived(outcomes)
+            result = record("gpu", facts, decoding=self.setting, summary=rows, goals=goals(rows))
+            json.dumps(result, allow_nan=False)  # raises rather than write what is no JSON
+            write_result(self.output, result)
 
 
-def show(found: dict[str, Any], label: str) -> None:
-    table = Table("figure", "value", "must", "aim", title=label, title_justify="left", title_style="dim", box=None)
-    for name, value in found.items():
-        side, must, aim = GOALS.get(name, ("", None, None))
-        said = value if isinstance(value, bool) else f"{value:,.4g}"
-        table.add_row(name, str(said), "" if must is None else f"{side} {must}", "" if aim is None else f"{aim}")
-    Console(highlight=False).print(table)
+def label(args: argparse.Namespace) -> str:
+    """What has to stand beside every figure."""
+    simulated = f"simulated acceptance: random weights, the script's tau is {args.tau:g}"
+    return f"smoke, means nothing; {simulated}" if args.smoke else simulated
+
+
+def measure(args: argparse.Namespace, deadline: float) -> list[Outcome]:
+    """Measures the rows that were chosen, and reports them."""
+    setting = {
+        "label": label(args),
+        "is_simulated": True,
+        "stated_tau": args.tau,
+        "steps": args.steps,
+        "baseline": "target.generate, greedy",
+        "step": "median of the steps that count, by events of the GPU (of a CPU: by its clock)",
+    }
+    options = {"is_smoke": args.smoke, "tau": args.tau, "steps": args.steps}
+    outcomes, _ = run_rows(args.rows, open_bench, options, deadline, Report(args.output, setting))
+    return outcomes
+
+
+def exit_status(outcomes: Sequence[Outcome], is_smoke: bool) -> int:
+    """1 if nothing was measured, or if a smoke test has not measured everything that can be."""
+    statuses = [outcome.status for outcome in outcomes]
+    if is_smoke and (FAILED in statuses or SKIPPED in statuses):
+        return 1
+    return 0 if MEASURED in statuses else 1
+
+
+def list_rows(rows: Sequence[Row]) -> None:
+    for row in rows:
+        print(f"{row.name:40} {row.limit:4.0f} s")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def main() -> None:
+    began = time.monotonic()
     args = arguments()
-    if args.smoke:
-        args.shape, args.new_tokens, args.repeats = "smoke", 24, 1
-    device, dtype = ("cpu", torch.float32) if args.smoke else ("cuda", torch.bfloat16)
-    target, drafter = scripted_pair(args.shape, args.tau, dtype, device)
-    setting = {
-        "label": "smoke: means nothing" if args.smoke else f"simulated: random weights, tau {args.tau:g} stated",
-        "shape": args.shape,
-        "is_simulated": True,
-        "stated_tau": args.tau,
-        "context_tokens": CONTEXT,
-        "new_tokens": args.new_tokens,
-        "repeats": args.repeats,
-        "baseline": f"{PLAIN}, greedy",
-    }
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as nowhere:
-        output = Path(nowhere) / "smoke.json" if args.smoke else args.output
-        for measure in figures(target, drafter, args):
-            found |= measure(found)
-            if output is not None:
-                rounded = {name: round(v, 4) if isinstance(v, float) else v for name, v in found.items()}
-                save(output, target, drafter, kind="gpu", decoding=setting, summary=[rounded])
-    show(found, setting["label"])
+    if args.list:
+        list_rows(args.rows)
+        return
+    signal.signal(signal.SIGTERM, _end)  # so that the process that measures is ended too
+    outcomes = measure(args, began + args.seconds)
+    show(derived(outcomes), label(args))
+    rest = [outcome for outcome in outcomes if outcome.status != MEASURED]
+    print(f"{len(outcomes) - len(rest)} of {len(outcomes)} rows measured, {time.monotonic() - began:.0f} s")
+    for outcome in rest if len(rest) < 12 else []:
+        print(line(outcome))
+    sys.exit(exit_status(outcomes, args.smoke))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """The benchmark: what is counted, and that watching changes nothing. No test here asserts a time."""
 
-import importlib.util
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +46,6 @@ from dflash.model.decoding_dflash import Proposer
 from dflash.model.step_dflash import Pair
 
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="transformers has native DFlash from 5.15 on")
 CPU = torch.device("cpu")
@@ -61,17 +57,6 @@ def pair():
     """A target, a drafter that is right now and then, and a prompt."""
     target, prompt_ids = make_target(), make_prompt()
     return target, ScriptedDrafter(target, greedy(target, prompt_ids, max_new_tokens=60), SCRIPT), prompt_ids
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
 
 
 # The clock
@@ -472,7 +457,7 @@ def test_the_published_shape_has_the_published_size():
     assert SHAPES["small"].target["max_position_embeddings"] >= 8192 + 1024
 
 
-# The sweep and the accelerator's figures
+# The sweep
 
 
 def test_a_point_states_tau_and_never_measures_it(simulated):
@@ -509,33 +494,3 @@ def test_a_prefill_keeps_no_more_of_the_target_than_its_taps(simulated):
     plain, ours = measure_prefill(*simulated, context=1024)
     assert (plain["over_plain"], plain["taps_bytes"]) == (1.0, 0)
     assert 0 < ours["allocated_bytes"] - plain["allocated_bytes"] < 2.1 * ours["taps_bytes"], "no layer twice"
-
-
-def test_the_floor_counts_every_matrix_but_the_embedding(simulated):
-    target, drafter = simulated
-    counted = load("gpu").bytes_per_step(target, drafter)
-    embedding = target.get_input_embeddings().weight
-    assert counted == 4 * (target.num_parameters() + drafter.num_parameters() - embedding.numel())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--smoke", "--output", "x.json"], "the figures of --smoke mean nothing and are not kept"),
-        pytest.param(
-            [],
-            "There is no CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
-    ],
-)
-def test_the_accelerators_script_refuses(monkeypatch, capsys, options, said):
-    gpu = load("gpu")
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
-    with pytest.raises(SystemExit):
-        gpu.arguments()
-    assert said in capsys.readouterr().err
-
-
-def test_the_accelerators_shell_script_is_well_formed():
-    subprocess.run(["bash", "-n", str(BENCHMARKS / "gpu.sh")], check=True)

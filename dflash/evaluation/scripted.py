@@ -8,10 +8,11 @@ is: whoever reports one of these pairs says "simulated" and states the tau of it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -107,9 +108,14 @@ class Script:
         return _mean_length(self.chance, min(width, self.block_size))
 
     def runs(self, count: int) -> torch.Tensor:
-        """`count` numbers of right proposals, drawn once and for all, [count]."""
-        noise = torch.Generator().manual_seed(0)
-        right = torch.rand(count, self.block_size - 1, generator=noise) < self.chance
+        """`count` numbers of right proposals, always the same ones, [count] on the CPU.
+
+        Device and dtype are given: pairs are built in a context of another device, which refuses a CPU's generator, and in
+        bf16, whose few values between 0 and 1 would make the mean larger than stated.
+        """
+        noise = torch.Generator(device="cpu").manual_seed(0)
+        draws = torch.rand(count, self.block_size - 1, generator=noise, device="cpu", dtype=torch.float32)
+        right = draws < self.chance
         return right.long().cumprod(dim=1).sum(dim=1)
 
 
@@ -185,11 +191,28 @@ def scripted_pair(
     return target, drafter
 
 
+def useless(drafter: ScriptedDrafter) -> ScriptedDrafter:
+    """A drafter that shares the weights of this one and whose proposals are never right.
+
+    Its confidence stays that of the script: only its failures show that it is useless.
+    """
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in drafter.parameters()}
+    twin = copy.deepcopy(drafter, shared)
+    cast(torch.Tensor, twin.runs).zero_()
+    return twin
+
+
 def scripted_prompt(target: Qwen3ForCausalLM, length: int, num_rows: int = 1) -> torch.Tensor:
     """Random ids [num_rows, length] on the target's device."""
-    noise = torch.Generator().manual_seed(1)
+    noise = torch.Generator(device="cpu").manual_seed(1)
     size = target.config.vocab_size
-    return torch.randint(size, (num_rows, length), generator=noise).to(target.device)
+    return torch.randint(size, (num_rows, length), generator=noise, device="cpu").to(target.device)
+
+
+def scripted_continuation(target: Qwen3ForCausalLM, prompt_ids: torch.Tensor, length: int) -> torch.Tensor:
+    """What the target writes after prompts [B, S], greedily or sampled: [B, length], counting up from the last id."""
+    steps = torch.arange(1, length + 1, device=prompt_ids.device)
+    return (prompt_ids[:, -1:] + steps) % target.config.vocab_size
 
 
 @contextmanager
