@@ -29,7 +29,7 @@ from dflash.evaluation.scripted import scripted_continuation, scripted_pair, scr
 
 def why_not_compiled(target: Any, drafter: Any) -> str | None:
     """Why the library runs this pair eagerly though it was to be compiled; `None`: it does not."""
-    from dflash.compilation_dflash import CompiledPair
+    from dflash.model.step_dflash import CompiledPair
 
     return CompiledPair.of(target, drafter).reason
 

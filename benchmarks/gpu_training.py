@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from gpu_steps import StepClock
 
-from dflash.modeling_dflash import DFlashDraftModel
-from dflash.target_dflash import TappedTarget
+from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import Pair
 from dflash.training.anchors import sample_anchors
 from dflash.training.batches import Batch, collate
 from dflash.training.data import Example
@@ -73,7 +73,7 @@ def time_training(
     """
     device = target.device
     drafter = DFlashDraftModel(config).to(device, torch.float32).train()
-    loss_of = _WithAttention(drafter, TappedTarget(target, drafter))
+    loss_of = _WithAttention(drafter, Pair(target, drafter))
     loss_of.given = attention
     (optimizer,) = build_optimizers(drafter, learning_rate=1e-4, weight_decay=0.0, muon_learning_rate=None)
     batch = random_batch(size, target.config.vocab_size).to(device)

@@ -26,7 +26,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
-from dflash.verification_dflash import Proposals, verify_block
+from dflash.model.verification_dflash import Proposals, verify_block
 
 
 NEW = 14
