@@ -20,7 +20,6 @@ from transformers.utils import logging
 from .cache_dflash import PreallocatedCache, to_device, to_host
 from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, Row, clock, grow_tree
 from .step_dflash import (
-    CHUNK_OF_ALL_STATES,
     ROW_CLASSES,
     WIDTH_CLASSES,
     Context,
@@ -30,7 +29,6 @@ from .step_dflash import (
     Shape,
     State,
     Whole,
-    keeps_all_states,
 )
 from .verification_dflash import DRAFTER_BROKE, PositionNoise, Proposals, Verdict, Verifier
 
@@ -545,8 +543,7 @@ class Decoder:
         token_ids, is_real = _visible(request.input_ids, request.attention_mask)
         num_held = memory.open(self.pair, token_ids, request.max_new_tokens)
         width = token_ids.shape[1]
-        chunk_size = request.chunk_size or (CHUNK_OF_ALL_STATES if keeps_all_states() else width)
-        chunk_size = width if request.prompt_inputs else chunk_size
+        chunk_size = request.chunk_size or width
         for begin in range(num_held, width, chunk_size):
             columns = slice(begin, begin + chunk_size)
             chunk, is_token = token_ids[:, columns], is_real[:, columns]

@@ -75,22 +75,6 @@ EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 # Names of what the compiler watches of the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
-# transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
-try:
-    from transformers.utils.output_capturing import selected_hidden_states as _selects
-except ImportError:
-    _selects = None  # type: ignore[assignment]
-
-
-def keeps_all_states() -> bool:
-    """Whether a forward of this transformers keeps the hidden states of all layers, if it is asked for some."""
-    return _selects is None
-
-
-# Columns of a prompt that run at a time where all layers' states are kept.
-CHUNK_OF_ALL_STATES = 1024
-
-
 @dataclass(frozen=True)
 class Layout:
     """What a step has to know of a target.
@@ -151,12 +135,29 @@ class Layout:
 
 
 def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D]."""
-    wanted: Any = [tap + 1 for tap in taps] if _selects is not None else True
-    output = target(**inputs, use_cache=True, output_hidden_states=wanted, return_dict=True)
-    states = [output.hidden_states[tap + 1] for tap in taps]
-    device = states[0].device
-    return output.logits, torch.cat([state.to(device) for state in states], dim=-1)
+    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D].
+
+    Hooks stand for this forward alone and listen to this thread alone, so two threads may generate on one target. Compiled
+    code cannot have hooks that come and go: there transformers gives the states of all layers, and the others are unused.
+    """
+    inputs |= {"use_cache": True, "return_dict": True}
+    if torch.compiler.is_compiling():
+        output = target(**inputs, output_hidden_states=True)
+        return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+    thread, layers, states = threading.get_ident(), decoder_layers(target), list[torch.Tensor]()
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+    hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
+    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    try:
+        logits = target(**inputs).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -1131,7 +1132,7 @@ def _kind_of(value: Any) -> Any:
         return value.dtype, value.device, value.shape, value.requires_grad
     if isinstance(value, (dict, list, tuple)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(key, _kind_of(entry)) for key, entry in entries]
+        return [(key, _kind_of(entry)) for key, entry in entries if not hasattr(entry, "is_tap")]
     if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
         return value
     return id(value) if callable(value) else type(value)  # a module, a hook, a method put over another one
