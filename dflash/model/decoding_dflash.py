@@ -517,7 +517,8 @@ class Decoder:
         memory: Conversation,
     ) -> None:
         self.request, self.pair, self.verifier, self._cut, self.memory = request, pair, verifier, cut, memory
-        drawn = verifier.takes_drawn_proposals and not request.adaptive
+        drafter: Any = pair.drafter  # without a selector it proposes its argmax, whatever is drawn
+        drawn = verifier.takes_drawn_proposals and not request.adaptive and drafter.candidate_selector is not None
         # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
         self.proposer = Proposer(pair, memory, request, verifier.noise if drawn else None)
         self.rows: list[Row] = []
