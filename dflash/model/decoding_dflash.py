@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -301,6 +302,7 @@ class Proposer:
         self._lookup: PromptLookup | None = request.lookup
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
+        self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked ahead
         self._num_steps = self._num_accepted = 0
 
     @property
@@ -334,15 +336,19 @@ class Proposer:
         drafted, self._ahead = self._ahead, None
         if drafted is not None:
             self.memory.draft_cache.advance(self.memory.mark_read())
+            self._is_wanted = None
         else:
-            if self._pacer is not None and not self._pacer.wants_draft(sum(not row.is_done for row in rows)):
+            if self._pacer is not None and self._is_wanted is None:
+                self._is_wanted = self._pacer.wants_draft(sum(not row.is_done for row in rows))
+            is_wanted, self._is_wanted = self._is_wanted, None
+            if is_wanted is False:
                 return nothing
             drafted = self._draft(rows, anchors)
         proposals = self._choose(drafted, anchors, num_wanted)
         return proposals.with_lookups(found) if found else proposals
 
-    def propose_ahead(self, state: State, rows: list[Row]) -> None:
-        """Launches the draft of the next step, if that needs nothing but what is on the device.
+    def propose_ahead(self, state_of: Callable[[], State], rows: list[Row]) -> None:
+        """Launches the draft of the next step, if that needs nothing but what is on the device: the state it begins in.
 
         Raises:
             NotCompiledError: where that cannot be done.
@@ -350,8 +356,10 @@ class Proposer:
         request, pacer = self.request, self._pacer
         if self._lookup is not None or self.noise is not None or request.draft_tree or pacer is None:
             raise NotCompiledError
-        if not pacer.wants_draft(sum(not row.is_done for row in rows)):
+        self._is_wanted = pacer.wants_draft(sum(not row.is_done for row in rows))
+        if not self._is_wanted:
             raise NotCompiledError
+        state = state_of()
         hidden_states = self.pair.draft_ahead(state, self.memory.draft_cache, request.block_size)
         self._ahead = self._begin_choice(hidden_states, state.anchors)
 
@@ -363,7 +371,7 @@ class Proposer:
 
     def forget_ahead(self) -> None:
         """Drops a draft that was launched for rows that have left."""
-        self._ahead = None
+        self._ahead = self._is_wanted = None
 
     def record(self, proposals: Proposals, num_accepted: Sequence[int]) -> None:
         """Takes note of how many of each row's proposals stood."""
@@ -730,7 +738,7 @@ class Decoder:
         with suppress(NotCompiledError):
             if self.is_fused:
                 return self.launch(after=step)
-            self.proposer.propose_ahead(self._state_after(step), self.rows)
+            self.proposer.propose_ahead(partial(self._state_after, step), self.rows)
         return None
 
     def _state_after(self, step: Step) -> State:
