@@ -18,7 +18,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .cache_dflash import PreallocatedCache, to_device, to_host
+from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
 from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, Row, clock, grow_tree
 from .step_dflash import (
     CHUNK_OF_ALL_STATES,
@@ -238,7 +238,7 @@ class Conversation:
         else:
             columns = columns[: num_kept[0]]
             self.target_cache.keep_columns(width, columns)
-            features = features[:, columns]
+            features = chosen(features, 1, columns)
         self.add(Context(features[:, : max(num_kept)], num_kept), text[len(text) - 1 - num_kept[0] : -1])
 
     def next_context(self) -> Context:
@@ -654,7 +654,7 @@ class Decoder:
         elif live:
             self.memory.keep_rows(live)
         self.rows = [self.rows[place] for place in live]
-        self.anchors = self.anchors[live]
+        self.anchors = chosen(self.anchors, 0, live)
         self.proposer.forget_ahead()
 
     # -- whole steps

@@ -38,6 +38,7 @@ from .cache_dflash import (
     HybridCache,
     PreallocatedCache,
     PreallocatedLayer,
+    chosen,
     is_supported,
     linear_mixers,
     to_device,
@@ -261,7 +262,7 @@ class Context:
     def of_rows(self, rows: list[int]) -> Context:
         """Without the other rows of the batch."""
         num_real = [self.num_real[row] for row in rows]
-        return Context(self.features[rows, : max(num_real)], num_real)
+        return Context(chosen(self.features[:, : max(num_real)], 0, rows), num_real)
 
 
 @dataclass(frozen=True)
