@@ -765,21 +765,19 @@ class Pair:
             return self._verify_eagerly(token_ids, cache, tree)
         compiled.num_steps += 1
         width, lengths = token_ids.shape[1], cache.lengths
+        size = next((size for size in WIDTH_CLASSES if size >= width), width) if compiled.is_static else width
 
         def eagerly(output: Any) -> tuple[Any, bool]:
             expected = self._verify_eagerly(token_ids, cache, tree)
             return expected, output is None or all(map(_agree, output, expected))
 
         def run() -> Any:
-            size, shape = width, None if tree is None else self._tree_tensors(tree, token_ids.device)
-            padded = token_ids
-            if compiled.is_static and width <= WIDTH_CLASSES[-1]:
-                size = next(size for size in WIDTH_CLASSES if size >= width)
-                padded = functional.pad(token_ids, (0, size - width))
-                if shape is not None:  # columns that are no nodes see themselves alone
-                    ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
-                    ancestors[:width, :width] = shape[0]
-                    shape = ancestors, functional.pad(shape[1], (0, size - width))
+            shape = None if tree is None else self._tree_tensors(tree, token_ids.device)
+            padded = functional.pad(token_ids, (0, size - width))
+            if shape is not None and size > width:  # columns that are no nodes see themselves alone
+                ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
+                ancestors[:width, :width] = shape[0]
+                shape = ancestors, functional.pad(shape[1], (0, size - width))
             if size > 1 and shape is None and not compiled.is_static:  # one compilation for chains and trees
                 device = token_ids.device
                 shape = torch.ones(size, size, dtype=torch.bool, device=device).tril(), torch.arange(size, device=device)
@@ -795,7 +793,7 @@ class Pair:
             return compiled.own(logits[part]), self._read(compiled.own(features[part]))
 
         kind = "a forward over " + ("one column" if width == 1 else "columns")
-        key = self._key(kind, cache, (width, tree is not None))
+        key = self._key(kind, cache, (size, tree is not None))
         output = compiled.run(key, (self.target, self.drafter), run, eagerly)
         if cache.lengths == lengths:  # eagerly it counts them itself
             cache.advance([width] * len(lengths))
