@@ -558,7 +558,7 @@ class Pacer:
         rate, calibration, free_ms = self.rate, self.calibration, self.curve.verify(1) - extra_ms
         for count, chance in enumerate(survival, start=1):
             expected += min(chance * calibration, self.num_rows)
-            if self._widths is not None and 1 + count not in self._widths:
+            if self._widths is not None and 1 + count not in self._widths and count < len(survival):
                 continue
             gain = expected - rate * (self.curve.verify(1 + count) - free_ms)
             if gain > best_gain:
