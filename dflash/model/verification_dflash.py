@@ -41,7 +41,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from .cache_dflash import to_device
+from .cache_dflash import to_device, to_host
 from .proposals_dflash import DraftTree, Row
 
 
@@ -496,7 +496,7 @@ class Verifier:
                 scores = self.processors(row.prompt_ids[None], logits.float())
             chosen = self._choose_at(scores, row, tree.depths)
             is_broken = ~scores.gather(-1, chosen[:, None]).squeeze(-1).isfinite()
-            choices, broken = torch.stack([chosen, is_broken.long()]).tolist()  # one wait
+            choices, broken = to_host(torch.stack([chosen, is_broken.long()]))()  # one wait
         columns, token_ids, seen = [0], list[int](), list[torch.Tensor]()
         while True:
             column = columns[-1]
