@@ -323,7 +323,7 @@ class Late:
     def _steps(self, lengths: Sequence[int], **asked: Any) -> list[list[str]]:
         events = self.device.events
         events.clear()
-        blocks = self.pair.blocks(lengths, text=self.pair.text.clone(), max_new_tokens=90, **asked)
+        blocks = self.pair.blocks(lengths, max_new_tokens=90, **asked)
         with self.device:
             with self.device.unwatched():
                 while events.count("commit") < NUM_SKIPPED:
@@ -345,7 +345,8 @@ def _late_pair() -> Pair:
 def late(_late_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Late:
     device = LateDevice(_late_pair.target, _late_pair.drafter)
     device.install(monkeypatch)
-    compiled, commit = CompiledPair.function, Decoder.commit
+    _late_pair.text._place = "device"  # type: ignore[attr-defined]
+    compiled, commit, ahead = CompiledPair.function, Decoder.commit, Decoder.launch_ahead
 
     def function(self: CompiledPair, key: Any, function: Any) -> Any:
         run = compiled(self, key, function)
@@ -362,7 +363,14 @@ def late(_late_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Late:
         finally:
             device.events.append("commit")
 
+    def launched_ahead(self: Decoder, step: Any) -> Any:
+        result = ahead(self, step)
+        if result is not None or self.proposer._ahead is not None:
+            device.events.append("ahead")
+        return result
+
     monkeypatch.setattr(torch, "compile", as_it_is)
+    monkeypatch.setattr(Decoder, "launch_ahead", launched_ahead)
     monkeypatch.setattr(CompiledPair, "function", function)
     monkeypatch.setattr(Decoder, "commit", committed)
     return Late(_late_pair, device)
@@ -378,25 +386,181 @@ def curve_of(pair: Pair) -> LatencyCurve:
     return LatencyCurve((1, 64), (10.0, 10.5), 0.1, machine, 0.1)
 
 
-MODES: dict[str, tuple[list[int], dict[str, Any], int]] = {  # the lengths, what is asked, and waits of a step
-    "chain": ([17], {}, 1),
-    "ragged": (FOUR, {}, 1),
-    "adaptive": ([17], {"adaptive": True}, 1),
-    "ragged adaptive": (FOUR, {"adaptive": True}, 1),
-    "tree": ([17], {"draft_tree": 8}, 2),
-    "sampled": ([17], {"temperature": 0.7}, 1),
-    "ragged sampled": (FOUR, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, 1),
-    "lookup": ([17], {"prompt_lookup_num_tokens": 4}, 1),
-    "short": ([17], {"max_draft_tokens": 2}, 1),
+def sampled_text(pair: Pair, lengths: Sequence[int], **asked: Any) -> torch.Tensor:
+    """The text, written over by what is sampled after its beginnings: those have to lie far from each other."""
+    text, ends = pair.text.clone(), list(lengths)
+    for block in pair.blocks(lengths, compile=False, max_new_tokens=90, **asked):
+        text[0, ends[block.row] :][: len(block.token_ids)] = torch.tensor(block.token_ids)
+        ends[block.row] += len(block.token_ids)
+    return text
+
+
+WHOLE = ["graph", "ahead", "wait"]  # a compiled step, launched when the host has not read the one before
+PACED = ["graph", "graph", "ahead", "wait"]  # the target's forward and the next draft
+READ = ["graph", "graph", "wait"]  # a draft and the target's forward, chosen by the host
+MODES: dict[str, tuple[list[int], dict[str, Any], list[str]]] = {  # lengths, what is asked, and what each step does
+    "chain": ([17], {}, WHOLE),
+    "ragged": (FOUR, {}, WHOLE),
+    "three of four": (FOUR[:3], {}, WHOLE),
+    "short": ([17], {"max_draft_tokens": 2}, WHOLE),
+    "sampled": ([17], {"temperature": 0.7}, WHOLE),
+    "ragged sampled": ([17, 110, 203], {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, WHOLE),
+    "adaptive": ([17], {"adaptive": True}, PACED),
+    "ragged adaptive": (FOUR, {"adaptive": True}, PACED),
+    "rejection": ([17], {"temperature": 0.7, "verification": "rejection"}, READ),
+    "tree": ([17], {"draft_tree": 8}, ["graph", "wait", "graph", "wait"]),
+    "sampled tree": ([17], {"draft_tree": 8, "temperature": 0.7}, ["graph", "wait", "graph", "wait"]),
+    "penalty": ([17], {"min_p": 0.1, "temperature": 0.7}, READ),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_how_often_a_step_waits(late: Late, mode: str) -> None:
-    """Promise: what a step computes is waited for once; a tree is chosen by the host in between."""
-    lengths, asked, budget = MODES[mode]
-    steps = late.steps(lengths, **asked)
-    print(mode, len(steps), [step.count("wait") for step in steps], steps[:4])
-    print(sorted(set(late.device.faults)))
-    assert len(steps) > 4
-    assert max(step.count("wait") for step in steps) <= budget
+def test_a_step_waits_once_and_runs_ahead(late: Late, mode: str) -> None:
+    """Promise: each step waits once, after the next one is launched; the host chooses a tree's nodes and so waits twice.
+
+    Nothing else reads what the device computes, and nothing but `to_device` copies what the host knows.
+    """
+    lengths, asked, expected = MODES[mode]
+    text = sampled_text(late.pair, lengths, **asked) if "temperature" in asked else late.pair.text
+    steps = late.steps(lengths, text=text, **asked)
+    assert late.device.faults == []
+    assert steps == [expected] * NUM_STEPS
+
+
+@pytest.mark.parametrize("lengths", [[17], FOUR], ids=["one", "four"])
+def test_what_is_looked_up_costs_no_further_wait(late: Late, lengths: list[int]) -> None:
+    """Promise: what the host finds in the text is copied as everything else is."""
+    steps = late.steps(lengths, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+    assert late.device.faults == []
+    assert {step.count("wait") for step in steps} == {1}
+    assert any(step.count("graph") == 1 for step in steps) or len(lengths) > 1, "all of a block was looked up"
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree", "lookup", "sampled", "ragged"])
+def test_eager_steps_wait_no_more_often(late: Late, mode: str) -> None:
+    """Promise: also a step that is not compiled is read once, a tree twice."""
+    lengths, asked, expected = MODES.get(mode, ([17], {"prompt_lookup_num_tokens": 3}, WHOLE))
+    steps = late.steps(lengths, compile=False, **asked)
+    assert late.device.faults == []
+    assert {step.count("wait") for step in steps} == {expected.count("wait")}
+
+
+def test_sequences_that_leave_cost_no_wait(late: Late) -> None:
+    """Promise: those that stay are chosen and moved without waiting for what was launched."""
+    lengths, asked = eight(late.pair)
+    for _ in range(3 * len(COMPARED_CALLS)):  # until steps of every class were compared
+        write_eight(late.pair)
+    late.device.events.clear()
+    with late.device:
+        blocks = late.pair.blocks(lengths, max_new_tokens=80, **asked)
+        with late.device.unwatched():
+            while late.device.events.count("commit") < 2:
+                next(blocks)
+        for _ in blocks:
+            assert not late.device.faults
+    assert late.device.faults == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_are_the_same_on_a_late_device(late: Late, mode: str) -> None:
+    """Promise: what runs ahead writes the text, and accepts the proposals, of the loop that reads first."""
+    lengths, asked, _ = MODES[mode]
+    if "adaptive" in asked:
+        asked = {"latency_curve": curve_of(late.pair)}
+    text = sampled_text(late.pair, lengths, **asked) if "temperature" in asked else late.pair.text
+    asked = {**asked, "text": text, "max_new_tokens": 60}
+    expected = list(late.pair.blocks(lengths, compile=False, **asked))
+    with late.device, late.device.unwatched():
+        found = list(late.pair.blocks(lengths, **asked))
+    for row in range(len(lengths)):
+        texts = [[t for block in blocks if block.row == row for t in block.token_ids] for blocks in (found, expected)]
+        assert texts[0] == texts[1]
+    whole = [[block for block in blocks if block.num_proposals] for blocks in (found, expected)]
+    num_accepted = [[block.num_accepted for block in blocks[: 8 * len(lengths)]] for blocks in whole]
+    assert len(set(num_accepted[0])) > 2
+    if "adaptive" not in mode:  # which may verify other widths
+        assert num_accepted[0] == num_accepted[1]
+
+
+# 4. Generators
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_generator_of_another_device_is_used(late: Late, mode: str, compile: bool) -> None:
+    """Promise: where tensors are made on another device by default, noise is drawn where its generator lies."""
+    lengths, asked, _ = MODES[mode]
+    with OtherDefaultDevice():
+        assert list(late.pair.blocks(lengths, compile=compile, max_new_tokens=12, **asked))
+
+
+# 6. The latency curve
+
+
+@pytest.mark.parametrize("asked", [{}, {"draft_tree": 12}], ids=["chain", "tree"])
+def test_every_width_of_the_curve_is_timed_as_it_is_used(
+    asked: dict[str, Any], late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: times are those of compiled functions of the classes' widths, without recording and comparing."""
+    pair, timed, eagerly = Pair.make(), list[Any](), list[int]()
+    verify_eagerly = step_dflash.Pair._verify_eagerly
+    milliseconds, clock = proposals_dflash._milliseconds, list[float]()
+
+    def noted_eagerly(self: Any, *args: Any) -> Any:
+        eagerly.append(1)
+        return verify_eagerly(self, *args)
+
+    def noted(run: Callable[[], torch.Tensor]) -> float:
+        late.device.events.clear()
+        before = len(eagerly)
+        counts: list[tuple[int, int]] = []
+
+        def counted() -> torch.Tensor:
+            at = len(eagerly), len(late.device.events)
+            result = run()
+            counts.append((len(eagerly) - at[0], len(late.device.events) - at[1]))
+            return result
+
+        result = milliseconds(counted)
+        timed.append((*getattr(run, "args", ("draft",)), counts[-proposals_dflash.REPEATS :]))
+        assert before <= len(eagerly)
+        clock.append(result)
+        return result
+
+    monkeypatch.setattr(step_dflash.Pair, "_verify_eagerly", noted_eagerly)
+    monkeypatch.setattr(proposals_dflash, "_milliseconds", noted)
+    pair.check([17], adaptive=True, **asked)
+    widths = [width for width, *_ in timed if width != "draft"]
+    assert set(widths) <= set(WIDTH_CLASSES)
+    assert widths[0] == 1
+    assert max(widths) >= 1 + asked.get("draft_tree", BLOCK_SIZE - 1)
+    for width, repeats in timed:
+        assert repeats == [(0, 1)] * proposals_dflash.REPEATS, f"{width} is not timed as a replay"
+
+
+# 7. What is compared
+
+
+@pytest.mark.parametrize("what", ["choices", "states"])
+def test_a_replay_that_is_wrong_is_noticed(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: a graph that is right when it is recorded and wrong when it is replayed is not used; one warning says so."""
+    torch._dynamo.reset()
+    pair, graphs = Pair.make(), Graphs()
+
+    def spoil(num_runs: int, outputs: list[torch.Tensor]) -> None:
+        for output in outputs:
+            if num_runs >= max(COMPARED_CALLS) and output.is_floating_point() == (what == "states"):
+                output.copy_(output.flip(-1) if what == "states" else output.roll(1) + 1)
+
+    graphs.spoil = spoil
+    monkeypatch.setattr(step_dflash, "BACKEND", graphs)
+    pair.check([17])
+    assert graphs.num_runs == max(COMPARED_CALLS)
+    pair.check([26])
+    said = [record.message for record in caplog.records if "run eagerly" in record.message]
+    assert len(said) == 1
+    assert "computes something else than eagerly" in said[0]
+    assert graphs.num_runs == max(COMPARED_CALLS)
+    torch._dynamo.reset()

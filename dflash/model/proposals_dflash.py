@@ -70,7 +70,8 @@ class Row:
 
     def text_on_host(self) -> torch.Tensor:
         """Prompt and new tokens, [1, S + new], on the CPU."""
-        return torch.cat([self._prompt_on_host, torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype)])[None]
+        new_ids = torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype, device="cpu")
+        return torch.cat([self._prompt_on_host, new_ids])[None]
 
 
 def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:

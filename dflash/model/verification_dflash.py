@@ -77,20 +77,20 @@ class PositionNoise:
             device = "cpu" if generator is None else generator.device
             seeds = torch.randint(2**63 - 1, (batch_size,), generator=generator, device=device)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-        self._drawn = [torch.empty(0, dtype=torch.float64)] * batch_size
+        self._drawn = [torch.empty(0, dtype=torch.float64, device="cpu")] * batch_size
         # Rules that draw per step and not per position must not meet a number again that decided something before.
         self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds.tolist()]
 
     def __call__(self, row: int, start: int, count: int) -> torch.Tensor:
         """Uniforms in [0, 1) of the row's new positions `start..start + count - 1`, float64 [count]."""
         while len(self._drawn[row]) < start + count:
-            chunk = torch.rand(NOISE_CHUNK, generator=self._streams[row], dtype=torch.float64)
+            chunk = torch.rand(NOISE_CHUNK, generator=self._streams[row], dtype=torch.float64, device="cpu")
             self._drawn[row] = torch.cat([self._drawn[row], chunk])
         return self._drawn[row][start : start + count]
 
     def fresh(self, row: int, count: int) -> torch.Tensor:
         """Uniforms of the row that no call returned before, float64 [count]."""
-        return torch.rand(count, generator=self._step_streams[row], dtype=torch.float64)
+        return torch.rand(count, generator=self._step_streams[row], dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
