@@ -332,7 +332,8 @@ class Proposer:
             return nothing
         found = self._lookup.propose(rows) if self._lookup is not None else {}
         if len(found) == len(rows):
-            return Proposals(anchors.new_tensor(list(found.values())), looked_up=tuple(found)).first(num_wanted)
+            token_ids = to_device(torch.tensor(list(found.values())), anchors.device)
+            return Proposals(token_ids, looked_up=tuple(found)).first(num_wanted)
         drafted, self._ahead = self._ahead, None
         if drafted is not None:
             self.memory.draft_cache.advance(self.memory.mark_read())
@@ -433,7 +434,8 @@ class Proposer:
         if pacer is not None:
             count, is_tree = pacer.choose([tree.probabilities[i] for i in tree.chain()], tree.probabilities)
             if not is_tree:
-                return Proposals(anchors.new_tensor([[tree.token_ids[i] for i in tree.chain()[:count]]]))
+                chain = [tree.token_ids[i] for i in tree.chain()[:count]]
+                return Proposals(to_device(torch.tensor([chain], dtype=torch.long), anchors.device))
             tree = tree.first(count)
         return Proposals(to_device(torch.tensor([tree.token_ids]), anchors.device), tree=tree)
 

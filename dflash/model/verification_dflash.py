@@ -135,7 +135,7 @@ class Proposals:
         found = found if token_ids.shape[1] else {}
         for place, looked_up in found.items():
             count = min(len(looked_up), token_ids.shape[1])
-            token_ids[place, :count] = token_ids.new_tensor(looked_up[:count])
+            token_ids[place, :count] = to_device(torch.tensor(looked_up[:count]), token_ids.device)
             if candidate_ids is not None and probabilities is not None:
                 chosen = token_ids[place, :count, None]
                 # In place of the candidate that it equals, or of the first: no candidate stands there twice.
