@@ -252,6 +252,11 @@ class Conversation:
             self._waiting = [Context(_packed(features, is_real, num_real), num_real)]
         return self._waiting[0]
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether context waits for the drafter."""
+        return bool(self._waiting)
+
     def mark_read(self) -> list[int]:
         """The drafter's cache holds the context now; how much of it, in each row."""
         (context,) = self._waiting
@@ -358,7 +363,8 @@ class Proposer:
         if self._lookup is not None or self.noise is not None or request.draft_tree or pacer is None:
             raise NotCompiledError
         self._is_wanted = pacer.wants_draft(sum(not row.is_done for row in rows))
-        if not self._is_wanted:
+        # After a pause the drafter has more to read than this step's context.
+        if not self._is_wanted or self.memory.is_behind:
             raise NotCompiledError
         state = state_of()
         hidden_states = self.pair.draft_ahead(state, self.memory.draft_cache, request.block_size)
