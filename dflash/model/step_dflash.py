@@ -639,7 +639,7 @@ class CompiledPair:
         is_ragged = len(cache.lengths) > 1
         for tensor in (*keys, *values):
             if self.is_static:
-                torch._dynamo.mark_static_address(tensor)
+                torch._dynamo.mark_static_address(tensor, guard=False)
             else:
                 torch._dynamo.mark_dynamic(tensor, [0, 2] if is_ragged else [2])
         index = keys[0].new_empty(1).expand(num_keys)
