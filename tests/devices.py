@@ -72,14 +72,15 @@ class Graphs:
 
     Attributes:
         keys: The graphs that were recorded, in order.
-        num_runs: Calls of all of them.
+        num_functions: Functions that were compiled.
+        num_runs: Calls of all graphs.
         on_end: Called when a graph has run.
         spoil: Given how often a graph has run and its outputs, writes over them.
     """
 
     def __init__(self) -> None:
         self.keys: list[Any] = []
-        self.num_runs = self._num_functions = 0
+        self.num_runs = self.num_functions = 0
         self.on_end: Callable[[], None] = lambda: None
         self.spoil: Callable[[int, list[torch.Tensor]], None] = lambda num_runs, outputs: None
         self._graphs: dict[Any, tuple[list[Any], list[torch.Tensor]]] = {}
@@ -87,8 +88,8 @@ class Graphs:
         self._live: list[torch.Tensor] = []
 
     def __call__(self, module: Any, example_inputs: Any, **options: Any) -> Callable[..., Any]:
-        function = self._num_functions
-        self._num_functions += 1
+        function = self.num_functions
+        self.num_functions += 1
 
         def run(*inputs: Any) -> Any:
             for output in self._live:

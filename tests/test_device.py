@@ -5,6 +5,7 @@ The branches of such devices are forced (`ASYNCHRONOUS`), and `devices.py` plays
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,8 @@ def _recorded() -> Recorded:
 def recorded(_recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     pair, graphs = _recorded, _recorded.graphs
     monkeypatch.setattr(step_dflash, "BACKEND", graphs)
+    mark = torch._dynamo.mark_static_address  # older versions of torch guard on the address by default
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor, guard=True: mark(tensor, guard=guard))
     if not graphs.keys:
         pair.num_first = graphs.new_keys(lambda: pair.check([17])), graphs.new_keys(lambda: write_eight(pair))
     assert pair.compiled.is_static
@@ -172,11 +175,13 @@ def test_a_conversation_over_several_turns_records_nothing_more(recorded: Record
             pair.check([length], conversation=conversation)
             pair.check([23])
 
+    num_functions = graphs.num_functions
     assert graphs.new_keys(lambda: turns([17], conversation)) <= 1, "storage for a second text at a time"
     assert graphs.new_keys(lambda: turns([70, 90, 33, 140], conversation)) == 0
     assert conversation.num_reused
     conversation = Conversation()  # the other one gives its storage back
     assert graphs.new_keys(lambda: turns([17, 80], conversation)) == 0
+    assert graphs.num_functions == num_functions, "other storage is recorded, and compiles nothing"
 
 
 def test_generators_that_are_closed_early_give_their_storage_back(recorded: Recorded) -> None:
@@ -303,6 +308,8 @@ def test_the_compiler_sees_static_storage_and_no_symbols(
         )
 
     monkeypatch.setattr(step_dflash, "BACKEND", backend)
+    if asked:
+        asked = {"latency_curve": curve_of(pair)}  # so that not every width is run
     pair.check(lengths, max_new_tokens=8, **asked)
     assert pair.compiled.is_static
     assert found
@@ -328,7 +335,7 @@ class Late:
         """The events of eight steps in mid-text, each up to its commit, once all that runs was compared with eager steps."""
         if asked.pop("adaptive", False):
             asked["latency_curve"] = curve_of(self.pair)
-        for _ in COMPARED_CALLS:
+        for _ in range(max(COMPARED_CALLS)):
             self._steps(lengths, **asked)
         self.device.faults.clear()
         return self._steps(lengths, **asked)
@@ -438,6 +445,29 @@ def test_a_step_waits_once_and_runs_ahead(late: Late, mode: str) -> None:
     steps = late.steps(lengths, text=text, **asked)
     assert late.device.faults == []
     assert steps == [expected] * NUM_STEPS
+
+
+@pytest.mark.parametrize("lengths", [[17], FOUR], ids=["one", "four"])
+def test_a_draft_after_a_pause_has_read_everything(
+    late: Late, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: where drafts do not pay, a step passes a pause once, and a draft reads all the context that has waited."""
+    machine, events = proposals_dflash.machine(late.pair.target, late.pair.drafter), late.device.events
+    costly = LatencyCurve((1, 64), (1.0, 1.1), 1000.0, machine)
+    wants_draft = proposals_dflash.Pacer.wants_draft
+
+    def noted(self: Any, num_rows: int = 1) -> bool:
+        events.append("asked")
+        return wants_draft(self, num_rows)
+
+    monkeypatch.setattr(proposals_dflash.Pacer, "wants_draft", noted)
+    monkeypatch.setattr(proposals_dflash.Habits, "_of", weakref.WeakKeyDictionary())
+    for _ in COMPARED_CALLS:
+        events.clear()
+        blocks = list(late.pair.blocks(lengths, latency_curve=costly, max_new_tokens=90))
+        late.pair.check_blocks(lengths, iter(blocks), 90)
+    assert 0 < sum(block.num_accepted > 0 for block in blocks) < len(blocks) / 4
+    assert abs(events.count("asked") - events.count("commit")) <= len(lengths)
 
 
 @pytest.mark.parametrize("lengths", [[17], FOUR], ids=["one", "four"])
