@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,12 @@ class Pair:
             written[block.row] += block.token_ids
         for length, new_ids in zip(lengths, written, strict=True):
             assert new_ids == self.text[0, length : length + num_new].tolist()
+
+
+def curve_of(pair: Pair) -> LatencyCurve:
+    """One by which whole blocks pay, whatever the clock says here."""
+    machine = proposals_dflash.machine(pair.target, pair.drafter)
+    return LatencyCurve((1, 64), (10.0, 10.5), 0.1, machine, 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -237,14 +244,46 @@ def test_the_call_after_an_error_in_mid_step_is_right(recorded: Recorded, where:
     assert pair.graphs.new_keys(lambda: pair.check([26], conversation=conversation)) == 0
 
 
-def test_two_threads_write_their_own_texts(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "most"), [("adaptive", 3), ("lookup", 3), ("tree", 2), ("sampled", 1)], ids=lambda value: str(value)
+)
+def test_other_texts_record_few_graphs_too(recorded: Recorded, mode: str, most: int) -> None:
+    """Promise: a draft, and the target's forward in the classes' widths, once each; a second text records nothing."""
+    pair, asked = (
+        recorded,
+        {
+            "adaptive": {"latency_curve": curve_of(recorded)},
+            "lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1},
+            "tree": {"draft_tree": 7},
+            "sampled": {"temperature": 0.7},
+        }[mode],
+    )
+
+    def write(length: int) -> None:
+        blocks = list(pair.blocks([length], **asked))
+        if mode == "sampled":
+            eagerly = list(pair.blocks([length], compile=False, **asked))
+            assert [block.token_ids for block in blocks] == [block.token_ids for block in eagerly]
+        else:
+            pair.check_blocks([length], iter(blocks))
+
+    first = pair.graphs.new_keys(lambda: write(17))
+    assert first <= most
+    assert pair.graphs.new_keys(lambda: [write(17), write(60)]) == 0
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "parts"])
+def test_two_threads_write_their_own_texts(
+    recorded: Recorded, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Promise: graphs of one pair write into the same buffers, and no thread reads what another one's graph wrote."""
     pair, turns = recorded, Turns(recorded.compiled.lock)
+    asked = {} if is_whole else {"latency_curve": curve_of(pair)}
     monkeypatch.setattr(pair.compiled, "lock", turns)
     pair.graphs.on_end = turns.meet
-    pair.drafter.follow(pair.text, MIXED)
     lengths = (17, 60)
-    texts = turns.run([lambda length=length: list(pair.blocks([length])) for length in lengths])
+    works = [partial(list, pair.blocks([length], **asked)) for length in lengths]
+    texts = turns.run(works)
     for length, blocks in zip(lengths, texts, strict=True):
         assert not isinstance(blocks, BaseException), repr(blocks)
         pair.check_blocks([length], blocks)
@@ -398,12 +437,6 @@ def late(_late_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Late:
 
 NUM_SKIPPED, NUM_STEPS = 4, 8
 FOUR = [17, 9, 26, 12]
-
-
-def curve_of(pair: Pair) -> LatencyCurve:
-    """One by which whole blocks pay, whatever the clock says here."""
-    machine = proposals_dflash.machine(pair.target, pair.drafter)
-    return LatencyCurve((1, 64), (10.0, 10.5), 0.1, machine, 0.1)
 
 
 def sampled_text(pair: Pair, lengths: Sequence[int], **asked: Any) -> torch.Tensor:
