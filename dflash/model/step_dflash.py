@@ -74,7 +74,7 @@ COMPARED_CALLS = (1, 3)
 EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
 # Names of what the compiler watches of the models: their modules, attributes and weights.
-_OF_MODELS = re.compile(r"\b(target|drafter)\b")
+_OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
 # transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
 try:
