@@ -103,7 +103,7 @@ class PreallocatedLayer(CacheLayerMixin):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`: one copy of the storage."""
         if self.is_initialized:
-            index = torch.tensor(rows, device=self.keys.device)
+            index = to_device(torch.tensor(rows), self.keys.device)
             self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
 
     def copy_rows(self, other: PreallocatedLayer, rows: Sequence[int], length: int) -> None:
@@ -243,11 +243,12 @@ class PreallocatedCache(Cache):
 
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
         """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
-        start = self.get_seq_length() - width
+        start, index = self.get_seq_length() - width, torch.empty(0)
         for layer in self._storage():
             if not layer.is_initialized:  # it reads another layer's
                 continue
-            index = torch.tensor([start + column for column in columns], device=layer.keys.device)
+            if not len(index) or index.device != layer.keys.device:
+                index = to_device(torch.tensor([start + column for column in columns]), layer.keys.device)
             kept = slice(start, start + len(columns))
             layer.keys[:, :, kept] = layer.keys.index_select(2, index)
             layer.values[:, :, kept] = layer.values.index_select(2, index)
@@ -451,6 +452,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def chosen(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
+    """Some of a tensor's places, named by the host: a list as an index would be copied once all else is done."""
+    return tensor.index_select(dim, to_device(torch.tensor(indices, dtype=torch.long), tensor.device))
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], Any]:

@@ -38,6 +38,7 @@ from .cache_dflash import (
     HybridCache,
     PreallocatedCache,
     PreallocatedLayer,
+    chosen,
     is_supported,
     linear_mixers,
     to_device,
@@ -262,7 +263,7 @@ class Context:
     def of_rows(self, rows: list[int]) -> Context:
         """Without the other rows of the batch."""
         num_real = [self.num_real[row] for row in rows]
-        return Context(self.features[rows, : max(num_real)], num_real)
+        return Context(chosen(self.features[:, : max(num_real)], 0, rows), num_real)
 
 
 @dataclass(frozen=True)
@@ -639,7 +640,7 @@ class CompiledPair:
         is_ragged = len(cache.lengths) > 1
         for tensor in (*keys, *values):
             if self.is_static:
-                torch._dynamo.mark_static_address(tensor)
+                torch._dynamo.mark_static_address(tensor, guard=False)
             else:
                 torch._dynamo.mark_dynamic(tensor, [0, 2] if is_ragged else [2])
         index = keys[0].new_empty(1).expand(num_keys)
@@ -765,24 +766,25 @@ class Pair:
             return self._verify_eagerly(token_ids, cache, tree)
         compiled.num_steps += 1
         width, lengths = token_ids.shape[1], cache.lengths
+        size = next((size for size in WIDTH_CLASSES if size >= width), width) if compiled.is_static else width
 
         def eagerly(output: Any) -> tuple[Any, bool]:
             expected = self._verify_eagerly(token_ids, cache, tree)
             return expected, output is None or all(map(_agree, output, expected))
 
         def run() -> Any:
-            size, shape = width, None if tree is None else self._tree_tensors(tree, token_ids.device)
-            padded = token_ids
-            if compiled.is_static and width <= WIDTH_CLASSES[-1]:
-                size = next(size for size in WIDTH_CLASSES if size >= width)
-                padded = functional.pad(token_ids, (0, size - width))
-                if shape is not None:  # columns that are no nodes see themselves alone
-                    ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
-                    ancestors[:width, :width] = shape[0]
-                    shape = ancestors, functional.pad(shape[1], (0, size - width))
+            shape = None if tree is None else self._tree_tensors(tree, token_ids.device)
+            padded = functional.pad(token_ids, (0, size - width))
+            if shape is not None and size > width:  # columns that are no nodes see themselves alone
+                ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
+                ancestors[:width, :width] = shape[0]
+                shape = ancestors, functional.pad(shape[1], (0, size - width))
             if size > 1 and shape is None and not compiled.is_static:  # one compilation for chains and trees
                 device = token_ids.device
-                shape = torch.ones(size, size, dtype=torch.bool, device=device).tril(), torch.arange(size, device=device)
+                shape = (
+                    torch.ones(size, size, dtype=torch.bool, device=device).tril(),
+                    torch.arange(size, device=device),
+                )
             storage = compiled.storage(cache, max(lengths) + size)
             ids, starts = compiled.inputs(cache, padded, self._lengths(cache, token_ids.device))
             if size > 1 and not compiled.is_static:
@@ -795,7 +797,7 @@ class Pair:
             return compiled.own(logits[part]), self._read(compiled.own(features[part]))
 
         kind = "a forward over " + ("one column" if width == 1 else "columns")
-        key = self._key(kind, cache, (width, tree is not None))
+        key = self._key(kind, cache, (size, tree is not None))
         output = compiled.run(key, (self.target, self.drafter), run, eagerly)
         if cache.lengths == lengths:  # eagerly it counts them itself
             cache.advance([width] * len(lengths))
@@ -897,7 +899,9 @@ class Pair:
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
         if cache.is_ragged:
-            slots = self._lengths(cache, columns.device)[:, None] + columns  # what is not real is overwritten by what comes next
+            slots = (
+                self._lengths(cache, columns.device)[:, None] + columns
+            )  # what is not real is overwritten by what comes next
             cache.place(slots, max(cache.lengths) + len(columns))
             drafter.absorb(context.features, slots, cache)
             cache.advance(context.num_real)
