@@ -531,9 +531,9 @@ class Decoder:
         memory: Conversation,
     ) -> None:
         self.request, self.pair, self.verifier, self._cut, self.memory = request, pair, verifier, cut, memory
-        drafter: Any = pair.drafter  # without a selector it proposes its argmax, whatever is drawn
-        drawn = verifier.takes_drawn_proposals and not request.adaptive and drafter.candidate_selector is not None
+        has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
         # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
+        drawn = has_selector and verifier.takes_drawn_proposals and not request.adaptive
         self.proposer = Proposer(pair, memory, request, verifier.noise if drawn else None)
         self.rows: list[Row] = []
         self.anchors = torch.empty(0)

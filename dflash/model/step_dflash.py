@@ -984,7 +984,7 @@ class Pair:
                 agrees = agrees and _agree(logits.gather(-1, output[1][..., None]), logits.amax(dim=-1, keepdim=True))
             return expected, agrees
 
-        key = self._key(f"a step {'sampled ' * (drawn is not None)}", target_cache, shape)
+        key = self._key("a step" if drawn is None else "a sampled step", target_cache, shape)
         outputs = compiled.run(key, models, run, None if context is None else eagerly)
         num_accepted, choices, proposed_ids, hidden_states, features = outputs
         return Whole(Verdict(num_accepted, choices), proposed_ids, hidden_states, features)
