@@ -406,14 +406,14 @@ class DFlashDraftModel(PreTrainedModel):
             for name, mask in masks.items()
         }
 
-    def step_masks(self, block_positions: torch.Tensor, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
-        """The masks of one block per sequence, at positions [B, N], by layer type: key k stands at position k."""
-        starts, dtype = block_positions[:, 0], None if is_flex else self.hidden_norm.weight.dtype
+    def step_masks(self, starts: torch.Tensor, width: int, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
+        """The masks of one block of `width` rows per sequence, from `starts` [B] on, by layer type: key k stands at position k."""
+        dtype = None if is_flex else self.hidden_norm.weight.dtype
         return {
             layer_type: step_mask(
-                draft_sees(self.config, layer, block_positions),
+                draft_sees(self.config, layer, starts, width),
                 starts,
-                block_positions.shape[1],
+                width,
                 num_keys,
                 self.config.layer_window(layer),
                 dtype,
