@@ -82,9 +82,10 @@ _OF_MODELS = re.compile(r"\b(target|drafter)\b")
 
 # transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
 try:
+    from transformers.utils.output_capturing import _active_collector as _collector
     from transformers.utils.output_capturing import selected_hidden_states as _selects
 except ImportError:
-    _selects = None  # type: ignore[assignment]
+    _collector = _selects = None  # type: ignore[assignment]
 
 
 def keeps_all_states() -> bool:
@@ -631,8 +632,13 @@ class CompiledPair:
     @contextmanager
     def attending(self, target: PreTrainedModel) -> Iterator[None]:
         """Makes the target's forwards attend as compiled steps do."""
-        with step_attention(target, FLEX if self._is_flex else GROUPED):
-            yield
+        try:
+            with step_attention(target, FLEX if self._is_flex else GROUPED):
+                yield
+        finally:
+            # Dynamo of torch 2.13 drops what is set after flex attention: that nothing collects hidden states any more.
+            if _collector is not None:
+                _collector.reset(None)
 
     def storage(self, cache: PreallocatedCache, num_keys: int) -> Storage:
         """What a compiled forward over `num_keys` keys is lent of a cache."""
@@ -1131,6 +1137,8 @@ def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
 
 def _may_flex(target: Any, drafter: Any) -> bool:
     """Whether flex attention computes what both models' own attention does."""
+    if keeps_all_states():  # transformers 4 sets its layers' forwards, and Dynamo would drop that they are set back
+        return False
     config = target.config.get_text_config(decoder=True)
     is_plain = getattr(config, "attn_logit_softcapping", None) is None
     return is_plain and all(attention_of(model) == "sdpa" for model in (target, drafter))
