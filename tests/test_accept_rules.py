@@ -43,7 +43,8 @@ def uniforms(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def by_match(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
-    return verify_match(proposals, scores, choose_sampled(scores, uniforms(scores.shape[1], generator)))
+    choices = choose_sampled(scores, uniforms(scores.shape[1], generator))
+    return verify_match(proposals, choices, scores.amax(dim=-1))
 
 
 def by_rejection(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
@@ -140,13 +141,13 @@ def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.Mon
 def test_a_wrong_residual_fails_the_law_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the test: drawing from the target's own law behind a refusal is a bias, and is caught."""
 
-    def close(proposals: Proposals, accepted: torch.Tensor, p: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def closed(proposals: Proposals, scores: torch.Tensor, _: Any, accepted: torch.Tensor, *others: Any) -> Verdict:
         place = accepted[:, None]
-        drawn = pick(p[torch.arange(len(p)), accepted], others[-1])
+        drawn = pick(scores[torch.arange(len(scores)), accepted].double().softmax(dim=-1), others[-1])
         token_ids = torch.cat([proposals.token_ids, torch.zeros_like(place)], dim=1)
-        return token_ids.scatter(1, place, drawn[:, None])
+        return Verdict(accepted, token_ids.scatter(1, place, drawn[:, None]))
 
-    monkeypatch.setattr(verification_dflash, "_close", close)
+    monkeypatch.setattr(verification_dflash, "_closed", closed)
     assert text_p_value(write(RULES[rule], is_drawn=True)[0]) < 1e-6
 
 
@@ -172,7 +173,9 @@ def test_rows_whose_proposals_were_looked_up_have_a_q_of_one_token() -> None:
     mixed = drawn.with_lookups({1: [3, 3, 3]})
     assert mixed.token_ids.tolist() == [[1, 2], [3, 3]]
     assert mixed.looked_up == (1,)
-    law = mixed.law(VOCAB)
-    assert law[0].tolist() == [[0.25] * 4, [0.25] * 4]
-    assert law[1].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
-    assert mixed.first(1).law(VOCAB).shape == (2, 1, VOCAB)
+    assert mixed.probabilities is not None
+    assert mixed.candidate_ids is not None
+    q = torch.zeros(2, 2, VOCAB).scatter_add(-1, mixed.candidate_ids, mixed.probabilities)
+    assert q[0].tolist() == [[0.25] * 4, [0.25] * 4]
+    assert q[1].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert (mixed.candidate_ids.sort(dim=-1).values == torch.arange(VOCAB)).all(), "no candidate stands there twice"

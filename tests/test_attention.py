@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import generate_blocks, spec_generate
-from dflash.model.attention_dflash import GROUPED, attention_of, grouped_attention, sharing_keys
+from dflash.model.attention_dflash import GROUPED, attention_of, grouped_attention, step_attention
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
@@ -66,11 +66,11 @@ def test_a_model_is_left_as_it_was() -> None:
     target, drafter = make_target(), make_drafter()
     drafter.spec_generate(target=target, input_ids=make_prompt(), max_new_tokens=8, temperature=0.0)
     assert target.config._attn_implementation == "sdpa"
-    with pytest.raises(KeyError), sharing_keys(target):
+    with pytest.raises(KeyError), step_attention(target):
         raise KeyError
     assert target.config._attn_implementation == "sdpa"
     eager = make_target(attn_implementation="eager")
-    with sharing_keys(eager):
+    with step_attention(eager):
         assert eager.config._attn_implementation == "eager"
 
 
@@ -83,7 +83,7 @@ def test_threads_that_are_inside_at_once() -> None:
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def stay() -> None:
-        with sharing_keys(target):
+        with step_attention(target):
             is_inside.set()
             may_leave.wait(60)
 

@@ -33,7 +33,6 @@ from transformers import PreTrainedModel
 from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
 from dflash.evaluation.memory import allocated_memory
 from dflash.model import step_dflash
-from dflash.model.cache_dflash import bucket, compiled_length
 from dflash.model.step_dflash import CompiledPair
 
 
@@ -264,13 +263,13 @@ def test_what_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Promise: the first compiled forward is compared with the eager one."""
-    verify = step_dflash._verify
+    step = step_dflash.whole_step
 
     def wrong(*args: Any) -> Any:
-        logits, features = verify(*args)
-        return logits, features.flip(-1)
+        *others, features = step(*args)
+        return *others, features.flip(-1)
 
-    monkeypatch.setattr(step_dflash, "_verify", wrong)
+    monkeypatch.setattr(step_dflash, "whole_step", wrong)
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     assert torch.equal(spec_generate(drafter, target, prompt, compile=True, **GREEDY).sequences, truth)
@@ -295,17 +294,6 @@ def test_a_pair_is_not_kept_alive() -> None:
     del target, drafter
     gc.collect()
     assert [ref() for ref in left] == [None, None]
-
-
-@pytest.mark.parametrize("length", [1, 256, 257, 1000, 1024, 1025, 5000, 100_000])
-def test_buckets(length: int) -> None:
-    size = bucket(length)
-    assert length <= size <= max(256, length + 256, length * 5 // 4 + 1)
-    assert bucket(size) == size
-    assert (compiled_length(length, torch.device("cuda")), compiled_length(length, torch.device("cpu"))) == (
-        size,
-        length,
-    )
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 2, None])

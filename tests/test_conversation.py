@@ -172,7 +172,7 @@ def test_a_conversation_of_other_models_is_refused() -> None:
 
 
 def test_a_conversation_begun_in_inference_mode_goes_on_outside() -> None:
-    """Promise: what torch does not let us write into any more is computed again."""
+    """Promise: its caches are written on, though torch lets nobody write outside into what was made inside."""
     target, prompt = make_target(), make_prompt(14)
     conversation, asked = Conversation(), {"max_new_tokens": 8, "temperature": 0.0}
     with torch.inference_mode():
@@ -181,5 +181,5 @@ def test_a_conversation_begun_in_inference_mode_goes_on_outside() -> None:
         spec_generate(drafter, target, prompt, conversation=conversation, **asked)
     longer = torch.cat([first.clone(), make_prompt(3, seed=5)], dim=1)
     again = spec_generate(drafter, target, longer, conversation=conversation, **asked)
-    assert conversation.num_reused == 0
+    assert conversation.num_reused == first.shape[1] - 1
     assert torch.equal(again, greedy(target, longer, max_new_tokens=8))

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
 from dflash.model.cache_dflash import LINEAR_TYPES, HybridCache, is_supported
 from dflash.model.decoding_dflash import Conversation
-from dflash.model.step_dflash import Pair
+from dflash.model.step_dflash import Pair, decoder_layers
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served]
@@ -217,7 +217,7 @@ def test_a_state_that_was_not_kept_is_not_rolled_back() -> None:
     assert cache.reusable(8) == 0
     with pytest.raises(ValueError, match="cannot go back to 8"):
         cache.truncate(8)
-    layer = tapped._taps[0]
+    layer = decoder_layers(target)[0]
     layer.mlp.forward, forward = None, layer.mlp.forward
     with pytest.raises(TypeError), torch.no_grad():
         tapped.forward(make_prompt(4, vocab_size=32), cache, num_logits=4)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from dflash import Block, DFlashConfig
 from dflash.embedded import TARGET_NAME, embedded_path
-from dflash.model.attention_dflash import decoding_visibility
+from dflash.model.attention_dflash import draft_sees, written_out
 from dflash.notebooks import (
     ACCEPTED_STYLE,
     BLUE,
@@ -145,7 +145,8 @@ def test_taps_of_a_target_of_unknown_depth_are_refused() -> None:
 def test_filled_squares_are_the_keys_that_a_row_sees(window: int | None) -> None:
     sliding = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": window}
     shown = config(**(sliding if window else {}))
-    visible = decoding_visibility(shown, torch.arange(5, 9)[None], num_keys=9)[shown.layer_types[0]][0, 0]
+    sees = draft_sees(shown, 0, torch.arange(5, 9)[None])
+    visible = written_out(sees, 1, 4, 9, torch.device("cpu"))[0]
     axes = MagicMock()
     draw_visibility(axes, visible, block_size=4, labels=["anchor", "mask", "mask", "mask"])
     picture = torch.tensor(axes.imshow.call_args.args[0])

@@ -23,7 +23,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, spec_generate
-from dflash.model.attention_dflash import causal_visibility, tree_visibility
+from dflash.model.attention_dflash import causal_visibility, target_sees, written_out
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.proposals_dflash import DraftTree, grow_tree
 
@@ -109,26 +109,29 @@ def test_who_sees_whom(window: int | None) -> None:
     """As a double loop over columns and keys has it; keys behind the tree are seen by nobody."""
     tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
     depths, starts, num_keys = torch.tensor(tree.depths), torch.tensor([4, 2]), 13
-    visible = tree_visibility(starts, tree.ancestors(), depths, num_keys, window)
+    sees = target_sees(starts[:, None] + depths, tree.ancestors(), window)
+    visible = written_out(sees, 2, len(depths), num_keys, starts.device)
     for row, start in enumerate(starts.tolist()):
         for column, key in itertools.product(range(6), range(num_keys)):
             if key < start:
-                sees, position = True, key
+                is_seen, position = True, key
             elif key < start + 6:
-                sees, position = bool(tree.ancestors()[column, key - start]), start + tree.depths[key - start]
+                is_seen, position = bool(tree.ancestors()[column, key - start]), start + tree.depths[key - start]
             else:
-                sees, position = False, 0
+                is_seen, position = False, 0
             if window is not None:
-                sees = sees and start + tree.depths[column] - position < window
-            assert visible[row, column, key] == sees, (row, column, key)
+                is_seen = is_seen and start + tree.depths[column] - position < window
+            assert visible[row, column, key] == is_seen, (row, column, key)
 
 
 def test_a_chain_sees_what_causal_rows_see() -> None:
     ancestors, depths = torch.ones(5, 5, dtype=torch.bool).tril(), torch.arange(5)
     slots = torch.arange(6, 11)[None]
     for window in (None, 4):
-        tree = tree_visibility(torch.tensor([6]), ancestors, depths, 11, window)
-        assert torch.equal(tree, causal_visibility(slots, torch.arange(11)[None], window))
+        expected = causal_visibility(slots, torch.arange(11)[None], window)
+        for columns in (ancestors, None):
+            sees = target_sees(6 + depths[None], columns, window)
+            assert torch.equal(written_out(sees, 1, 5, 11, slots.device), expected)
 
 
 def test_kept_columns_move_together() -> None:
@@ -235,7 +238,7 @@ def test_a_conversation_holds_the_path_that_stands() -> None:
     )
     assert torch.equal(held, fresh)
     drafter, expected = forked(target, longer)
-    conversation._pair = (target, drafter)  # the same caches, another script
+    conversation._models = (target, drafter)  # the same caches, another script
     again = spec_generate(drafter, target, longer, draft_tree=12, conversation=conversation, **GREEDY)
     assert torch.equal(again.sequences, expected)
     assert conversation.num_reused >= truth.shape[1] - 1

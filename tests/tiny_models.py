@@ -616,7 +616,9 @@ class ScriptedDrafter(DFlashDraftModel):
         self.script = list(script)
         self.num_blocks = 0
         weight = target.get_output_embeddings().weight.detach().float()
-        self.embeddings = target.get_input_embeddings().weight.detach().clone()
+        embedding = target.get_input_embeddings()
+        with torch.no_grad():  # as its forward gives them: some families scale them
+            self.embeddings = embedding(torch.arange(len(weight))).clone()
         weight = weight * (4.0 / weight.norm(dim=1, keepdim=True))
         self.sayings = weight  # row t is the hidden state that says token t
         self.can_say = (weight @ target.get_output_embeddings().weight.detach().float().T).argmax(dim=1)
@@ -664,12 +666,15 @@ class ScriptedDrafter(DFlashDraftModel):
 
 
 def expected_lengths(script: list[int], num_new_tokens: int, block_size: int = BLOCK_SIZE) -> list[int]:
-    """What a script gives: acceptance lengths per verify step until `num_new_tokens` are written, the prefill's first."""
+    """What a script gives: acceptance lengths per verify step until `num_new_tokens` are written, the prefill's first.
+
+    Blocks are whole: the last one counts as it was verified, before the text's limit cuts it.
+    """
     lengths: list[int] = []
     written = 1
     while written < num_new_tokens:
-        width = min(block_size, num_new_tokens - written)
-        lengths.append(min(script[len(lengths) % len(script)], width - 1) + 1)
+        is_last_token = num_new_tokens - written == 1  # for which nothing is drafted
+        lengths.append(1 if is_last_token else min(script[len(lengths) % len(script)], block_size - 1) + 1)
         written += lengths[-1]
     return lengths
 

@@ -240,20 +240,16 @@ class Conversation:
             features = features[:, columns]
         self.add(Context(features[:, : max(num_kept)], num_kept), text[len(text) - 1 - num_kept[0] : -1])
 
-    def next_context(self, pair: Pair) -> Context:
-        """What waits for the drafter. Of several parts all but the last go into its cache at once."""
+    def next_context(self) -> Context:
+        """What waits for the drafter, in one piece."""
         if not self._waiting:
             raise RuntimeError("The drafter has read all that the target computed: nothing stands before the anchor.")
-        *parts, last = self._waiting
-        if parts and len(last.num_real) == 1:  # parts of one row join without a gap
-            last = Context(torch.cat([part.features[:, : part.num_real[0]] for part in self._waiting], dim=1), [0])
-            last.num_real[0] = last.features.shape[1]
-            self._waiting = [last]
-        for part in self._waiting[:-1]:
-            pair.absorb(part, self.draft_cache)
-            self._num_read += part.num_real[0]
-        self._waiting = [last]
-        return last
+        if len(self._waiting) > 1:
+            features = torch.cat([part.features for part in self._waiting], dim=1)
+            is_real = torch.cat([part.is_real for part in self._waiting], dim=1)
+            num_real = [sum(counts) for counts in zip(*(part.num_real for part in self._waiting), strict=True)]
+            self._waiting = [Context(_packed(features, is_real, num_real), num_real)]
+        return self._waiting[0]
 
     def mark_read(self) -> list[int]:
         """The drafter's cache holds the context now; how much of it, in each row."""
@@ -385,7 +381,7 @@ class Proposer:
     def _draft(self, rows: list[Row], anchors: torch.Tensor) -> Drafted:
         """One forward of the drafter, after which its cache holds context alone."""
         request, drafter = self.request, self.pair.drafter
-        context = self.memory.next_context(self.pair)
+        context = self.memory.next_context()
         hidden_states = self.pair.draft(anchors, context, self.memory.draft_cache, request.block_size)
         self.memory.mark_read()
         if request.adaptive and self._pacer is None:  # the drafter's cache holds the text now, as in later steps
@@ -531,8 +527,12 @@ class Decoder:
     @property
     def num_wanted(self) -> int:
         """Proposals for which the target has positions left; blocks are whole, and cut where a text ends."""
+        compiled, request = self.pair.compiled, self.request
+        is_eager = compiled is None or not compiled.is_active
+        if is_eager and request.max_new_tokens - min(len(row.new_ids) for row in self.rows) == 1:
+            return 0  # the last token needs no drafter
         longest = max(len(row.prompt_ids) + len(row.new_ids) for row in self.rows)
-        return max(0, self.request.max_length - longest - 1)
+        return max(0, request.max_length - longest - 1)
 
     def read_prompt(self) -> list[Block]:
         """Runs the prompts, or what of them the memory does not hold, and commits their first tokens.
@@ -656,6 +656,10 @@ class Decoder:
         compiled, request = self.pair.compiled, self.request
         if compiled is None or not compiled.is_active or request.keeping or not self.proposer.is_plain:
             return False
+        if not compiled.is_static:  # compiling takes long there: one function serves the default, three all the rest
+            columns = self.pair.num_columns(self.pair.drafter.config.block_size)
+            if self.verifier.noise is not None or self.proposer.num_proposals < columns - 1:
+                return False
         return self.num_wanted >= self.proposer.num_proposals and self.verifier.is_fusible(request.input_ids.device)
 
     def launch(self, after: Step | None = None) -> Step:
@@ -682,7 +686,7 @@ class Decoder:
             if after is not None:
                 raise NotCompiledError
             self._make_room()
-            context = memory.next_context(pair)
+            context = memory.next_context()
             if context.features.shape[1] > columns:
                 pair.absorb(context, memory.draft_cache)
                 context = context.first(0)

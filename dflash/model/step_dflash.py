@@ -259,6 +259,11 @@ class Context:
         """`num_real` on the device, [B]."""
         return to_device(torch.tensor(self.num_real), self.features.device)
 
+    @property
+    def is_real(self) -> torch.Tensor:
+        """Which columns stand, [B, C]."""
+        return torch.arange(self.features.shape[1], device=self.features.device) < self.counts[:, None]
+
     def first(self, count: int) -> Context:
         """Each row's first `count` columns at most."""
         return Context(self.features[:, :count], [min(count, real) for real in self.num_real])
@@ -707,11 +712,11 @@ class Pair:
         self._rope: Any = _rope_of_images(target)
         self._lag = 0  # how far positions after an image lag behind the number of tokens
 
-    def new_cache(self, capacity: int, batch_size: int = 1, num_rows: int | None = None) -> PreallocatedCache:
+    def new_cache(self, capacity: int, num_rows: int = 1, num_allocated: int | None = None) -> PreallocatedCache:
         """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
         if self._mixers:
-            return HybridCache(self._mixers, self.num_layers, capacity, batch_size)
-        return PreallocatedCache(self.num_layers, capacity, batch_size, num_rows)
+            return HybridCache(self._mixers, self.num_layers, capacity, num_rows)
+        return PreallocatedCache(self.num_layers, capacity, num_rows, num_allocated)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
@@ -783,7 +788,7 @@ class Pair:
             return expected, output is None or all(map(_agree, output, expected))
 
         def run() -> Any:
-            size, shape = width, None if tree is None else self._tree_tensors(tree)
+            size, shape = width, None if tree is None else self._tree_tensors(tree, token_ids.device)
             padded = token_ids
             if compiled.is_static and width <= WIDTH_CLASSES[-1]:
                 size = next(size for size in WIDTH_CLASSES if size >= width)
@@ -792,8 +797,11 @@ class Pair:
                     ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
                     ancestors[:width, :width] = shape[0]
                     shape = ancestors, functional.pad(shape[1], (0, size - width))
+            if size > 1 and shape is None and not compiled.is_static:  # one compilation for chains and trees
+                device = token_ids.device
+                shape = torch.ones(size, size, dtype=torch.bool, device=device).tril(), torch.arange(size, device=device)
             storage = compiled.storage(cache, max(lengths) + size)
-            ids, starts = compiled.inputs(cache, padded, self._lengths(cache))
+            ids, starts = compiled.inputs(cache, padded, self._lengths(cache, token_ids.device))
             if size > 1 and not compiled.is_static:
                 for tensor, dims in ((ids, [1]), *(((shape[0], [0, 1]), (shape[1], [0])) if shape else ())):
                     torch._dynamo.mark_dynamic(tensor, dims)
@@ -803,8 +811,8 @@ class Pair:
             part = slice(len(token_ids)), slice(width)
             return compiled.own(logits[part]), self._read(compiled.own(features[part]))
 
-        kind = "a forward over " + ("one column" if width == 1 else "columns" if tree is None else "a tree")
-        key = self._key(kind, cache, width)
+        kind = "a forward over " + ("one column" if width == 1 else "columns")
+        key = self._key(kind, cache, (width, tree is not None))
         output = compiled.run(key, (self.target, self.drafter), run, eagerly)
         if cache.lengths == lengths:  # eagerly it counts them itself
             cache.advance([width] * len(lengths))
@@ -819,12 +827,12 @@ class Pair:
         start, num_keys = cache.get_seq_length(), max(cache.lengths) + width
         ancestors = None
         if cache.is_ragged:
-            positions = self._lengths(cache)[:, None] + torch.arange(width, device=token_ids.device)
+            positions = self._lengths(cache, token_ids.device)[:, None] + torch.arange(width, device=token_ids.device)
             cache.place(positions, num_keys)
         elif tree is None:
             positions = torch.arange(start, start + width, device=token_ids.device)[None]
         else:
-            ancestors, depths = self._tree_tensors(tree)
+            ancestors, depths = self._tree_tensors(tree, token_ids.device)
             positions = (start + depths)[None]
         with self._recording(cache, width), step_attention(self.target):
             place = Place(positions, cache, num_keys, ancestors)
@@ -838,7 +846,7 @@ class Pair:
     ) -> torch.Tensor:
         """The drafter's last hidden states [B, N, D] after anchors [B, 1]; its cache holds the context then, and no block."""
         compiled = self.compiled
-        if compiled is None:
+        if compiled is None or not compiled.is_active:
             return self._draft_eagerly(anchors, context, cache, block_size)
         if not any(cache.lengths) or context.features.shape[1] > self.num_columns(block_size):
             self.absorb(context, cache)
@@ -894,7 +902,7 @@ class Pair:
             output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
             cache.rollback(block_size)
             return output.last_hidden_state
-        starts, counts = self._lengths(cache), context.counts
+        starts, counts = self._lengths(cache, features.device), context.counts
         slots = block_slots(starts, counts, features.shape[1], block_size)
         num_keys = max(cache.lengths) + slots.shape[1]
         cache.place(slots, num_keys)
@@ -907,7 +915,7 @@ class Pair:
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
         if cache.is_ragged:
-            slots = self._lengths(cache)[:, None] + columns  # what is not real is overwritten by what comes next
+            slots = self._lengths(cache, columns.device)[:, None] + columns  # what is not real is overwritten by what comes next
             cache.place(slots, max(cache.lengths) + len(columns))
             drafter.absorb(context.features, slots, cache)
             cache.advance(context.num_real)
@@ -919,7 +927,7 @@ class Pair:
     ) -> State:
         """Where sequences stand whose lengths the host knows."""
         is_drafter = draft_cache is target_cache  # then the text is what it holds and the context
-        starts = self._lengths(target_cache) + (context.counts if is_drafter else 0)
+        starts = self._lengths(target_cache, anchors.device) + (context.counts if is_drafter else 0)
         return State(anchors, starts, context.features, context.counts, torch.zeros_like(context.counts))
 
     def step(
@@ -1065,17 +1073,11 @@ class Pair:
         """Features where the drafter is and in its dtype."""
         return features.to(self.drafter.device, self.drafter.dtype)
 
-    def _lengths(self, cache: PreallocatedCache) -> torch.Tensor:
-        """Each row's length, [B], on the target's device."""
-        device = (
-            self.target.get_output_embeddings().weight.device
-            if self.target.device.type == "meta"
-            else self.target.device
-        )
+    def _lengths(self, cache: PreallocatedCache, device: torch.device) -> torch.Tensor:
+        """Each row's length, [B], on a device."""
         return to_device(torch.tensor(cache.lengths), device)
 
-    def _tree_tensors(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.target.device
+    def _tree_tensors(self, tree: DraftTree, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         return to_device(tree.ancestors(), device), to_device(torch.tensor(tree.depths), device)
 
     def _find_lag(self, width: int) -> int:
