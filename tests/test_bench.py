@@ -239,7 +239,7 @@ def test_a_step_is_split_where_the_models_spend_the_time(pair, monkeypatch, name
 
 def test_what_was_watched_is_left_as_it_was(pair):
     target, drafter, prompt_ids = pair
-    before = Proposer.propose, Pair.forward, num_hooks(target), num_hooks(drafter)
+    before = Proposer.propose, Pair.verify, Pair.step, num_hooks(target), num_hooks(drafter)
     run = decoding_methods(target, drafter, 8, [OURS])[OURS]
     step_split(run, prompt_ids, target, drafter)
 
@@ -248,7 +248,7 @@ def test_what_was_watched_is_left_as_it_was(pair):
 
     with pytest.raises(KeyError):
         step_split(fails, prompt_ids, target, drafter)
-    assert (Proposer.propose, Pair.forward, num_hooks(target), num_hooks(drafter)) == before
+    assert (Proposer.propose, Pair.verify, Pair.step, num_hooks(target), num_hooks(drafter)) == before
 
 
 @pytest.mark.parametrize(

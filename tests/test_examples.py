@@ -25,14 +25,14 @@ SAID = {
     "batch.py": [r"2 answers, tau \d"],
     "chat.py": [
         r"(?sm)^> Omar .+\?\nOmar .+^> \w",
-        r"tau \d\.\d\d, 0 of \d+ prompt",
-        r"tau \d\.\d\d, [1-9]\d+ of \d+ prompt",
+        r"tau \d+\.\d\d, 0 of \d+ prompt",
+        r"tau \d+\.\d\d, [1-9]\d+ of \d+ prompt",
     ],
     "evaluation.py": [r"dflash: \d+% right", r"tau \d\.\d\d", "2 of 2 texts identical, the same score: True"],
     "native_generate.py": ["custom_generate writes the same: True"]
     + ["speculation_type='dflash' writes the same: True"] * HAS_NATIVE,
     "pipeline.py": ["the same without the drafter: True"],
-    "quickstart.py": [r"tau \d\.\d\d", "the same as target.generate: True"],
+    "quickstart.py": [r"tau \d+\.\d\d", "the same as target.generate: True"],
     "sampling.py": [r"the same in blocks of \d+: True"],
     "streaming.py": [r"\[.+\]", r"[1-9]\d* steps behind the prompt"],
     "text_iterator_streamer.py": [r"[1-9]\d* pieces"],

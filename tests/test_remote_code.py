@@ -218,7 +218,7 @@ def test_the_exact_set_of_files_is_shipped(drafter_folder: Path) -> None:
     """Known traps: `from . import x` ships without x and says nothing; a class registered with Auto ships no code at all."""
     assert shipped(drafter_folder) == SHIPPED_CODE | {"config.json", "model.safetensors"}
     for name in SHIPPED_CODE:
-        assert (drafter_folder / name).read_text() == (PACKAGE_ROOT / "dflash" / name).read_text()
+        assert (drafter_folder / name).read_text() == (PACKAGE_ROOT / "dflash" / "model" / name).read_text()
 
 
 def test_published_snippet_in_a_process_without_the_package(

@@ -52,7 +52,8 @@ class Profile:
         num_steps: Verify steps behind the first token.
         ms_draft: Milliseconds of a step from asking for proposals to having them: the drafter's forward, the head over its
             rows, the choice. 0 where nothing is drafted.
-        ms_verify: Milliseconds of a step in the target's forward.
+        ms_verify: Milliseconds of a step in the target's forward; where draft and verification are one compiled function,
+            in all of it.
         ms_rest: All others.
         host_syncs: How often in a step the host reads a value that the device computes. On a device without a queue, what
             would wait on one that has it.
@@ -155,8 +156,12 @@ def _watched_loop() -> Iterator[list[Callable[[str], None]]]:
 
         return marked
 
-    propose, forward = Proposer.propose, Pair.forward
-    seams: Any = ((Proposer, "propose", propose, "draft"), (Pair, "forward", forward, "verify"))
+    propose, verify, step = Proposer.propose, Pair.verify, Pair.step
+    seams: Any = (
+        (Proposer, "propose", propose, "draft"),
+        (Pair, "verify", verify, "verify"),
+        (Pair, "step", step, "verify"),
+    )
     try:
         for owner, name, work, part in seams:
             setattr(owner, name, around(part, work))

@@ -78,7 +78,7 @@ if torch.__version__ >= (2, 13):  # before, it was an experiment
     FUSION["combo_kernels"] = True
 
 # Names of what the compiler watches of the models: their modules, attributes and weights.
-_OF_MODELS = re.compile(r"\b(target|drafter)\b")
+_OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
 # transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
 try:
