@@ -245,10 +245,11 @@ class PreallocatedCache(Cache):
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
         """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
         start = self.get_seq_length() - width
+        index = torch.tensor([start + column for column in columns])
         for layer in self._storage():
             if not layer.is_initialized:  # it reads another layer's
                 continue
-            index = torch.tensor([start + column for column in columns], device=layer.keys.device)
+            index = to_device(index, layer.keys.device)
             kept = slice(start, start + len(columns))
             layer.keys[:, :, kept] = layer.keys.index_select(2, index)
             layer.values[:, :, kept] = layer.values.index_select(2, index)

@@ -237,7 +237,7 @@ class Conversation:
         else:
             columns = columns[: num_kept[0]]
             self.target_cache.keep_columns(width, columns)
-            features = features[:, columns]
+            features = features.index_select(1, to_device(torch.tensor(columns), features.device))
         self.add(Context(features[:, : max(num_kept)], num_kept), text[len(text) - 1 - num_kept[0] : -1])
 
     def next_context(self) -> Context:
@@ -437,9 +437,11 @@ class Proposer:
     def _begin_tree(self, proposing: torch.Tensor) -> Callable[[], Any]:
         """Best log-probabilities and tokens of a single row's positions, on their way to the host."""
         compute_logits: Any = self.pair.drafter.compute_logits
-        logits = compute_logits(proposing, self.pair.head)[0].float() / self.request.temperature  # [n, V]
-        count = min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
-        best, token_ids = logits.log_softmax(dim=-1).topk(count, dim=-1)
+        logits = compute_logits(proposing, self.pair.head)[0]  # [n, V], of which no float32 is made: it would be the largest
+        temperature, count = self.request.temperature, min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
+        values, token_ids = logits.topk(count, dim=-1)
+        total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
+        best = (values - values[:, :1]).float() / temperature - total.log()
         return to_host(torch.stack([best.double(), token_ids.double()]))
 
     def _grow(self, numbers: Any, num_wanted: int) -> DraftTree:
@@ -517,7 +519,7 @@ class Decoder:
         memory: Conversation,
     ) -> None:
         self.request, self.pair, self.verifier, self._cut, self.memory = request, pair, verifier, cut, memory
-        drawn = verifier.takes_drawn_proposals and not request.adaptive
+        drawn = verifier.takes_drawn_proposals and not request.adaptive and draws(pair.drafter)
         # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
         self.proposer = Proposer(pair, memory, request, verifier.noise if drawn else None)
         self.rows: list[Row] = []
@@ -718,7 +720,7 @@ class Decoder:
     def launch_ahead(self, step: Step) -> Step | None:
         """What of the next step can be launched before the host has read this one, on a device that computes meanwhile."""
         compiled = self.pair.compiled
-        if compiled is None or not compiled.is_static or self.request.keeping:
+        if compiled is None or not compiled.is_static or self.request.keeping or step.verdict.columns is not None:
             return None
         # Another step must follow whatever this one gives.
         width = step.features.shape[1]
@@ -768,6 +770,11 @@ def decode_ahead(decoder: Decoder) -> Iterator[Block]:
         if decoder.rows is not rows:
             ahead = None
         yield from blocks
+
+
+def draws(drafter: Any) -> bool:
+    """Whether a drafter's proposals can be drawn: without a selector it proposes its likeliest tokens, whatever is asked."""
+    return getattr(drafter, "candidate_selector", None) is not None
 
 
 def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

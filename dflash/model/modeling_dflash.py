@@ -501,7 +501,9 @@ class DFlashDraftModel(PreTrainedModel):
         if self.candidate_selector is None:
             token_ids = logits.argmax(dim=-1)
             best = logits.gather(-1, token_ids[..., None])
-            confidences = logits.float().softmax(dim=-1).amax(dim=-1) if with_confidences else None
+            confidences = None
+            if with_confidences:  # the likeliest one's share, without a copy of the logits in float32
+                confidences = (logits - best).exp().sum(dim=-1, dtype=torch.float32).reciprocal()
             is_finite = best.isfinite().all(dim=-1).all(dim=-1)
             return Proposals(token_ids.to(anchors.device), confidences=confidences, is_finite=is_finite)
 
