@@ -55,6 +55,9 @@ NEW_TOKENS = 200
 SETTLED = slice(3, 7)
 
 WIDTHS = (1, 2, 4, 8, 16)
+# Layers of target and drafter that an eager step is compared with the native one on.
+DEPTHS = ((4, 2), (28, 5))
+
 # What is asked for in each mode, the number of prompts, and how often a settled step may wait for the device.
 MODES: dict[str, tuple[dict[str, Any], int, int]] = {
     "chain": ({}, 1, 1),
@@ -259,7 +262,9 @@ def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int]
                 if len(marks) > SETTLED.stop:
                     break
     settled = marks[SETTLED.start : SETTLED.stop + 1]
-    operations, waits = ([after - before for before, after in pairwise(of_kind)] for of_kind in zip(*settled, strict=True))
+    operations, waits = (
+        [after - before for before, after in pairwise(of_kind)] for of_kind in zip(*settled, strict=True)
+    )
     return operations, waits, watch.faults
 
 
@@ -312,7 +317,7 @@ def main() -> None:
             )
     native = []
     if HAS_NATIVE:
-        native = [{"layers": layers, **beside_native(*layers)} for layers in ((4, 2), (28, 5))]
+        native = [{"layers": layers, **beside_native(*layers)} for layers in DEPTHS]
     rows = [[str(row[name]) for name in ("mode", "path", "operations", "waits", "faults")] for row in modes]
     show_table((["mode", "path", "operations", "waits", "faults"], rows))
     for row in native:

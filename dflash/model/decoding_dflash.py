@@ -437,7 +437,9 @@ class Proposer:
     def _begin_tree(self, proposing: torch.Tensor) -> Callable[[], Any]:
         """Best log-probabilities and tokens of a single row's positions, on their way to the host."""
         compute_logits: Any = self.pair.drafter.compute_logits
-        logits = compute_logits(proposing, self.pair.head)[0]  # [n, V], of which no float32 is made: it would be the largest
+        logits = compute_logits(proposing, self.pair.head)[
+            0
+        ]  # [n, V], of which no float32 is made: it would be the largest
         temperature, count = self.request.temperature, min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
         values, token_ids = logits.topk(count, dim=-1)
         total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)

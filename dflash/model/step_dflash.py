@@ -799,7 +799,10 @@ class Pair:
                     shape = ancestors, functional.pad(shape[1], (0, size - width))
             if size > 1 and shape is None and not compiled.is_static:  # one compilation for chains and trees
                 device = token_ids.device
-                shape = torch.ones(size, size, dtype=torch.bool, device=device).tril(), torch.arange(size, device=device)
+                shape = (
+                    torch.ones(size, size, dtype=torch.bool, device=device).tril(),
+                    torch.arange(size, device=device),
+                )
             storage = compiled.storage(cache, max(lengths) + size)
             ids, starts = compiled.inputs(cache, padded, self._lengths(cache, token_ids.device))
             if size > 1 and not compiled.is_static:
@@ -915,7 +918,9 @@ class Pair:
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
         if cache.is_ragged:
-            slots = self._lengths(cache, columns.device)[:, None] + columns  # what is not real is overwritten by what comes next
+            slots = (
+                self._lengths(cache, columns.device)[:, None] + columns
+            )  # what is not real is overwritten by what comes next
             cache.place(slots, max(cache.lengths) + len(columns))
             drafter.absorb(context.features, slots, cache)
             cache.advance(context.num_real)
