@@ -451,9 +451,13 @@ class Proposer:
     def _begin_tree(self, proposing: torch.Tensor) -> Callable[[], Any]:
         """Best log-probabilities and tokens of a single row's positions, on their way to the host."""
         compute_logits: Any = self.pair.drafter.compute_logits
-        logits = compute_logits(proposing, self.pair.head)[0].float() / self.request.temperature  # [n, V]
-        count = min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
-        best, token_ids = logits.log_softmax(dim=-1).topk(count, dim=-1)
+        logits = compute_logits(proposing, self.pair.head)[
+            0
+        ]  # [n, V], of which no float32 is made: it would be the largest
+        temperature, count = self.request.temperature, min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
+        values, token_ids = logits.topk(count, dim=-1)
+        total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
+        best = (values - values[:, :1]).float() / temperature - total.log()
         return to_host(torch.stack([best.double(), token_ids.double()]))
 
     def _grow(self, numbers: Any, num_wanted: int) -> DraftTree:
@@ -732,7 +736,7 @@ class Decoder:
     def launch_ahead(self, step: Step) -> Step | None:
         """What of the next step can be launched before the host has read this one, on a device that computes meanwhile."""
         compiled = self.pair.compiled
-        if compiled is None or not compiled.is_static or self.request.keeping:
+        if compiled is None or not compiled.is_static or self.request.keeping or step.verdict.columns is not None:
             return None
         # Another step must follow whatever this one gives.
         width = step.features.shape[1]

@@ -73,8 +73,19 @@ COMPARED_CALLS = (1, 3)
 # Before a compilation was measured here: the seconds that it takes, and the share of an eager step's time that it saves.
 EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
+# What Inductor is told for CUDA: fuse whatever saves a byte, and launch small kernels that stand side by side as one.
+FUSION: dict[str, Any] = {"score_fusion_memory_threshold": 1}
+if torch.__version__ >= (2, 13):  # before, it was an experiment
+    FUSION["combo_kernels"] = True
+
 # Names of what the compiler watches of the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
+
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # transformers 4
+    _collector = None  # type: ignore[assignment]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -123,6 +134,8 @@ class Layout:
         Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
         of zeros leaves their state as it is.
         """
+        if dtype is None:  # stored: what is computed of several tensors cannot be written into flex attention's kernel
+            positions = positions.as_strided(positions.shape, positions.stride())
 
         def mask(window: int | None) -> Any:
             sees = target_sees(positions, ancestors, window)
@@ -193,13 +206,15 @@ def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -
     )
 
 
-def draft(drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, place: Place) -> torch.Tensor:
-    """The drafter's last hidden states [B, N, D] of a block's rows [B, N, D] after new context [B, C, L * D]."""
+def draft(
+    drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor, place: Place
+) -> torch.Tensor:
+    """The drafter's last hidden states [B, N, D] of the rows [B, N, D] of a block at `starts` [B], after new context [B, C, L * D]."""
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=features,
         position_ids=place.positions,
-        attention_mask=drafter.step_masks(place.positions[:, features.shape[1] :], place.num_keys, place.is_flex),
+        attention_mask=drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex),
         past_key_values=place.cache,
         attn_implementation=FLEX if place.is_flex else None,
     ).last_hidden_state
@@ -344,7 +359,7 @@ def draft_lent(drafter: Any, target: Any, token_ids: torch.Tensor, state: State,
     """`draft` of the block token_ids [B, N] in lent storage, after the context that waits in `state`."""
     slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], token_ids.shape[1])
     noise_embeds = drafter.embed(token_ids, target.get_input_embeddings())
-    return draft(drafter, noise_embeds, state.features, storage.place(slots, slots))
+    return draft(drafter, noise_embeds, state.features, state.starts, storage.place(slots, slots))
 
 
 @dataclass(frozen=True)
@@ -382,8 +397,11 @@ def whole_step(
     token_ids = block_ids(drafter, state.anchors, shape.block_size)
     hidden_states = draft_lent(drafter, target, token_ids, state, storages[1])
     first = 0 if drafter.config.sample_from_anchor else 1
-    proposing = hidden_states[:, first : first + shape.num_proposals]
-    proposals = drafter.propose(proposing, state.anchors, lambda rows: head(target, rows))
+    proposing = slice(first, first + shape.num_proposals)
+    # The head runs on the whole block: the compiler would time a product of 15 rows, padded and not.
+    proposals = drafter.propose(
+        hidden_states[:, proposing], state.anchors, lambda rows: head(target, hidden_states)[:, proposing]
+    )
     verified_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     logits, features = verify_lent(target, layout, verified_ids, state.starts, storages[0])
     if drawn is None:
@@ -614,7 +632,7 @@ class CompiledPair:
             # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
             code = function.__code__.replace()
             own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            options: dict[str, Any] = {"triton.cudagraphs": True} if self._device.type == "cuda" else {}
+            options = compile_options(self._device)
             if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that knows the option
                 options["guard_filter_fn"] = _guards_on_inputs
             dynamic = False if self.is_static else None
@@ -626,8 +644,13 @@ class CompiledPair:
     @contextmanager
     def attending(self, target: PreTrainedModel) -> Iterator[None]:
         """Makes the target's forwards attend as compiled steps do."""
-        with step_attention(target, FLEX if self._is_flex else GROUPED):
-            yield
+        try:
+            with step_attention(target, FLEX if self._is_flex else GROUPED):
+                yield
+        finally:
+            # Dynamo of torch 2.13 drops what is set after flex attention: that nothing collects hidden states any more.
+            if _collector is not None:
+                _collector.reset(None)
 
     def storage(self, cache: PreallocatedCache, num_keys: int) -> Storage:
         """What a compiled forward over `num_keys` keys is lent of a cache."""
@@ -887,10 +910,11 @@ class Pair:
             output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
             cache.rollback(block_size)
             return output.last_hidden_state
-        slots = block_slots(self._lengths(cache, features.device), context.counts, features.shape[1], block_size)
+        starts, counts = self._lengths(cache, features.device), context.counts
+        slots = block_slots(starts, counts, features.shape[1], block_size)
         num_keys = max(cache.lengths) + slots.shape[1]
         cache.place(slots, num_keys)
-        hidden_states = draft(drafter, noise_embeds, features, Place(slots, cache, num_keys))
+        hidden_states = draft(drafter, noise_embeds, features, starts + counts, Place(slots, cache, num_keys))
         cache.advance(context.num_real)
         return hidden_states
 
@@ -1095,6 +1119,16 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
     return pair
 
 
+def compile_options(device: torch.device) -> dict[str, Any]:
+    """What `torch.compile` is told for a device, of what this torch knows."""
+    if device.type != "cuda":
+        return {}
+    from torch._inductor import list_options
+
+    known = list_options()
+    return {"triton.cudagraphs": True, **{name: value for name, value in FUSION.items() if name in known}}
+
+
 def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
     """What of the pair is known not to compile."""
     name = type(target).__name__
@@ -1115,6 +1149,8 @@ def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
 
 def _may_flex(target: Any, drafter: Any) -> bool:
     """Whether flex attention computes what both models' own attention does."""
+    if _collector is None:  # transformers 4 sets its layers' forwards, and Dynamo would drop that they are set back
+        return False
     config = target.config.get_text_config(decoder=True)
     is_plain = getattr(config, "attn_logit_softcapping", None) is None
     return is_plain and all(attention_of(model) == "sdpa" for model in (target, drafter))
