@@ -14,7 +14,7 @@ from tiny_models import greedy, make_drafter, make_prompt, make_target
 
 from dflash import generate_blocks
 from dflash.model import step_dflash
-from dflash.model.step_dflash import CompiledPair, keeps_all_states
+from dflash.model.step_dflash import CompiledPair
 
 
 @pytest.fixture

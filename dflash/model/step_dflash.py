@@ -75,7 +75,7 @@ EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
 # What Inductor is told for CUDA: fuse whatever saves a byte, and launch small kernels that stand side by side as one.
 FUSION: dict[str, Any] = {"score_fusion_memory_threshold": 1}
-if torch.__version__ >= (2, 13):  # before, it was an experiment
+if torch.__version__ >= "2.13":  # before, it was an experiment
     FUSION["combo_kernels"] = True
 
 # Names of what the compiler watches of the models: their modules, attributes and weights.
