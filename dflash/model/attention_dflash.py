@@ -9,6 +9,7 @@ does not: the queries of a group become more rows of one head, and every key is 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +18,26 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 
-# What `config._attn_implementation` says while a step of ours runs, in place of "sdpa".
-GROUPED, FLEX, CHUNK = "dflash_grouped", "dflash_flex", "dflash_chunk"
+# What `config._attn_implementation` says while a step of ours runs, in place of "sdpa". No name may hold the word "flash":
+# transformers takes each one that does for a kernel without masks.
+GROUPED, FLEX, CHUNK = "step_grouped", "step_flex", "step_chunk"
 
 # Keys that flex attention skips or reads together.
 KEY_BLOCK = 128
+
+# Over at most so many keys flex attention runs as one kernel a layer. Its own choice for few queries divides the keys among
+# more processors, and then launches four kernels, which write partial sums in float32.
+MOST_KEYS_UNDIVIDED = 4096
+UNDIVIDED = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
+
+# The inverse of a block mask serves gradients alone. Older versions of torch always make it.
+_takes_q_blocks = "compute_q_blocks" in inspect.signature(BlockMask.from_kv_blocks).parameters
+NO_INVERSE: dict[str, Any] = {"compute_q_blocks": False} if _takes_q_blocks else {}
 
 # `(batch, head, query, key) -> bool`, of index tensors that broadcast.
 Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -78,16 +90,19 @@ def sees(
     return visible if window is None else visible & ((query_position - key_position).abs() < window)
 
 
-def draft_sees(config: Any, layer_idx: int, block_positions: torch.Tensor) -> Predicate:
-    """What the positions [B, N] of one block per sequence see in layer `layer_idx`, where key k stands at position k."""
-    anchors, width = block_positions[:, 0], block_positions.shape[1]
+def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) -> Predicate:
+    """What a block of `width` rows per sequence sees in layer `layer_idx`, where key k stands at position k.
+
+    Its rows stand at the positions from `starts` [B] on. Of these alone the predicate asks: the compiler cannot write what
+    is put together of several tensors into the kernel.
+    """
     is_causal, window = config.is_layer_causal(layer_idx), config.layer_window(layer_idx)
 
     def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        anchor = anchors[batch]
+        start = starts[batch]
         # Neither context nor block: what an earlier forward left after the block.
-        key_block = torch.where(key < anchor, -1, torch.where(key < anchor + width, 0, -2))
-        return sees(block_positions[batch, query], 0, anchor, key, key_block, is_causal, window)
+        key_block = torch.where(key < start, -1, torch.where(key < start + width, 0, -2))
+        return sees(start + query, 0, start, key, key_block, is_causal, window)
 
     return predicate
 
@@ -102,13 +117,14 @@ def target_sees(
     The columns of a tree lie at the keys from its anchor's position on, whatever their positions; each sees the text and,
     of the tree, its `ancestors`: bool [S, S], itself included.
     """
+    starts, width = positions[:, 0], positions.shape[1]
 
     def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         position = positions[batch, query]
         if ancestors is None:
             visible = key <= position
             return visible if window is None else visible & (position - key < window)
-        start, width = positions[batch, 0], positions.shape[1]
+        start = starts[batch]
         column = key - start
         is_column = (column >= 0) & (column < width)
         column = column.clamp(0, width - 1)
@@ -141,8 +157,6 @@ def step_mask(
     """The predicate as an additive mask [B, 1, S, K] of `dtype` or, if that is `None`, as flex attention's block mask."""
     if dtype is not None:
         return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
-    from torch.nn.attention.flex_attention import BlockMask
-
     indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)
     # Blocks of keys that every query sees whole, then those that ask the predicate. Others are not read.
     num_whole = starts // KEY_BLOCK if window is None else torch.zeros_like(starts)
@@ -157,6 +171,7 @@ def step_mask(
         BLOCK_SIZE=KEY_BLOCK,
         mask_mod=predicate,
         seq_lengths=(width, num_keys),
+        **NO_INVERSE,
     )
 
 
@@ -176,13 +191,6 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
         ~visible, torch.finfo(dtype).min
     )
-
-
-# What `config._attn_implementation` says while a step of ours runs, in place of "sdpa".
-GROUPED = "dflash_grouped"
-
-_lock = threading.Lock()
-_num_inside: dict[int, int] = {}  # by a config's identity: forwards that run on it as GROUPED
 
 
 def grouped_attention(
@@ -223,10 +231,21 @@ def flex_step_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [B, S, H, E]
-    """Attention that reads the keys in use alone and divides them among the device's processors; to be compiled."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    output: Any = flex_attention(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
+    """Attention that reads the keys in use alone; to be compiled."""
+    _, heads, width, size = query.shape
+    # The output takes the query's strides: token by token, as the next product reads it, there is nothing to copy.
+    rows = query.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    query = rows.as_strided(query.shape, (width * heads * size, size, heads * size, 1))
+    is_short = query.device.type == "cuda" and key.shape[2] <= MOST_KEYS_UNDIVIDED
+    output: Any = flex_attention(
+        query,
+        key,
+        value,
+        block_mask=attention_mask,
+        scale=scaling,
+        enable_gqa=True,
+        kernel_options=UNDIVIDED if is_short else None,
+    )
     return output.transpose(1, 2).contiguous(), None
 
 

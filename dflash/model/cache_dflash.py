@@ -77,20 +77,21 @@ class PreallocatedLayer(CacheLayerMixin):
         """Writes [B, G, S, E] in place and returns views of all that is in use, [B, G, length, E]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        if self.length > self.capacity:
-            self.grow(max(self.length, 2 * self.capacity))
+        start, end = self.length, self.length + key_states.shape[2]
+        self.length = end  # read no more here: after flex attention, torch's compiler may forget that it was set
+        if end > self.capacity:
+            self.grow(max(end, 2 * self.capacity))
         rows = len(key_states)
         if self.slots is None:
-            self.keys[:rows, :, start : self.length] = key_states
-            self.values[:rows, :, start : self.length] = value_states
+            self.keys[:rows, :, start:end] = key_states
+            self.values[:rows, :, start:end] = value_states
         else:
             # Assigned, which compiled code does in place: of `scatter_` it makes a copy of the storage, there and back.
             slots = self.slots.to(key_states.device)
             index = torch.arange(rows, device=slots.device)[:, None]
             self.keys.transpose(1, 2)[index, slots] = key_states.transpose(1, 2)
             self.values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
-        return self.keys[:rows, :, : self.length], self.values[:rows, :, : self.length]
+        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
 
     def grow(self, capacity: int) -> None:
         """Makes room for `capacity` positions and keeps what is there. Doubling keeps appending linear in all."""
@@ -243,12 +244,12 @@ class PreallocatedCache(Cache):
 
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
         """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
-        start, index = self.get_seq_length() - width, torch.empty(0)
+        start = self.get_seq_length() - width
+        index = torch.tensor([start + column for column in columns])
         for layer in self._storage():
             if not layer.is_initialized:  # it reads another layer's
                 continue
-            if not len(index) or index.device != layer.keys.device:
-                index = to_device(torch.tensor([start + column for column in columns]), layer.keys.device)
+            index = to_device(index, layer.keys.device)
             kept = slice(start, start + len(columns))
             layer.keys[:, :, kept] = layer.keys.index_select(2, index)
             layer.values[:, :, kept] = layer.values.index_select(2, index)

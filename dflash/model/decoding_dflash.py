@@ -21,7 +21,6 @@ from transformers.utils import logging
 from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
 from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, Row, clock, grow_tree
 from .step_dflash import (
-    CHUNK_OF_ALL_STATES,
     ROW_CLASSES,
     WIDTH_CLASSES,
     Context,
@@ -31,7 +30,6 @@ from .step_dflash import (
     Shape,
     State,
     Whole,
-    keeps_all_states,
 )
 from .verification_dflash import DRAFTER_BROKE, PositionNoise, Proposals, Verdict, Verifier
 
@@ -453,9 +451,13 @@ class Proposer:
     def _begin_tree(self, proposing: torch.Tensor) -> Callable[[], Any]:
         """Best log-probabilities and tokens of a single row's positions, on their way to the host."""
         compute_logits: Any = self.pair.drafter.compute_logits
-        logits = compute_logits(proposing, self.pair.head)[0].float() / self.request.temperature  # [n, V]
-        count = min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
-        best, token_ids = logits.log_softmax(dim=-1).topk(count, dim=-1)
+        logits = compute_logits(proposing, self.pair.head)[
+            0
+        ]  # [n, V], of which no float32 is made: it would be the largest
+        temperature, count = self.request.temperature, min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
+        values, token_ids = logits.topk(count, dim=-1)
+        total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
+        best = (values - values[:, :1]).float() / temperature - total.log()
         return to_host(torch.stack([best.double(), token_ids.double()]))
 
     def _grow(self, numbers: Any, num_wanted: int) -> DraftTree:
@@ -533,9 +535,9 @@ class Decoder:
         memory: Conversation,
     ) -> None:
         self.request, self.pair, self.verifier, self._cut, self.memory = request, pair, verifier, cut, memory
-        drafter: Any = pair.drafter  # without a selector it proposes its argmax, whatever is drawn
-        drawn = verifier.takes_drawn_proposals and not request.adaptive and drafter.candidate_selector is not None
+        has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
         # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
+        drawn = has_selector and verifier.takes_drawn_proposals and not request.adaptive
         self.proposer = Proposer(pair, memory, request, verifier.noise if drawn else None)
         self.rows: list[Row] = []
         self.anchors = torch.empty(0)
@@ -562,8 +564,7 @@ class Decoder:
         token_ids, is_real = _visible(request.input_ids, request.attention_mask)
         num_held = memory.open(self.pair, token_ids, request.max_new_tokens)
         width = token_ids.shape[1]
-        chunk_size = request.chunk_size or (CHUNK_OF_ALL_STATES if keeps_all_states() else width)
-        chunk_size = width if request.prompt_inputs else chunk_size
+        chunk_size = request.chunk_size or width
         for begin in range(num_held, width, chunk_size):
             columns = slice(begin, begin + chunk_size)
             chunk, is_token = token_ids[:, columns], is_real[:, columns]
@@ -735,7 +736,7 @@ class Decoder:
     def launch_ahead(self, step: Step) -> Step | None:
         """What of the next step can be launched before the host has read this one, on a device that computes meanwhile."""
         compiled = self.pair.compiled
-        if compiled is None or not compiled.is_static or self.request.keeping:
+        if compiled is None or not compiled.is_static or self.request.keeping or step.verdict.columns is not None:
             return None
         # Another step must follow whatever this one gives.
         width = step.features.shape[1]

@@ -406,14 +406,14 @@ class DFlashDraftModel(PreTrainedModel):
             for name, mask in masks.items()
         }
 
-    def step_masks(self, block_positions: torch.Tensor, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
-        """The masks of one block per sequence, at positions [B, N], by layer type: key k stands at position k."""
-        starts, dtype = block_positions[:, 0], None if is_flex else self.hidden_norm.weight.dtype
+    def step_masks(self, starts: torch.Tensor, width: int, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
+        """The masks of one block of `width` rows per sequence, from `starts` [B] on, by layer type: key k stands at position k."""
+        dtype = None if is_flex else self.hidden_norm.weight.dtype
         return {
             layer_type: step_mask(
-                draft_sees(self.config, layer, block_positions),
+                draft_sees(self.config, layer, starts, width),
                 starts,
-                block_positions.shape[1],
+                width,
                 num_keys,
                 self.config.layer_window(layer),
                 dtype,
@@ -501,7 +501,9 @@ class DFlashDraftModel(PreTrainedModel):
         if self.candidate_selector is None:
             token_ids = logits.argmax(dim=-1)
             best = logits.gather(-1, token_ids[..., None])
-            confidences = logits.float().softmax(dim=-1).amax(dim=-1) if with_confidences else None
+            confidences = None
+            if with_confidences:  # the likeliest one's share, without a copy of the logits in float32
+                confidences = (logits - best).exp().sum(dim=-1, dtype=torch.float32).reciprocal()
             is_finite = best.isfinite().all(dim=-1).all(dim=-1)
             return Proposals(token_ids.to(anchors.device), confidences=confidences, is_finite=is_finite)
 

@@ -73,23 +73,18 @@ COMPARED_CALLS = (1, 3)
 # Before a compilation was measured here: the seconds that it takes, and the share of an eager step's time that it saves.
 EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
+# What Inductor is told for CUDA: fuse whatever saves a byte, and launch small kernels that stand side by side as one.
+FUSION: dict[str, Any] = {"score_fusion_memory_threshold": 1}
+if torch.__version__ >= (2, 13):  # before, it was an experiment
+    FUSION["combo_kernels"] = True
+
 # Names of what the compiler watches of the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
-# transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
 try:
-    from transformers.utils.output_capturing import selected_hidden_states as _selects
-except ImportError:
-    _selects = None  # type: ignore[assignment]
-
-
-def keeps_all_states() -> bool:
-    """Whether a forward of this transformers keeps the hidden states of all layers, if it is asked for some."""
-    return _selects is None
-
-
-# Columns of a prompt that run at a time where all layers' states are kept.
-CHUNK_OF_ALL_STATES = 1024
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # transformers 4
+    _collector = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -139,6 +134,8 @@ class Layout:
         Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
         of zeros leaves their state as it is.
         """
+        if dtype is None:  # stored: what is computed of several tensors cannot be written into flex attention's kernel
+            positions = positions.as_strided(positions.shape, positions.stride())
 
         def mask(window: int | None) -> Any:
             sees = target_sees(positions, ancestors, window)
@@ -152,12 +149,29 @@ class Layout:
 
 
 def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D]."""
-    wanted: Any = [tap + 1 for tap in taps] if _selects is not None else True
-    output = target(**inputs, use_cache=True, output_hidden_states=wanted, return_dict=True)
-    states = [output.hidden_states[tap + 1] for tap in taps]
-    device = states[0].device
-    return output.logits, torch.cat([state.to(device) for state in states], dim=-1)
+    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D].
+
+    Hooks stand for this forward alone and listen to this thread alone, so two threads may generate on one target. Compiled
+    code cannot have hooks that come and go: there transformers gives the states of all layers, and the others are unused.
+    """
+    inputs |= {"use_cache": True, "return_dict": True}
+    if torch.compiler.is_compiling():
+        output = target(**inputs, output_hidden_states=True)
+        return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+    thread, layers, states = threading.get_ident(), decoder_layers(target), list[torch.Tensor]()
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+    hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
+    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    try:
+        logits = target(**inputs).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -192,13 +206,15 @@ def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -
     )
 
 
-def draft(drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, place: Place) -> torch.Tensor:
-    """The drafter's last hidden states [B, N, D] of a block's rows [B, N, D] after new context [B, C, L * D]."""
+def draft(
+    drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor, place: Place
+) -> torch.Tensor:
+    """The drafter's last hidden states [B, N, D] of the rows [B, N, D] of a block at `starts` [B], after new context [B, C, L * D]."""
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=features,
         position_ids=place.positions,
-        attention_mask=drafter.step_masks(place.positions[:, features.shape[1] :], place.num_keys, place.is_flex),
+        attention_mask=drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex),
         past_key_values=place.cache,
         attn_implementation=FLEX if place.is_flex else None,
     ).last_hidden_state
@@ -343,7 +359,7 @@ def draft_lent(drafter: Any, target: Any, token_ids: torch.Tensor, state: State,
     """`draft` of the block token_ids [B, N] in lent storage, after the context that waits in `state`."""
     slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], token_ids.shape[1])
     noise_embeds = drafter.embed(token_ids, target.get_input_embeddings())
-    return draft(drafter, noise_embeds, state.features, storage.place(slots, slots))
+    return draft(drafter, noise_embeds, state.features, state.starts, storage.place(slots, slots))
 
 
 @dataclass(frozen=True)
@@ -381,8 +397,11 @@ def whole_step(
     token_ids = block_ids(drafter, state.anchors, shape.block_size)
     hidden_states = draft_lent(drafter, target, token_ids, state, storages[1])
     first = 0 if drafter.config.sample_from_anchor else 1
-    proposing = hidden_states[:, first : first + shape.num_proposals]
-    proposals = drafter.propose(proposing, state.anchors, lambda rows: head(target, rows))
+    proposing = slice(first, first + shape.num_proposals)
+    # The head runs on the whole block: the compiler would time a product of 15 rows, padded and not.
+    proposals = drafter.propose(
+        hidden_states[:, proposing], state.anchors, lambda rows: head(target, hidden_states)[:, proposing]
+    )
     verified_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     logits, features = verify_lent(target, layout, verified_ids, state.starts, storages[0])
     if drawn is None:
@@ -613,7 +632,7 @@ class CompiledPair:
             # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
             code = function.__code__.replace()
             own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            options: dict[str, Any] = {"triton.cudagraphs": True} if self._device.type == "cuda" else {}
+            options = compile_options(self._device)
             if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that knows the option
                 options["guard_filter_fn"] = _guards_on_inputs
             dynamic = False if self.is_static else None
@@ -625,8 +644,13 @@ class CompiledPair:
     @contextmanager
     def attending(self, target: PreTrainedModel) -> Iterator[None]:
         """Makes the target's forwards attend as compiled steps do."""
-        with step_attention(target, FLEX if self._is_flex else GROUPED):
-            yield
+        try:
+            with step_attention(target, FLEX if self._is_flex else GROUPED):
+                yield
+        finally:
+            # Dynamo of torch 2.13 drops what is set after flex attention: that nothing collects hidden states any more.
+            if _collector is not None:
+                _collector.reset(None)
 
     def storage(self, cache: PreallocatedCache, num_keys: int) -> Storage:
         """What a compiled forward over `num_keys` keys is lent of a cache."""
@@ -886,10 +910,11 @@ class Pair:
             output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
             cache.rollback(block_size)
             return output.last_hidden_state
-        slots = block_slots(self._lengths(cache, features.device), context.counts, features.shape[1], block_size)
+        starts, counts = self._lengths(cache, features.device), context.counts
+        slots = block_slots(starts, counts, features.shape[1], block_size)
         num_keys = max(cache.lengths) + slots.shape[1]
         cache.place(slots, num_keys)
-        hidden_states = draft(drafter, noise_embeds, features, Place(slots, cache, num_keys))
+        hidden_states = draft(drafter, noise_embeds, features, starts + counts, Place(slots, cache, num_keys))
         cache.advance(context.num_real)
         return hidden_states
 
@@ -983,7 +1008,7 @@ class Pair:
                 agrees = agrees and _agree(logits.gather(-1, output[1][..., None]), logits.amax(dim=-1, keepdim=True))
             return expected, agrees
 
-        key = self._key(f"a step {'sampled ' * (drawn is not None)}", target_cache, shape)
+        key = self._key("a step" if drawn is None else "a sampled step", target_cache, shape)
         outputs = compiled.run(key, models, run, None if context is None else eagerly)
         num_accepted, choices, proposed_ids, hidden_states, features = outputs
         return Whole(Verdict(num_accepted, choices), proposed_ids, hidden_states, features)
@@ -1094,6 +1119,16 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
     return pair
 
 
+def compile_options(device: torch.device) -> dict[str, Any]:
+    """What `torch.compile` is told for a device, of what this torch knows."""
+    if device.type != "cuda":
+        return {}
+    from torch._inductor import list_options
+
+    known = list_options()
+    return {"triton.cudagraphs": True, **{name: value for name, value in FUSION.items() if name in known}}
+
+
 def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
     """What of the pair is known not to compile."""
     name = type(target).__name__
@@ -1114,6 +1149,8 @@ def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
 
 def _may_flex(target: Any, drafter: Any) -> bool:
     """Whether flex attention computes what both models' own attention does."""
+    if _collector is None:  # transformers 4 sets its layers' forwards, and Dynamo would drop that they are set back
+        return False
     config = target.config.get_text_config(decoder=True)
     is_plain = getattr(config, "attn_logit_softcapping", None) is None
     return is_plain and all(attention_of(model) == "sdpa" for model in (target, drafter))
@@ -1135,7 +1172,7 @@ def _kind_of(value: Any) -> Any:
         return value.dtype, value.device, value.shape, value.requires_grad
     if isinstance(value, (dict, list, tuple)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(key, _kind_of(entry)) for key, entry in entries]
+        return [(key, _kind_of(entry)) for key, entry in entries if not hasattr(entry, "is_tap")]
     if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
         return value
     return id(value) if callable(value) else type(value)  # a module, a hook, a method put over another one

@@ -1,0 +1,206 @@
+"""What Inductor makes of a step for an NVIDIA H200, without one: launches, buffers over the vocabulary, bytes.
+
+    python benchmarks/device_code.py --output benchmarks/results/device_code_qwen3.json
+
+The functions are those that a compiled pair runs (`whole_step`, `verify_lent`), with its options, its storage and models of
+Qwen3's sizes, all as fake tensors on "cuda:0". Needs torch's CUDA build and no GPU. It counts; how long anything takes is for
+`gpu.py` to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from no_gpu import DEVICE, H200, compiling, counted, fake_module, has_cuda_build
+from rich.progress import track
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dflash import DFlashConfig, DFlashDraftModel
+from dflash.commands.common import show_table
+from dflash.evaluation.records import record, write_result
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
+
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 151936
+
+# Sizes of Qwen3 by its name: hidden, intermediate, layers, heads, and whether the head is the embedding.
+SIZES = {"Qwen3-8B": (4096, 12288, 36, 32, False), "Qwen3-0.6B": (1024, 3072, 28, 16, True)}
+DRAFT_LAYERS = 5
+
+# What `temperature=1, top_k=20, top_p=0.95` looks at: 20 candidates and room for ties.
+NUM_CANDIDATES = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function in one class of shapes.
+
+    Attributes:
+        what: "step", "sampled step", "verify" or "tree".
+        size: Name of the target's size.
+        width: Columns of the target.
+        capacity: Keys in the storage of each sequence.
+        num_sequences: Of the batch.
+    """
+
+    what: str
+    size: str = "Qwen3-8B"
+    width: int = BLOCK_SIZE
+    capacity: int = 2048
+    num_sequences: int = 1
+
+
+CASES = [
+    *(
+        Case(what, size, capacity=capacity)
+        for size in SIZES
+        for capacity in (2048, 32768)
+        for what in ("step", "sampled step")
+    ),
+    Case("step", num_sequences=8),
+    Case("sampled step", num_sequences=8),
+    *(Case("verify", width=width) for width in (1, 4, 8, 16)),
+    Case("tree", width=64),
+    Case("tree", width=64, capacity=32768),
+]
+SMOKE = [Case("step"), Case("sampled step"), Case("verify", width=1), Case("tree", width=64)]
+
+
+class Bench:
+    """A pair of one size as fake tensors on the GPU.
+
+    Args:
+        size: One of `SIZES`.
+        layers: Of target and drafter; `None`: as published.
+    """
+
+    def __init__(self, size: str, layers: tuple[int, int] | None = None) -> None:
+        hidden, intermediate, num_layers, heads, is_tied = SIZES[size]
+        num_layers, draft_layers = layers or (num_layers, DRAFT_LAYERS)
+        common: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "dtype": torch.bfloat16,
+        }
+        taps = [1 + i * (num_layers - 4) // 4 for i in range(5)] if layers is None else [0]
+        target_config = Qwen3Config(**common, num_hidden_layers=num_layers, tie_word_embeddings=is_tied)
+        draft_config = DFlashConfig(
+            **common,
+            num_hidden_layers=draft_layers,
+            num_target_layers=num_layers,
+            block_size=BLOCK_SIZE,
+            dflash_config={"target_layer_ids": taps, "mask_token_id": VOCAB_SIZE - 1},
+        )
+        self.mode = FakeTensorMode()
+        with torch.device("meta"):
+            target = Qwen3ForCausalLM(target_config).to(torch.bfloat16).eval()
+            drafter = DFlashDraftModel(draft_config).to(torch.bfloat16).eval()
+        self.target, self.drafter = fake_module(self.mode, target), fake_module(self.mode, drafter)
+        self.num_features = len(taps) * hidden
+        self.pair = Pair(self.target, self.drafter)
+        with self.mode, torch.no_grad():
+            CompiledPair.of(self.target, self.drafter)._prepare(self.target, self.drafter)
+
+    def figures(self, case: Case) -> dict[str, Any]:
+        """The counts of the case's code."""
+        compiled = CompiledPair(self.target, self.drafter)
+        compiled.is_wanted = True
+        rows, taken = case.num_sequences, Shape(BLOCK_SIZE, BLOCK_SIZE - 1)
+        with self.mode:
+            ids = torch.zeros(rows, case.width, dtype=torch.long, device=DEVICE)
+            starts = torch.zeros(rows, dtype=torch.long, device=DEVICE)
+            features = torch.zeros(rows, BLOCK_SIZE, self.num_features, dtype=torch.bfloat16, device=DEVICE)
+            state = State(ids[:, :1].clone(), starts, features, torch.zeros_like(starts), torch.zeros_like(starts))
+            storages = [
+                compiled.storage(self._cache(model, rows, case.capacity), case.capacity)
+                for model in (self.target, self.drafter)
+            ]
+            drawn = None
+            if case.what == "sampled step":
+                uniforms = torch.zeros(rows, BLOCK_SIZE, dtype=torch.float64, device=DEVICE)
+                drawn = uniforms, torch.zeros(3, device=DEVICE)
+                taken = Shape(BLOCK_SIZE, BLOCK_SIZE - 1, NUM_CANDIDATES)
+            tree = None
+            if case.what == "tree":
+                ancestors = torch.zeros(case.width, case.width, dtype=torch.bool, device=DEVICE)
+                tree = ancestors, torch.zeros(case.width, dtype=torch.long, device=DEVICE)
+        layout = self.pair.layout
+        with compiling() as codes, compiled.attending(self.target):
+            if case.what.endswith("step"):
+                models = self.target, self.drafter, layout
+                compiled.function(case, whole_step)(models, state, tuple(storages), taken, drawn)
+            else:
+                compiled.function(case, verify_lent)(self.target, layout, ids, starts, storages[0], tree)
+        return counted(codes, VOCAB_SIZE)
+
+    def _cache(self, model: Any, rows: int, capacity: int) -> PreallocatedCache:
+        """Storage as a compiled pair lends it, already allocated."""
+        config = model.config
+        cache = PreallocatedCache(config.num_hidden_layers, capacity, rows, rows)
+        for layer in cache.layers:
+            layer.lazy_initialization(
+                torch.empty(rows, config.num_key_value_heads, 0, config.head_dim, dtype=torch.bfloat16, device=DEVICE)
+            )
+        return cache
+
+
+def measured(cases: list[Case], layers: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
+    """Each case with its figures; a pair is made once per size."""
+    benches: dict[str, Bench] = {}
+    for case in cases:
+        bench = benches.setdefault(case.size, Bench(case.size, layers))
+        yield {**asdict(case), **bench.figures(case)}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--smoke", action="store_true", help="two layers of the target and one of the drafter, few cases"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    return parser.parse_args()
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    counts = [row["width"], row["capacity"], row["num_sequences"], row["launches"], len(row["over_vocabulary"])]
+    megabytes = [f"{row[name] / 1e6:.1f}" for name in ("allocated_bytes", "written_bytes")]
+    return [f"{row['size']} {row['what']}", *map(str, counts), *megabytes]
+
+
+def main() -> None:
+    args = arguments()
+    if not has_cuda_build():
+        raise SystemExit("This torch makes no code for CUDA: install its CUDA build, which needs no GPU for this.")
+    torch.set_num_threads(1)
+    smoke = list(measured(SMOKE, (2, 1)))
+    rows = smoke if args.smoke else list(track(measured(CASES), total=len(CASES), description="cases"))
+    headings = ["what", "columns", "keys", "sequences", "launches", "over vocabulary", "MB allocated", "MB written"]
+    show_table((headings, [_cells(row) for row in rows]))
+    if args.output is not None:
+        environment = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "system": f"{platform.system()} {platform.machine()}",
+            "code_for": H200.name,
+            "dtype": "bfloat16",
+        }
+        write_result(args.output, record("device_code", environment, smoke=smoke, cases=[] if args.smoke else rows))
+
+
+if __name__ == "__main__":
+    main()
