@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 
@@ -19,6 +20,11 @@ from dflash.model import step_dflash
 
 # Models of 32 units lose more to threads than they gain.
 torch.set_num_threads(1)
+
+# pytest reads every logger that does not propagate, and torch's compiler writes into this one for whoever reads it: that
+# takes longer than compiling.
+_trace = logging.getLogger("torch.__trace")
+_trace.propagate, _trace.handlers = True, []
 
 
 @pytest.fixture(autouse=True)

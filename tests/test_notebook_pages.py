@@ -145,7 +145,7 @@ def test_taps_of_a_target_of_unknown_depth_are_refused() -> None:
 def test_filled_squares_are_the_keys_that_a_row_sees(window: int | None) -> None:
     sliding = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": window}
     shown = config(**(sliding if window else {}))
-    sees = draft_sees(shown, 0, torch.arange(5, 9)[None])
+    sees = draft_sees(shown, 0, torch.tensor([5]), 4)
     visible = written_out(sees, 1, 4, 9, torch.device("cpu"))[0]
     axes = MagicMock()
     draw_visibility(axes, visible, block_size=4, labels=["anchor", "mask", "mask", "mask"])

@@ -5,7 +5,7 @@ A random drafter is never right, so a test of losslessness that uses one never e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 from dflash import DFlashConfig, DFlashDraftModel
 
@@ -663,6 +664,52 @@ class ScriptedDrafter(DFlashDraftModel):
                 if anchor < len(text) and torch.equal(self.embeddings[text[anchor]].to(embed.dtype), embed):
                     break
             self.live.append(row)
+
+
+class PlacedDrafter(ScriptedDrafter):
+    """Proposes texts that it knows, and goes wrong behind as many tokens as its script says of the anchor's position.
+
+    It asks nothing but positions and computes on the device alone: it can be compiled, run ahead, and run again at the
+    same place. Rows of a batch are told apart by where they stand (`follow`).
+
+    Args:
+        target: The target, whose head must be able to say every token.
+        overrides: Fields of the configuration.
+    """
+
+    def __init__(self, target: PreTrainedModel, **overrides: Any) -> None:
+        super().__init__(target, [0], [0], **overrides)
+        assert torch.equal(self.can_say, torch.arange(len(self.can_say))), "choose another seed"
+        self.follow([], [0])
+
+    def follow(self, texts: list[torch.Tensor], script: list[int], starts: Sequence[int] = ()) -> None:
+        """Takes what is to be proposed, and how many tokens of it in a row are right.
+
+        Args:
+            texts: Of each row [1, S], or one whose beginnings all rows are.
+            script: Numbers of right proposals, by the position of the anchor; it repeats.
+            starts: From where on each row's text counts; two rows may not count at the same place.
+        """
+        length = self.config.max_position_embeddings + 2 * BLOCK_SIZE  # a block may reach beyond the last position
+        known = torch.ones(length, dtype=torch.long)
+        for text, start in zip(texts, starts or [0], strict=bool(starts)):
+            known[start : text.shape[1]] = text[0, start:]
+        self.text, self.sayings = known.to(self.device), self.sayings.to(self.device)
+        self.rights = torch.tensor(script).repeat(length)[:length].to(self.device)
+
+    def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
+        """The real forward, whose states are replaced by those that say the text."""
+        width, positions = noise_embeds.shape[1], kwargs.get("position_ids")
+        if positions is None:
+            end = kwargs["past_key_values"].get_seq_length() + context_hidden_states.shape[1] + width
+            positions = torch.arange(end, device=noise_embeds.device)[None]
+        super(ScriptedDrafter, self).forward(noise_embeds, context_hidden_states, **kwargs)
+        positions = positions[:, -width:]
+        anchors = positions[:, :1]
+        said = positions + 1 if self.config.sample_from_anchor else positions
+        is_wrong = said - anchors == self.rights[anchors] + 1
+        token_ids = (self.text[said] + is_wrong * WRONG_OFFSET) % self.config.vocab_size
+        return BaseModelOutput(last_hidden_state=self.sayings[token_ids])
 
 
 def expected_lengths(script: list[int], num_new_tokens: int, block_size: int = BLOCK_SIZE) -> list[int]:

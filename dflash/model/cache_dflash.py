@@ -104,7 +104,7 @@ class PreallocatedLayer(CacheLayerMixin):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`: one copy of the storage."""
         if self.is_initialized:
-            index = torch.tensor(rows, device=self.keys.device)
+            index = to_device(torch.tensor(rows), self.keys.device)
             self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
 
     def copy_rows(self, other: PreallocatedLayer, rows: Sequence[int], length: int) -> None:
@@ -453,6 +453,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def chosen(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
+    """Some of a tensor's places, named by the host: a list as an index would be copied once all else is done."""
+    return tensor.index_select(dim, to_device(torch.tensor(indices, dtype=torch.long), tensor.device))
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], Any]:

@@ -11,16 +11,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .cache_dflash import PreallocatedCache, to_device, to_host
+from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
 from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, Row, clock, grow_tree
 from .step_dflash import (
-    CHUNK_OF_ALL_STATES,
     ROW_CLASSES,
     WIDTH_CLASSES,
     Context,
@@ -30,7 +30,6 @@ from .step_dflash import (
     Shape,
     State,
     Whole,
-    keeps_all_states,
 )
 from .verification_dflash import DRAFTER_BROKE, PositionNoise, Proposals, Verdict, Verifier
 
@@ -237,7 +236,7 @@ class Conversation:
         else:
             columns = columns[: num_kept[0]]
             self.target_cache.keep_columns(width, columns)
-            features = features.index_select(1, to_device(torch.tensor(columns), features.device))
+            features = chosen(features, 1, columns)
         self.add(Context(features[:, : max(num_kept)], num_kept), text[len(text) - 1 - num_kept[0] : -1])
 
     def next_context(self) -> Context:
@@ -250,6 +249,11 @@ class Conversation:
             num_real = [sum(counts) for counts in zip(*(part.num_real for part in self._waiting), strict=True)]
             self._waiting = [Context(_packed(features, is_real, num_real), num_real)]
         return self._waiting[0]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether context waits for the drafter."""
+        return bool(self._waiting)
 
     def mark_read(self) -> list[int]:
         """The drafter's cache holds the context now; how much of it, in each row."""
@@ -301,6 +305,7 @@ class Proposer:
         self._lookup: PromptLookup | None = request.lookup
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
+        self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked ahead
         self._num_steps = self._num_accepted = 0
 
     @property
@@ -330,19 +335,24 @@ class Proposer:
             return nothing
         found = self._lookup.propose(rows) if self._lookup is not None else {}
         if len(found) == len(rows):
-            return Proposals(anchors.new_tensor(list(found.values())), looked_up=tuple(found)).first(num_wanted)
+            token_ids = to_device(torch.tensor(list(found.values())), anchors.device)
+            return Proposals(token_ids, looked_up=tuple(found)).first(num_wanted)
         drafted, self._ahead = self._ahead, None
         if drafted is not None:
             self.memory.draft_cache.advance(self.memory.mark_read())
+            self._is_wanted = None
         else:
-            if self._pacer is not None and not self._pacer.wants_draft(sum(not row.is_done for row in rows)):
+            if self._pacer is not None and self._is_wanted is None:
+                self._is_wanted = self._pacer.wants_draft(sum(not row.is_done for row in rows))
+            is_wanted, self._is_wanted = self._is_wanted, None
+            if is_wanted is False:
                 return nothing
             drafted = self._draft(rows, anchors)
         proposals = self._choose(drafted, anchors, num_wanted)
         return proposals.with_lookups(found) if found else proposals
 
-    def propose_ahead(self, state: State, rows: list[Row]) -> None:
-        """Launches the draft of the next step, if that needs nothing but what is on the device.
+    def propose_ahead(self, state_of: Callable[[], State], rows: list[Row]) -> None:
+        """Launches the draft of the next step, if that needs nothing but what is on the device: the state it begins in.
 
         Raises:
             NotCompiledError: where that cannot be done.
@@ -350,8 +360,11 @@ class Proposer:
         request, pacer = self.request, self._pacer
         if self._lookup is not None or self.noise is not None or request.draft_tree or pacer is None:
             raise NotCompiledError
-        if not pacer.wants_draft(sum(not row.is_done for row in rows)):
+        self._is_wanted = pacer.wants_draft(sum(not row.is_done for row in rows))
+        # After a pause the drafter has more to read than this step's context.
+        if not self._is_wanted or self.memory.is_behind:
             raise NotCompiledError
+        state = state_of()
         hidden_states = self.pair.draft_ahead(state, self.memory.draft_cache, request.block_size)
         self._ahead = self._begin_choice(hidden_states, state.anchors)
 
@@ -363,7 +376,7 @@ class Proposer:
 
     def forget_ahead(self) -> None:
         """Drops a draft that was launched for rows that have left."""
-        self._ahead = None
+        self._ahead = self._is_wanted = None
 
     def record(self, proposals: Proposals, num_accepted: Sequence[int]) -> None:
         """Takes note of how many of each row's proposals stood."""
@@ -425,7 +438,8 @@ class Proposer:
         if pacer is not None:
             count, is_tree = pacer.choose([tree.probabilities[i] for i in tree.chain()], tree.probabilities)
             if not is_tree:
-                return Proposals(anchors.new_tensor([[tree.token_ids[i] for i in tree.chain()[:count]]]))
+                chain = [tree.token_ids[i] for i in tree.chain()[:count]]
+                return Proposals(to_device(torch.tensor([chain], dtype=torch.long), anchors.device))
             tree = tree.first(count)
         return Proposals(to_device(torch.tensor([tree.token_ids]), anchors.device), tree=tree)
 
@@ -521,8 +535,9 @@ class Decoder:
         memory: Conversation,
     ) -> None:
         self.request, self.pair, self.verifier, self._cut, self.memory = request, pair, verifier, cut, memory
-        drawn = verifier.takes_drawn_proposals and not request.adaptive and draws(pair.drafter)
+        has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
         # A width chosen by how likely the drawn tokens are would keep the likely ones: what is left is no draw from q.
+        drawn = has_selector and verifier.takes_drawn_proposals and not request.adaptive
         self.proposer = Proposer(pair, memory, request, verifier.noise if drawn else None)
         self.rows: list[Row] = []
         self.anchors = torch.empty(0)
@@ -549,8 +564,7 @@ class Decoder:
         token_ids, is_real = _visible(request.input_ids, request.attention_mask)
         num_held = memory.open(self.pair, token_ids, request.max_new_tokens)
         width = token_ids.shape[1]
-        chunk_size = request.chunk_size or (CHUNK_OF_ALL_STATES if keeps_all_states() else width)
-        chunk_size = width if request.prompt_inputs else chunk_size
+        chunk_size = request.chunk_size or width
         for begin in range(num_held, width, chunk_size):
             columns = slice(begin, begin + chunk_size)
             chunk, is_token = token_ids[:, columns], is_real[:, columns]
@@ -649,7 +663,7 @@ class Decoder:
         elif live:
             self.memory.keep_rows(live)
         self.rows = [self.rows[place] for place in live]
-        self.anchors = self.anchors[live]
+        self.anchors = chosen(self.anchors, 0, live)
         self.proposer.forget_ahead()
 
     # -- whole steps
@@ -733,7 +747,7 @@ class Decoder:
         with suppress(NotCompiledError):
             if self.is_fused:
                 return self.launch(after=step)
-            self.proposer.propose_ahead(self._state_after(step), self.rows)
+            self.proposer.propose_ahead(partial(self._state_after, step), self.rows)
         return None
 
     def _state_after(self, step: Step) -> State:
@@ -772,11 +786,6 @@ def decode_ahead(decoder: Decoder) -> Iterator[Block]:
         if decoder.rows is not rows:
             ahead = None
         yield from blocks
-
-
-def draws(drafter: Any) -> bool:
-    """Whether a drafter's proposals can be drawn: without a selector it proposes its likeliest tokens, whatever is asked."""
-    return getattr(drafter, "candidate_selector", None) is not None
 
 
 def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,8 @@ class Row:
 
     def text_on_host(self) -> torch.Tensor:
         """Prompt and new tokens, [1, S + new], on the CPU."""
-        return torch.cat([self._prompt_on_host, torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype)])[None]
+        new_ids = torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype, device="cpu")
+        return torch.cat([self._prompt_on_host, new_ids])[None]
 
 
 def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
@@ -558,7 +559,7 @@ class Pacer:
         rate, calibration, free_ms = self.rate, self.calibration, self.curve.verify(1) - extra_ms
         for count, chance in enumerate(survival, start=1):
             expected += min(chance * calibration, self.num_rows)
-            if self._widths is not None and 1 + count not in self._widths:
+            if self._widths is not None and 1 + count not in self._widths and count < len(survival):
                 continue
             gain = expected - rate * (self.curve.verify(1 + count) - free_ms)
             if gain > best_gain:

@@ -38,6 +38,7 @@ from .cache_dflash import (
     HybridCache,
     PreallocatedCache,
     PreallocatedLayer,
+    chosen,
     is_supported,
     linear_mixers,
     to_device,
@@ -80,21 +81,10 @@ if torch.__version__ >= (2, 13):  # before, it was an experiment
 # Names of what the compiler watches of the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
-# transformers 5 keeps the hidden states that it is asked for, by their numbers; before, all of them.
 try:
     from transformers.utils.output_capturing import _active_collector as _collector
-    from transformers.utils.output_capturing import selected_hidden_states as _selects
-except ImportError:
-    _collector = _selects = None  # type: ignore[assignment]
-
-
-def keeps_all_states() -> bool:
-    """Whether a forward of this transformers keeps the hidden states of all layers, if it is asked for some."""
-    return _selects is None
-
-
-# Columns of a prompt that run at a time where all layers' states are kept.
-CHUNK_OF_ALL_STATES = 1024
+except ImportError:  # transformers 4
+    _collector = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -159,12 +149,29 @@ class Layout:
 
 
 def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D]."""
-    wanted: Any = [tap + 1 for tap in taps] if _selects is not None else True
-    output = target(**inputs, use_cache=True, output_hidden_states=wanted, return_dict=True)
-    states = [output.hidden_states[tap + 1] for tap in taps]
-    device = states[0].device
-    return output.logits, torch.cat([state.to(device) for state in states], dim=-1)
+    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D].
+
+    Hooks stand for this forward alone and listen to this thread alone, so two threads may generate on one target. Compiled
+    code cannot have hooks that come and go: there transformers gives the states of all layers, and the others are unused.
+    """
+    inputs |= {"use_cache": True, "return_dict": True}
+    if torch.compiler.is_compiling():
+        output = target(**inputs, output_hidden_states=True)
+        return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+    thread, layers, states = threading.get_ident(), decoder_layers(target), list[torch.Tensor]()
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+    hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
+    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    try:
+        logits = target(**inputs).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -271,7 +278,7 @@ class Context:
     def of_rows(self, rows: list[int]) -> Context:
         """Without the other rows of the batch."""
         num_real = [self.num_real[row] for row in rows]
-        return Context(self.features[rows, : max(num_real)], num_real)
+        return Context(chosen(self.features[:, : max(num_real)], 0, rows), num_real)
 
 
 @dataclass(frozen=True)
@@ -656,7 +663,7 @@ class CompiledPair:
         is_ragged = len(cache.lengths) > 1
         for tensor in (*keys, *values):
             if self.is_static:
-                torch._dynamo.mark_static_address(tensor)
+                torch._dynamo.mark_static_address(tensor, guard=False)
             else:
                 torch._dynamo.mark_dynamic(tensor, [0, 2] if is_ragged else [2])
         index = keys[0].new_empty(1).expand(num_keys)
@@ -782,21 +789,19 @@ class Pair:
             return self._verify_eagerly(token_ids, cache, tree)
         compiled.num_steps += 1
         width, lengths = token_ids.shape[1], cache.lengths
+        size = next((size for size in WIDTH_CLASSES if size >= width), width) if compiled.is_static else width
 
         def eagerly(output: Any) -> tuple[Any, bool]:
             expected = self._verify_eagerly(token_ids, cache, tree)
             return expected, output is None or all(map(_agree, output, expected))
 
         def run() -> Any:
-            size, shape = width, None if tree is None else self._tree_tensors(tree, token_ids.device)
-            padded = token_ids
-            if compiled.is_static and width <= WIDTH_CLASSES[-1]:
-                size = next(size for size in WIDTH_CLASSES if size >= width)
-                padded = functional.pad(token_ids, (0, size - width))
-                if shape is not None:  # columns that are no nodes see themselves alone
-                    ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
-                    ancestors[:width, :width] = shape[0]
-                    shape = ancestors, functional.pad(shape[1], (0, size - width))
+            shape = None if tree is None else self._tree_tensors(tree, token_ids.device)
+            padded = functional.pad(token_ids, (0, size - width))
+            if shape is not None and size > width:  # columns that are no nodes see themselves alone
+                ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
+                ancestors[:width, :width] = shape[0]
+                shape = ancestors, functional.pad(shape[1], (0, size - width))
             if size > 1 and shape is None and not compiled.is_static:  # one compilation for chains and trees
                 device = token_ids.device
                 shape = (
@@ -815,7 +820,7 @@ class Pair:
             return compiled.own(logits[part]), self._read(compiled.own(features[part]))
 
         kind = "a forward over " + ("one column" if width == 1 else "columns")
-        key = self._key(kind, cache, (width, tree is not None))
+        key = self._key(kind, cache, (size, tree is not None))
         output = compiled.run(key, (self.target, self.drafter), run, eagerly)
         if cache.lengths == lengths:  # eagerly it counts them itself
             cache.advance([width] * len(lengths))
@@ -1003,7 +1008,7 @@ class Pair:
                 agrees = agrees and _agree(logits.gather(-1, output[1][..., None]), logits.amax(dim=-1, keepdim=True))
             return expected, agrees
 
-        key = self._key(f"a step {'sampled ' * (drawn is not None)}", target_cache, shape)
+        key = self._key("a step" if drawn is None else "a sampled step", target_cache, shape)
         outputs = compiled.run(key, models, run, None if context is None else eagerly)
         num_accepted, choices, proposed_ids, hidden_states, features = outputs
         return Whole(Verdict(num_accepted, choices), proposed_ids, hidden_states, features)
@@ -1144,7 +1149,7 @@ def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
 
 def _may_flex(target: Any, drafter: Any) -> bool:
     """Whether flex attention computes what both models' own attention does."""
-    if keeps_all_states():  # transformers 4 sets its layers' forwards, and Dynamo would drop that they are set back
+    if _collector is None:  # transformers 4 sets its layers' forwards, and Dynamo would drop that they are set back
         return False
     config = target.config.get_text_config(decoder=True)
     is_plain = getattr(config, "attn_logit_softcapping", None) is None
@@ -1167,7 +1172,7 @@ def _kind_of(value: Any) -> Any:
         return value.dtype, value.device, value.shape, value.requires_grad
     if isinstance(value, (dict, list, tuple)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(key, _kind_of(entry)) for key, entry in entries]
+        return [(key, _kind_of(entry)) for key, entry in entries if not hasattr(entry, "is_tap")]
     if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
         return value
     return id(value) if callable(value) else type(value)  # a module, a hook, a method put over another one

@@ -41,7 +41,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from .cache_dflash import to_device
+from .cache_dflash import to_device, to_host
 from .proposals_dflash import DraftTree, Row
 
 
@@ -77,20 +77,20 @@ class PositionNoise:
             device = "cpu" if generator is None else generator.device
             seeds = torch.randint(2**63 - 1, (batch_size,), generator=generator, device=device)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-        self._drawn = [torch.empty(0, dtype=torch.float64)] * batch_size
+        self._drawn = [torch.empty(0, dtype=torch.float64, device="cpu")] * batch_size
         # Rules that draw per step and not per position must not meet a number again that decided something before.
         self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds.tolist()]
 
     def __call__(self, row: int, start: int, count: int) -> torch.Tensor:
         """Uniforms in [0, 1) of the row's new positions `start..start + count - 1`, float64 [count]."""
         while len(self._drawn[row]) < start + count:
-            chunk = torch.rand(NOISE_CHUNK, generator=self._streams[row], dtype=torch.float64)
+            chunk = torch.rand(NOISE_CHUNK, generator=self._streams[row], dtype=torch.float64, device="cpu")
             self._drawn[row] = torch.cat([self._drawn[row], chunk])
         return self._drawn[row][start : start + count]
 
     def fresh(self, row: int, count: int) -> torch.Tensor:
         """Uniforms of the row that no call returned before, float64 [count]."""
-        return torch.rand(count, generator=self._step_streams[row], dtype=torch.float64)
+        return torch.rand(count, generator=self._step_streams[row], dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Proposals:
         found = found if token_ids.shape[1] else {}
         for place, looked_up in found.items():
             count = min(len(looked_up), token_ids.shape[1])
-            token_ids[place, :count] = token_ids.new_tensor(looked_up[:count])
+            token_ids[place, :count] = to_device(torch.tensor(looked_up[:count]), token_ids.device)
             if candidate_ids is not None and probabilities is not None:
                 chosen = token_ids[place, :count, None]
                 # In place of the candidate that it equals, or of the first: no candidate stands there twice.
@@ -496,7 +496,7 @@ class Verifier:
                 scores = self.processors(row.prompt_ids[None], logits.float())
             chosen = self._choose_at(scores, row, tree.depths)
             is_broken = ~scores.gather(-1, chosen[:, None]).squeeze(-1).isfinite()
-            choices, broken = torch.stack([chosen, is_broken.long()]).tolist()  # one wait
+            choices, broken = to_host(torch.stack([chosen, is_broken.long()]))()  # one wait
         columns, token_ids, seen = [0], list[int](), list[torch.Tensor]()
         while True:
             column = columns[-1]
