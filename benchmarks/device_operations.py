@@ -318,8 +318,18 @@ def main() -> None:
     native = []
     if HAS_NATIVE:
         native = [{"layers": layers, **beside_native(*layers)} for layers in DEPTHS]
-    rows = [[str(row[name]) for name in ("mode", "path", "operations", "waits", "faults")] for row in modes]
-    show_table((["mode", "path", "operations", "waits", "faults"], rows))
+    headings = ["mode", "path", "operations", "waits", "faults"]
+    rows = [
+        [
+            row["mode"],
+            row["path"],
+            str(max(row["operations"])),
+            str(max(row["waits"])),
+            str(sum(map(len, row["faults"].values()))),
+        ]
+        for row in modes
+    ]
+    show_table((headings, rows))
     for row in native:
         print(f"eager step on {row['layers']} layers: {row['ours']} operations, native {row['native']}")
     if args.output is not None:

@@ -33,7 +33,7 @@ KEY_BLOCK = 128
 # Over at most so many keys flex attention runs as one kernel a layer. Its own choice for few queries divides the keys among
 # more processors, and then launches four kernels, which write partial sums in float32.
 MOST_KEYS_UNDIVIDED = 4096
-UNDIVIDED = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
+UNDIVIDED: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
 
 # The inverse of a block mask serves gradients alone. Older versions of torch always make it.
 _takes_q_blocks = "compute_q_blocks" in inspect.signature(BlockMask.from_kv_blocks).parameters
