@@ -252,7 +252,7 @@ def test_other_texts_record_few_graphs_too(recorded: Recorded, mode: str, most: 
     pair = recorded
     kinds: dict[str, dict[str, Any]] = {
         "adaptive": {"latency_curve": curve_of(pair)},
-        "lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1},
+        "lookup": {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 1},
         "tree": {"draft_tree": 7},
         "sampled": {"temperature": 0.7},
     }
@@ -268,7 +268,7 @@ def test_other_texts_record_few_graphs_too(recorded: Recorded, mode: str, most: 
 
     assert pair.graphs.new_keys(lambda: write(17)) <= most
     if mode == "lookup":
-        asked["prompt_lookup_num_tokens"] = 5  # another width of the same class
+        asked["prompt_lookup_num_tokens"] = 3  # another width of the same class
     assert pair.graphs.new_keys(lambda: [write(17), write(60)]) == 0
 
 
@@ -284,8 +284,8 @@ def test_the_call_after_numbers_that_are_none_is_right(recorded: Recorded) -> No
         list(blocks)
     with torch.no_grad():
         weight.copy_(kept)
-    recorded.check([33])
-    recorded.check([26])
+    for _ in range(2):
+        recorded.check([8])  # behind whose text the numbers lie, where nothing sees them
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "parts"])
