@@ -415,12 +415,22 @@ def whole_step(
 
 @dataclass
 class Loan:
-    """Both caches of one (sequences, capacity) class, which the pair lends to one text at a time."""
+    """Both caches of one (sequences, capacity) class, which the pair lends to one text at a time, from a shelf of such."""
 
     num_rows: int
     capacity: int
     target_cache: PreallocatedCache
     draft_cache: PreallocatedCache
+    shelf: list[Loan]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether eager steps have left the storage as it was: they may let it grow, or keep fewer rows."""
+        layers: list[Any] = [*self.target_cache.layers, *self.draft_cache.layers]
+        return all(
+            layer.capacity == self.capacity and (not layer.is_initialized or len(layer.keys) == self.num_rows)
+            for layer in layers
+        )
 
 
 class NotCompiledError(Exception):
@@ -551,15 +561,17 @@ class CompiledPair:
                     room,
                     pair.new_cache(room, num_rows, size),
                     PreallocatedCache(num_layers, room, num_rows, size),
+                    shelf,
                 )
         for cache in (loan.target_cache, loan.draft_cache):
             cache.begin(num_rows)
         return loan
 
     def take_back(self, loan: Loan) -> None:
-        """For the next text."""
+        """For the next text. A shelf for models that have changed since is nobody's any more."""
         with self.lock:
-            self._shelf.setdefault((loan.num_rows, loan.capacity), []).append(loan)
+            if loan.is_whole:
+                loan.shelf.append(loan)
 
     # -- what runs compiled
 
