@@ -528,9 +528,9 @@ def generate_blocks(
             - `latency_curve`: a [`LatencyCurve`] measured before, for `adaptive`.
             - `draft_tree`: verifies a tree of the drafter's likeliest paths instead of one: its number of nodes, or True
               for as many as pay. One prompt at a time.
-            - `compile`: True compiles both forwards once per pair; "auto" does so for a pair that has run a few thousand
-              steps; False never. What cannot be compiled runs eagerly, and one warning says why. On CUDA a compiled step is
-              launched before the last one is read, where its proposals and its verdict need nothing of the text.
+            - `compile`: True compiles both forwards once per pair; "auto" does so once the pair's eager steps have lost as much
+              time as compiling takes; False never. What cannot be compiled runs eagerly, and one warning says why. On CUDA a
+              compiled step is launched before the last one is read, where it needs nothing of the text.
             - `prompt_lookup_num_tokens`: lets proposals of that length, found earlier in the text, compete with the
               drafter's; `max_matching_ngram_size` (3) is how many tokens must have occurred.
 
