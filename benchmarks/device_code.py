@@ -13,6 +13,7 @@ import argparse
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ class Case:
     width: int = BLOCK_SIZE
     capacity: int = 2048
     num_sequences: int = 1
+
+    @property
+    def name(self) -> str:
+        """What `--rows` goes by."""
+        return f"{self.what} {self.size} {self.width}x{self.capacity}x{self.num_sequences}"
 
 
 CASES = [
@@ -163,8 +169,9 @@ def measured(cases: list[Case], layers: tuple[int, int] | None = None) -> Iterat
     """Each case with its figures; a pair is made once per size."""
     benches: dict[str, Bench] = {}
     for case in cases:
-        bench = benches.setdefault(case.size, Bench(case.size, layers))
-        yield {**asdict(case), **bench.figures(case)}
+        if case.size not in benches:
+            benches[case.size] = Bench(case.size, layers)
+        yield {**asdict(case), **benches[case.size].figures(case)}
 
 
 def arguments() -> argparse.Namespace:
@@ -172,6 +179,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--smoke", action="store_true", help="two layers of the target and one of the drafter, few cases"
     )
+    parser.add_argument("--rows", default="*", help="cases to run, by name: 'step Qwen3-8B 16x2048x1', with * and ?")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     return parser.parse_args()
 
@@ -188,7 +196,8 @@ def main() -> None:
         raise SystemExit("This torch makes no code for CUDA: install its CUDA build, which needs no GPU for this.")
     torch.set_num_threads(1)
     smoke = list(measured(SMOKE, (2, 1)))
-    rows = smoke if args.smoke else list(track(measured(CASES), total=len(CASES), description="cases"))
+    cases = [case for case in CASES if fnmatch(case.name, args.rows)]
+    rows = smoke if args.smoke else list(track(measured(cases), total=len(cases), description="cases"))
     headings = ["what", "columns", "keys", "sequences", "launches", "over vocabulary", "MB allocated", "MB written"]
     show_table((headings, [_cells(row) for row in rows]))
     if args.output is not None:
