@@ -263,18 +263,14 @@ def test_auto_compiles_once_eager_steps_have_lost_what_it_costs(announced: _Anno
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("num_prompts", [1, 2])
-def test_auto_compiles_in_the_middle_of_a_text_that_is_long_enough(num_prompts: int, announced: _Announced) -> None:
+def test_auto_compiles_in_the_middle_of_a_text_that_is_long_enough(announced: _Announced) -> None:
     """Promise: 50 steps have lost what compiling costs, and what is left of the text would lose it again."""
-    target, drafter = small_target(), small_drafter()
-    prompts = [make_prompt(17, seed=3), make_prompt(9, seed=4)][:num_prompts]
-    output = compiled_run(drafter, target, prompts, compile="auto", max_new_tokens=200)
-    for row, prompt in enumerate(prompts):
-        truth = greedy(target, prompt, max_new_tokens=200, eos_token_id=None)
-        assert torch.equal(output.sequences[row, -200:], truth[0, -200:])
+    target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
+    output = spec_generate(drafter, target, prompt, **{**GREEDY, "max_new_tokens": 200})
+    assert torch.equal(output.sequences, greedy(target, prompt, max_new_tokens=200, eos_token_id=None))
     pair = pair_of(target, drafter)
     assert pair._lost_seconds == 25
-    assert len(pair._checked) >= 1
+    assert len(pair._checked) == 1
     assert len(announced.log) == 1
 
 
