@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from dflash import DFlashConfig, DFlashDraftModel, LatencyCurve, custom_generate
 from dflash.commands.common import show_table
 from dflash.evaluation.harness import HAS_NATIVE
 from dflash.evaluation.records import record, write_result
-from dflash.model import decoding_dflash, generation_dflash, step_dflash
+from dflash.model import decoding_dflash, generation_dflash, step_dflash, verification_dflash
 from dflash.model.proposals_dflash import machine
 
 
@@ -163,6 +164,11 @@ def _is_asynchronous(name: str, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking", len(args) > 2 and args[2] if name == "aten::copy_" else False))
 
 
+def choices(tensor: torch.Tensor) -> list[list[int]]:
+    """What the target would have chosen at the columns [2, 1 + n] of a tree, where no column is broken."""
+    return [[1] * tensor.shape[1], [0] * tensor.shape[1]]
+
+
 def numbers(tensor: torch.Tensor) -> Any:
     """What the device would have computed: half of a block stands, tokens are all different, the best come first."""
     shape = tuple(tensor.shape)
@@ -182,25 +188,22 @@ class Gate:
     def __init__(self) -> None:
         self.num_waits = 0
 
-    def to_host(self, tensor: torch.Tensor) -> Callable[[], Any]:
+    def to_host(self, tensor: torch.Tensor, computed: Callable[[torch.Tensor], Any] = numbers) -> Callable[[], Any]:
         """In place of `cache_dflash.to_host`: the copy, and the numbers once they are read."""
-        if tensor.device.type == "cuda":
-            tensor.to("cpu", non_blocking=True)
         is_waited_for = tensor.device.type == "cuda"
+        if is_waited_for:
+            tensor.to("cpu", non_blocking=True)
 
         def read() -> Any:
             self.num_waits += is_waited_for
-            return numbers(tensor)
+            return computed(tensor)
 
         return read
 
-    def walk(self, tensor: torch.Tensor) -> Any:
-        """In place of a fake tensor's `tolist`: a tree's choices are read where it is walked, and seeds on the host."""
-        if tensor.device.type == "cuda":
-            self.num_waits += 1
-        if tensor.dim() == 2:
-            return [[1] * tensor.shape[1], [0] * tensor.shape[1]]
-        return [PROMPT_LENGTH - row for row in range(tensor.shape[0])]  # lengths of prompts, or seeds
+    def on_host(self, tensor: torch.Tensor) -> list[int]:
+        """In place of a fake tensor's `tolist`: lengths of prompts, or seeds."""
+        self.num_waits += tensor.device.type == "cuda"
+        return [PROMPT_LENGTH - row for row in range(tensor.shape[0])]
 
 
 @contextmanager
@@ -209,7 +212,8 @@ def fake_gpu(gate: Gate, watch: Watch) -> Iterator[FakeTensorMode]:
     use_device_guard()
     replaced: list[tuple[Any, str, Any]] = [
         (decoding_dflash, "to_host", gate.to_host),
-        (FakeTensor, "tolist", lambda tensor: gate.walk(tensor)),
+        (verification_dflash, "to_host", partial(gate.to_host, computed=choices)),
+        (FakeTensor, "tolist", lambda tensor: gate.on_host(tensor)),
         (generation_dflash, "check_padding", lambda mask: None),
         (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),
         (step_dflash, "_agree", lambda mine, theirs: True),
