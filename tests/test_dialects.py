@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import convert_checkpoint, export_checkpoint
 from dflash.cli import app
-from dflash.model.configuration_dflash import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
+from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
 
 
 D, VOCAB, B, CONTEXT = 16, 40, 5, 9

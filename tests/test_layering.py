@@ -46,6 +46,11 @@ ROOMS = {
 }
 TOP = {"cli", "commands", "notebooks", "terminal"}
 OUTSIDE = {"torch", "transformers"}
+REGISTRATION = [
+    "from dflash import dialects",
+    "from .configuration_dflash import DFlashConfig",
+    "DFlashConfig.reader = dialects",
+]
 FORBIDDEN = {
     "prints": r"\bprint\(",
     "parses arguments": r"\bargparse\b",
@@ -95,8 +100,9 @@ def shipped_faults(name: str, source: str) -> list[str]:
         found.remove("owns a clock")
     if name == "generation_dflash" and "writes a file" in found:  # into a folder that is about to be uploaded
         found.remove("writes a file")
-    if name == "__init__":
-        return found + ["holds code"] * any(not isinstance(node, ast.Expr) for node in ast.parse(source).body)
+    if name == "__init__":  # not shipped: where the package gives the shipped files its readers, and nothing more
+        code = [ast.unparse(node) for node in ast.parse(source).body if not isinstance(node, ast.Expr)]
+        return found + ["holds code"] * (code != REGISTRATION)
     before = set(ORDER[: ORDER.index(name)])
     for module, level, is_lazy in imports(source):
         if level == 0 and module.split(".")[0] not in OUTSIDE | set(sys.stdlib_module_names):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from dflash.model.configuration_dflash import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
+from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
 
 from .engines import (
     READERS,

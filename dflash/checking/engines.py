@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash.model.configuration_dflash import ASSISTANT, SPECULATORS, dialect_of
+from dflash.dialects import ASSISTANT, SPECULATORS, dialect_of
 
 
 Config = Mapping[str, Any]

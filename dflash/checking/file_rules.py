@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from dflash.model.configuration_dflash import ASSISTANT, portable_fields
+from dflash.dialects import ASSISTANT, portable_fields
 
 from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, Severity, error, note, warning
 from .folder import Checkpoint, read_json

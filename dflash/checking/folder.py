@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dflash.model.configuration_dflash import dialect_of
+from dflash.dialects import dialect_of
 
 from .engines import Config, Reading, decoder_fields, meant, whole_number
 

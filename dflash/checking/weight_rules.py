@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflash.model.configuration_dflash import COPIES_OF_THE_TARGET, ZLAB
+from dflash.dialects import COPIES_OF_THE_TARGET, ZLAB
 
 from .engines import decoder_fields, either, num_layers, whole_number
 from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning

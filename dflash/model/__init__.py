@@ -1,6 +1,6 @@
 """What a checkpoint ships, and nothing else: read the files in this order.
 
-1. `configuration_dflash`: what a drafter is, in every published dialect.
+1. `configuration_dflash`: what a drafter is.
 2. `attention_dflash`: who sees whom, and how a block attends.
 3. `modeling_dflash`: the network.
 4. `cache_dflash`: keys, values and running states, rolled back after rejected tokens.
@@ -10,3 +10,10 @@
 8. `decoding_dflash`: the loop: propose, verify, accept, commit.
 9. `generation_dflash`: what `spec_generate` takes, checks and returns.
 """
+
+from dflash import dialects
+
+from .configuration_dflash import DFlashConfig
+
+
+DFlashConfig.reader = dialects  # a shipped copy has no package around it, and reads the form that it was saved in

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .attention_dflash import additive_mask, block_visibility, draft_sees, grouped_attention, step_mask
-from .configuration_dflash import COPIES_OF_THE_TARGET, TENSOR_NAMES, DFlashConfig
+from .configuration_dflash import DFlashConfig
 
 
 # What reading a malformed checkpoint raises where nobody expected it.
@@ -267,7 +267,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     It owns no embedding and, but for checkpoints with a reduced vocabulary, no head: `noise_embeds` are rows of the
     target's embedding, and the target's head reads `last_hidden_state`. Tensor names and shapes are those of the
-    published `z-lab/*-DFlash` checkpoints; `from_pretrained` reads the other dialects too (`dialects_dflash`).
+    published `z-lab/*-DFlash` checkpoints.
 
     Example:
         >>> draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
@@ -308,7 +308,8 @@ class DFlashDraftModel(PreTrainedModel):
             # The i-th token that the own head says is token i + d2t[i] of the target.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.gradient_checkpointing = False
-        self._keys_to_ignore_on_load_unexpected = COPIES_OF_THE_TARGET.get(config.dialect)
+        if config.reader is not None:
+            self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
         self.post_init()
 
     @torch.no_grad()
@@ -551,7 +552,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`, of any published dialect; what does not fill the network exactly is refused.
+        """As `PreTrainedModel.from_pretrained`; what does not fill the network exactly is refused.
 
         Weights are read from safetensors; from a pickle only with `weights_only=True`.
 
@@ -566,7 +567,8 @@ class DFlashDraftModel(PreTrainedModel):
             kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
-        kwargs.setdefault("key_mapping", dict(TENSOR_NAMES))
+        if cls.config_class.reader is not None:
+            kwargs.setdefault("key_mapping", dict(cls.config_class.reader.TENSOR_NAMES))
         try:
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
