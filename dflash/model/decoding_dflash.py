@@ -1,8 +1,7 @@
 """The loop: propose a block, verify it in one forward of the target, accept what stands, commit it.
 
-`decode_blocks` is the loop. `decode_ahead` runs the same four verbs where one compiled function does the first three, and
-on a device with a queue launches a step before the host has read the one before. Both know no text and no file, and nothing
-of how a request was put.
+`decode_blocks` is the loop. `decode_ahead` runs the same four verbs where one compiled function does the first three, and on
+a device with a queue launches a step before the host has read the one before. Both know nothing of how a request was put.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -132,10 +131,7 @@ class Conversation:
         return self.target_cache, self.draft_cache
 
     def open(self, pair: Pair, token_ids: torch.Tensor, max_new_tokens: int) -> int:
-        """Makes the caches ready for token_ids [B, S] and what is written after them; how many of those they hold.
-
-        At least one token is left to run: its forward chooses the first new one.
-        """
+        """Makes the caches ready for token_ids [B, S] and what follows; how many of those they hold, which are not all."""
         self.num_reused = self._count_held(token_ids) if len(token_ids) == 1 else 0
         length = token_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + 4 * pair.drafter.config.block_size
         if self.num_reused:
@@ -222,13 +218,8 @@ class Conversation:
         """Keeps what a verify step computed, features [B, 1 + n, L * D], for each row's first `num_kept` columns.
 
         Those were computed after text that stands: the anchor and all kept tokens but the last, whose keys and values
-        the next forward computes, with it as the anchor. Of a tree, whose columns are no chain, `columns` stand.
-
-        Args:
-            features: Of all columns.
-            num_kept: Tokens that the step gave each row.
-            text: The first row's new tokens, those of this step included.
-            columns: Of a tree, those whose path was taken.
+        the next forward computes, with it as the anchor. Of a tree, whose columns are no chain, `columns` stand. `text` holds
+        the first row's new tokens, those of this step included.
         """
         width = features.shape[1]
         if columns is None:
@@ -279,26 +270,14 @@ class Conversation:
 
 @dataclass
 class Drafted:
-    """A draft that was launched, and the numbers by which the host chooses among its tokens, on their way to it.
+    """A draft that was launched, and the numbers by which the host chooses among its tokens, on their way to it."""
 
-    Attributes:
-        proposals: The likeliest tokens, if that is all.
-        read: Gives the numbers: for each row and position the confidence, or a tree's best tokens.
-    """
-
-    proposals: Proposals | None
-    read: Callable[[], Any] | None = None
+    proposals: Proposals | None  # the likeliest tokens, unless a tree is grown
+    read: Callable[[], Any] | None = None  # for each row and position the confidence, or a tree's best tokens
 
 
 class Proposer:
-    """`propose(rows, anchors)`: what the next verify step is to judge.
-
-    Args:
-        pair: The models.
-        memory: The caches; the drafter reads the context that waits there.
-        request: What was asked for.
-        noise: For drafters whose proposals are drawn; `None`: they propose their likeliest path.
-    """
+    """What the next verify step is to judge. `noise` is for drafters whose proposals are drawn."""
 
     def __init__(self, pair: Pair, memory: Conversation, request: Any, noise: PositionNoise | None) -> None:
         self.pair, self.memory, self.request, self.noise = pair, memory, request, noise
@@ -488,23 +467,15 @@ class Proposer:
 
 @dataclass
 class Step:
-    """A forward of the target that was launched, and what it says, which is on its way to the host.
-
-    Attributes:
-        proposals: What it judges.
-        features: The context features of all columns, [B, 1 + n, L * D].
-        verdict: What of the proposals stands.
-        logits: The target's logits of all columns, [B, 1 + n, V], if they are wanted.
-        state: Where the sequences stood, and `live` which of them were not done, if it ran as one function.
-    """
+    """A forward of the target that was launched, and what it says, which is on its way to the host."""
 
     proposals: Proposals
-    features: torch.Tensor
+    features: torch.Tensor  # of all columns, [B, 1 + n, L * D]
     verdict: Verdict
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # of all columns, [B, 1 + n, V], if they are wanted
+    # If it ran as one function: what it gave, where the sequences stood, and which of them were not done.
     whole: tuple[Whole, State, torch.Tensor] | None = None
-    is_ahead: bool = False
-    num_context: list[int] = field(default_factory=list)
+    num_context: list[int] | None = None  # columns that the drafter read in it; None: those of the step before
 
     def __post_init__(self) -> None:
         verdict = self.verdict
@@ -518,12 +489,7 @@ class Step:
 class Decoder:
     """The four verbs for one request. What the host holds is as of the step that it has read.
 
-    Args:
-        request: What was asked for.
-        pair: The models.
-        verifier: Processes logits and accepts.
-        cut: Takes a row and its new tokens, and gives those up to where the text stops.
-        memory: The caches.
+    `cut` takes a row and its new tokens, and gives those up to where the text stops.
     """
 
     def __init__(
@@ -541,7 +507,7 @@ class Decoder:
         self.proposer = Proposer(pair, memory, request, verifier.noise if drawn else None)
         self.rows: list[Row] = []
         self.anchors = torch.empty(0)
-        self._began = 0.0
+        self._began, self._num_steps = 0.0, 0
 
     @property
     def num_wanted(self) -> int:
@@ -550,15 +516,11 @@ class Decoder:
         is_eager = compiled is None or not compiled.is_active
         if is_eager and request.max_new_tokens - min(len(row.new_ids) for row in self.rows) == 1:
             return 0  # the last token needs no drafter
-        longest = max(len(row.prompt_ids) + len(row.new_ids) for row in self.rows)
+        longest = max(len(row.prompt_ids) + len(row.new_ids) for row in self.rows if not row.is_done)
         return max(0, request.max_length - longest - 1)
 
     def read_prompt(self) -> list[Block]:
-        """Runs the prompts, or what of them the memory does not hold, and commits their first tokens.
-
-        Of a prompt that runs in chunks what a layer computes for a column is dropped with its chunk, but for keys, values
-        and what the drafter reads.
-        """
+        """Runs the prompts, or what of them the memory does not hold, and commits their first tokens."""
         request, memory = self.request, self.memory
         self.rows = [Row(index, prompt_ids) for index, prompt_ids in enumerate(request.input_ids)]
         token_ids, is_real = _visible(request.input_ids, request.attention_mask)
@@ -638,7 +600,7 @@ class Decoder:
         if not step.features.shape[1]:
             return  # the prompt
         if step.whole is not None:
-            memory.draft_cache.advance(memory.mark_read() if step.is_ahead else step.num_context)
+            memory.draft_cache.advance(memory.mark_read() if step.num_context is None else step.num_context)
             memory.target_cache.advance([step.features.shape[1]] * len(self.rows))
         memory.commit(step.features, num_kept, self.rows[0].new_ids, step.verdict.columns)
         if compiled is not None:
@@ -646,8 +608,9 @@ class Decoder:
             if compiled.is_active:
                 compiled.note_compiled_step(seconds)
             else:
-                num_left = self.request.max_new_tokens - max(len(row.new_ids) for row in self.rows)
-                compiled.weigh(seconds, num_left)
+                self._num_steps += 1
+                num_written = max(len(row.new_ids) for row in self.rows)
+                compiled.weigh(seconds, (self.request.max_new_tokens / num_written - 1) * self._num_steps)
 
     def _let_go(self) -> None:
         """Forgets rows that are done; where shapes are few, once a smaller class fits."""
@@ -681,10 +644,7 @@ class Decoder:
         return self.num_wanted >= self.proposer.num_proposals and self.verifier.is_fusible(request.input_ids.device)
 
     def launch(self, after: Step | None = None) -> Step:
-        """The first three verbs: as one function where that is possible.
-
-        Args:
-            after: A step that the host has not read; `None`: it has read all.
+        """The first three verbs, as one function where that is possible, `after` a step that the host has not read.
 
         Raises:
             NotCompiledError: if the step cannot be launched without reading the one before.
@@ -716,15 +676,15 @@ class Decoder:
         if sampler is not None:
             width = shape.num_proposals + 1
             uniforms = self.verifier.uniforms(self.rows, 2 * width, device)
-            places = state.offsets[:, None] + torch.arange(width, device=device)
+            places = torch.arange(width, device=device).expand(len(state.anchors), -1)
+            if context is None:  # the host has not read as many tokens as the step before wrote
+                places = places + state.counts[:, None]
             shape = Shape(shape.block_size, shape.num_proposals, sampler.num_candidates)
             drawn = uniforms.gather(1, places), sampler.settings
         whole = pair.step(state, memory.caches, shape, drawn, context)
         proposals = Proposals(whole.proposed_ids)
-        num_context = [] if context is None else context.num_real
-        return Step(
-            proposals, whole.features, whole.verdict, None, (whole, state, is_live), context is None, num_context
-        )
+        num_context = None if context is None else context.num_real
+        return Step(proposals, whole.features, whole.verdict, None, (whole, state, is_live), num_context)
 
     def _make_room(self) -> None:
         memory = self.memory
@@ -755,7 +715,7 @@ class Decoder:
         device = self.request.input_ids.device
         starts = to_device(torch.tensor(self.memory.target_cache.lengths), device) - step.features.shape[1]
         written = step.verdict.num_written
-        return State(step.verdict.anchors, starts + written, step.features, written, written)
+        return State(step.verdict.anchors, starts + written, step.features, written)
 
 
 @torch.inference_mode(False)

@@ -1,11 +1,8 @@
-"""What is refused and how it is said: one sentence with the value and the remedy, before any compute.
-
-Pairs of models, prompts and requests that the loop cannot run exactly. It runs nothing itself.
-
-How a request is put: what `spec_generate` and `generate_blocks` take, and what they return.
+"""How a request is put: what `spec_generate` and `generate_blocks` take, refuse and return.
 
 Everything around the loop (the generation config, logits processors, stopping criteria, expansion, special tokens) is
-prepared by the target's own `generate`, which runs the loop as its `custom_generate`.
+prepared by the target's own `generate`, which runs the loop as its `custom_generate`. What cannot be run exactly is refused
+before any compute, in one sentence with the value and the remedy.
 """
 
 from __future__ import annotations
@@ -34,15 +31,7 @@ logger = logging.get_logger(__name__)
 
 
 # Multimodal targets whose text behind an image is known to be exact, by the model_type of their config.
-IMAGE_FAMILIES = {
-    "gemma3",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-}
+IMAGE_FAMILIES = {"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 
 # What `generate` prepares for the forward of any model.
 PREPARED_INPUTS = {
@@ -54,7 +43,6 @@ PREPARED_INPUTS = {
     "use_cache",
 }
 
-
 # Logits processors of transformers that remember what they were shown.
 STATEFUL_PROCESSORS = {
     "SynthIDTextWatermarkLogitsProcessor",
@@ -65,21 +53,16 @@ STATEFUL_PROCESSORS = {
 
 # Arguments of `generate` that belong to other ways of decoding, or to a forward that is not ours to shape.
 NO_MEANING_HERE = (
-    "assistant_early_exit",
-    "assistant_model",
-    "assistant_tokenizer",
-    "cache_implementation",
-    "cache_position",
-    "custom_generate",
-    "inputs_embeds",
-    "logits_to_keep",
-    "negative_prompt_attention_mask",
-    "negative_prompt_ids",
-    "past_key_values",
-    "position_ids",
-    "speculation_type",
-    "synced_gpus",
-    "use_mtp",
+    *("assistant_early_exit", "assistant_model", "assistant_tokenizer", "cache_implementation", "cache_position"),
+    *("custom_generate", "inputs_embeds", "logits_to_keep", "negative_prompt_attention_mask", "negative_prompt_ids"),
+    *("past_key_values", "position_ids", "speculation_type", "synced_gpus", "use_mtp"),
+)
+
+# Fields of a generation config that ask for another way of decoding or another output, and the values that do not.
+OTHER_DECODING = (
+    *(("num_beams", 1), ("penalty_alpha", None), ("dola_layers", None), ("force_words_ids", None)),
+    *(("constraints", None), ("guidance_scale", 1), ("watermarking_config", None), ("output_attentions", False)),
+    *(("output_hidden_states", False), ("cache_implementation", None)),
 )
 
 # Settings that `generate` would act upon itself if it found them in a config.
@@ -89,34 +72,60 @@ KEYWORD_ONLY = ("prompt_lookup_num_tokens", "stop_strings")
 IGNORABLE_INPUTS = {"token_type_ids"}
 
 
-def check_batch(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int) -> None:
-    """Raises ValueError unless both models take the masks that rows of different lengths need."""
-    if num_rows == 1:
-        return
-    for name, model in (("target", target), ("drafter", drafter)):
-        implementation = attention_of(model)
-        if implementation not in ("sdpa", "eager"):
+def _is_count(smallest: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= smallest
+
+
+# What a setting has to be if it is given, and what to give otherwise.
+SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda value: value > 0, "ask for at least one new token"),
+    "max_length": (lambda value: value > 0, "ask for at least one new token"),
+    "temperature": (lambda value: value >= 0, "use 0 for greedy decoding or a number above 0 to sample"),
+    "top_p": (lambda value: 0 < value <= 1, "use a probability above 0 and up to 1 (1 keeps every token)"),
+    "top_k": (lambda value: value >= 0, "use the number of tokens to keep, or 0 to keep every token"),
+    "prefill_chunk_size": (_is_count(1), "use a number of tokens from 1 on, or leave it out"),
+    "prompt_lookup_num_tokens": (_is_count(1), "use at least 1, or leave it out"),
+    "max_matching_ngram_size": (_is_count(1), "use at least 1, or leave it out"),
+    "max_draft_tokens": (_is_count(0), "use a number of tokens from 0 (draft nothing) on, or leave it out"),
+    "draft_tree": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "use a number of nodes, or True for as many as pay",
+    ),
+    "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
+    "adaptive": (lambda value: isinstance(value, bool), "use True or False"),
+    "compile": (lambda value: isinstance(value, bool) or value == "auto", "use True, False or 'auto'"),
+    "latency_curve": (lambda value: hasattr(value, "verify_ms"), "pass what LatencyCurve.from_json returns"),
+}
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for a setting that has no meaning."""
+    for name, (is_meant, remedy) in SETTINGS.items():
+        value = given.get(name)
+        if value is not None and not is_meant(value):
+            raise ValueError(f"{name}={value!r}: {remedy}.")
+
+
+def check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int, draft_tree: Any) -> None:
+    """Raises ValueError unless the models take the masks that rows of different lengths, or a draft tree, need."""
+    why = f"{num_rows} rows of different lengths" if num_rows > 1 else "a draft tree"
+    for name, model in (("target", target), ("drafter", drafter)) if num_rows > 1 else (("target", target),):
+        if attention_of(model) not in ("sdpa", "eager"):
             raise ValueError(
-                f"The {name}'s attn_implementation={implementation!r} takes no 4-D mask, which {num_rows} rows of different "
-                f"lengths need: load the {name} with attn_implementation='sdpa', or pass one prompt at a time."
+                f"The {name}'s attn_implementation={attention_of(model)!r} takes no 4-D mask, which {why} need: load the {name} "
+                "with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree."
             )
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
-    unknown = types - {"full_attention", "sliding_attention", *LINEAR_TYPES}
-    if unknown:
+    others = types - {"full_attention", "sliding_attention", *(() if draft_tree else LINEAR_TYPES)}
+    if others:
         raise ValueError(
-            f"{type(target).__name__} has layers of type {', '.join(sorted(unknown))}, whose masks for {num_rows} rows of "
-            "different lengths are not known here: pass one prompt at a time."
+            f"{type(target).__name__} has layers of type {', '.join(sorted(others))}, which take no masks for {why}: "
+            "pass one prompt at a time, and no draft_tree."
         )
 
 
-def check_tree(
-    target: PreTrainedModel,
-    drafter: PreTrainedModel,
-    num_rows: int,
-    verification: str,
-    prompt_inputs: Mapping[str, Any],
-) -> None:
-    """Raises ValueError unless a draft tree can be verified exactly: by a 4-D mask, and choice by choice."""
+def check_tree(drafter: PreTrainedModel, num_rows: int, verification: str, prompt_inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a draft tree can be verified choice by choice."""
     if num_rows > 1:
         raise ValueError(
             f"draft_tree takes one prompt at a time, not {num_rows}: pass them one by one, or leave it out."
@@ -129,33 +138,14 @@ def check_tree(
         raise ValueError(
             "draft_tree needs a drafter whose positions are independent, and this one has a candidate selector: leave it out."
         )
-    name = type(target).__name__
     if prompt_inputs:
         raise ValueError(
             f"draft_tree came with {', '.join(sorted(prompt_inputs))}: it knows token ids alone, leave it out."
         )
-    if attention_of(target) not in ("sdpa", "eager"):
-        raise ValueError(
-            f"{name}'s attn_implementation={attention_of(target)!r} takes no 4-D mask, which a draft tree "
-            "needs: load the target with attn_implementation='sdpa'."
-        )
-    others = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
-    others -= {"full_attention", "sliding_attention"}
-    if others:
-        raise ValueError(
-            f"{name} has layers of type {', '.join(sorted(others))}, which read a tree's columns one behind the other: "
-            "leave draft_tree out."
-        )
 
 
-def read_prompt_inputs(
-    target: PreTrainedModel,
-    model_kwargs: Mapping[str, Any],
-    input_ids: torch.Tensor,
-    conversation: Any = None,
-    chunk_size: int | None = None,
-) -> dict[str, Any]:
-    """What a request holds for the prompt's forward beside ids and mask: images, and nothing for a text.
+def read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the prompt's forward gets beside ids and mask: images, and nothing for a text.
 
     Raises:
         ValueError: if there is something, and the target is not known to be exact behind it, or the prompt is not a
@@ -163,38 +153,36 @@ def read_prompt_inputs(
     """
     inputs = {
         name: value
-        for name, value in model_kwargs.items()
+        for name, value in model_inputs.items()
         if name not in PREPARED_INPUTS and not _says_nothing(name, value)
     }
     if not inputs:
         return {}
-    named = ", ".join(sorted(inputs))
+    target, named, mask = request.target, ", ".join(sorted(inputs)), request.attention_mask
     if target.config.model_type not in IMAGE_FAMILIES:
         raise ValueError(
             f"{type(target).__name__} was given more than token ids ({named}), and its text behind that is not known to be "
             "exact here: leave it out, or use target.generate."
         )
-    attention_mask = model_kwargs.get("attention_mask")
-    if len(input_ids) > 1 or (attention_mask is not None and not bool(attention_mask.all())):
+    if len(request.input_ids) > 1 or (mask is not None and not bool(mask.all())):
         raise ValueError(
-            f"{named} came with {len(input_ids)} rows or with padding: pass one prompt at a time, unpadded."
+            f"{named} came with {len(request.input_ids)} rows or with padding: pass one prompt at a time, unpadded."
         )
-    if chunk_size is not None:
-        raise ValueError(f"{named} came with prefill_chunk_size={chunk_size}: an image cannot be cut, leave it out.")
-    if conversation is not None:
+    if request.chunk_size is not None:
+        raise ValueError(
+            f"{named} came with prefill_chunk_size={request.chunk_size}: an image cannot be cut, leave it out."
+        )
+    if request.conversation is not None:
         raise ValueError(f"{named} came with a conversation, which knows token ids alone: leave the conversation out.")
-    if model_kwargs.get("position_ids") is not None:  # of three axes, where an image has them
-        inputs["position_ids"] = model_kwargs["position_ids"]
+    if model_inputs.get("position_ids") is not None:  # of three axes, where an image has them
+        inputs["position_ids"] = model_inputs["position_ids"]
     return inputs
 
 
 def _says_nothing(name: str, value: Any) -> bool:
     # Types that are all zero mean text; where there is no image, transformers 5 passes an empty dict of encoded ones.
-    return (
-        value is None
-        or (name.endswith("token_type_ids") and not bool(value.any()))
-        or (isinstance(value, dict) and not value)
-    )
+    is_text = name.endswith("token_type_ids") and not bool(value.any())
+    return value is None or is_text or (isinstance(value, dict) and not value)
 
 
 def max_positions(target: PreTrainedModel) -> int | None:
@@ -281,71 +269,28 @@ def pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple
     return input_ids, (torch.arange(width) >= width - lengths).long()
 
 
-def check_settings(asked: Request, drafter: PreTrainedModel) -> None:
-    """Raises ValueError, with the value and the remedy, for a setting of the loop that has no meaning."""
-    if asked.block_size is not None and not 2 <= asked.block_size <= drafter.config.block_size:
-        raise ValueError(
-            f"block_size={asked.block_size}: use 2 to {drafter.config.block_size}, the block that the drafter was trained for."
-        )
-    if asked.verification not in VERIFICATIONS:
-        raise ValueError(f"verification={asked.verification!r}: use one of {', '.join(VERIFICATIONS)}.")
-    most = asked.max_draft_tokens
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-        raise ValueError(
-            f"max_draft_tokens={most!r}: use a number of tokens from 0 (draft nothing) on, or leave it out."
-        )
-    if not isinstance(asked.draft_tree, int) or asked.draft_tree < 0:
-        raise ValueError(f"draft_tree={asked.draft_tree!r}: use a number of nodes, or True for as many as pay.")
-    if not isinstance(asked.adaptive, bool):
-        raise ValueError(f"adaptive={asked.adaptive!r}: use True or False.")
-    if not isinstance(asked.compile, bool) and asked.compile != "auto":
-        raise ValueError(f"compile={asked.compile!r}: use True, False or 'auto'.")
-    if asked.latency_curve is not None and not hasattr(asked.latency_curve, "verify_ms"):
-        raise ValueError(
-            f"latency_curve is a {type(asked.latency_curve).__name__}: pass what LatencyCurve.from_json returns."
-        )
-
-
 def check_request(
     target: PreTrainedModel,
-    drafter: PreTrainedModel,
     prompt_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     kwargs: Mapping[str, Any],
 ) -> None:
     """Raises ValueError, with the value and the remedy, for a request that cannot be run exactly."""
-    vocab_size, smallest, largest = (
-        target.config.get_text_config(decoder=True).vocab_size,
-        int(prompt_ids.min()),
-        int(prompt_ids.max()),
-    )
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    smallest, largest = int(prompt_ids.min()), int(prompt_ids.max())
     if largest >= vocab_size or smallest < 0:
         raise ValueError(
-            f"Token id {smallest if smallest < 0 else largest} is outside the target's vocabulary of {vocab_size}: use the target's tokenizer."
+            f"Token id {smallest if smallest < 0 else largest} is outside the target's vocabulary of {vocab_size}: use the "
+            "target's tokenizer."
         )
     limit = max_positions(target)
     if limit is not None and prompt_ids.shape[1] >= limit:
         raise ValueError(
             f"The prompt has {prompt_ids.shape[1]} tokens and the target can tell {limit} positions apart: shorten the prompt."
         )
-    for name in ("max_new_tokens", "max_length"):
-        value = kwargs.get(name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value}: ask for at least one new token.")
-    temperature, do_sample = kwargs.get("temperature"), kwargs.get("do_sample")
-    if temperature is not None and not temperature >= 0:
-        raise ValueError(f"temperature={temperature}: use 0 for greedy decoding or a number above 0 to sample.")
-    if temperature == 0 and do_sample:
+    check_settings(kwargs)
+    if kwargs.get("temperature") == 0 and kwargs.get("do_sample"):
         raise ValueError("temperature=0.0 asks for greedy decoding and do_sample=True for sampling: pass one of them.")
-    top_p, top_k = kwargs.get("top_p"), kwargs.get("top_k")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
-    if top_k is not None and top_k < 0:
-        raise ValueError(f"top_k={top_k}: use the number of tokens to keep, or 0 to keep every token.")
-    for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):
-        value = kwargs.get(name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: use at least 1, or leave it out.")
     if kwargs.get("max_matching_ngram_size") is not None and kwargs.get("prompt_lookup_num_tokens") is None:
         raise ValueError(
             "max_matching_ngram_size belongs to a prompt lookup: pass prompt_lookup_num_tokens beside it."
@@ -355,9 +300,8 @@ def check_request(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
     for name in KEYWORD_ONLY:
-        if any(
-            getattr(c, name, None) is not None for c in (kwargs.get("generation_config"), target.generation_config)
-        ):
+        configs = kwargs.get("generation_config"), target.generation_config
+        if any(getattr(config, name, None) is not None for config in configs):
             raise ValueError(
                 f"A generation config holds {name}, which speculation reads as a keyword alone: pass {name}=… to "
                 "spec_generate (with tokenizer=… for stop strings), or take it out of the config."
@@ -403,36 +347,28 @@ def check_processors(processors: Iterable[Any]) -> None:
             )
 
 
-def check_prepared(
-    generation_config: Any, attention_mask: torch.Tensor | None, num_rows: int, conversation: Any
-) -> None:
+def check_prepared(config: Any, request: Request) -> None:
     """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
-    if conversation is not None and num_rows > 1:
+    num_rows = len(request.input_ids)
+    if request.conversation is not None and num_rows > 1:
         raise ValueError(f"A conversation holds the caches of one prompt, not of {num_rows}: give each its own.")
-    if generation_config.use_cache is False:
+    if config.use_cache is False:
         raise ValueError("use_cache=False: speculation verifies behind cached keys and values; leave it out.")
-    for name, plain in (
-        ("num_beams", 1),
-        ("penalty_alpha", None),
-        ("dola_layers", None),
-        ("force_words_ids", None),
-        ("constraints", None),
-        ("guidance_scale", 1),
-        ("watermarking_config", None),
-        ("output_attentions", False),
-        ("output_hidden_states", False),
-        ("cache_implementation", None),
-    ):
-        value = getattr(generation_config, name, None)
+    for name, plain in OTHER_DECODING:
+        value = getattr(config, name, None)
         if value is not None and value != plain:
             raise ValueError(
                 f"{name}={value!r} is not supported by spec_generate: leave it out (or set {name}={plain} if the target's "
                 "generation config holds it), or use target.generate."
             )
-    chunk_size = getattr(generation_config, "prefill_chunk_size", None)
-    if chunk_size is not None and (isinstance(chunk_size, bool) or chunk_size < 1):
-        raise ValueError(f"prefill_chunk_size={chunk_size!r}: use a number of tokens from 1 on, or leave it out.")
-    check_padding(attention_mask)
+    largest = request.drafter.config.block_size
+    if request.block_size is not None and not 2 <= request.block_size <= largest:
+        raise ValueError(
+            f"block_size={request.block_size}: use 2 to {largest}, the block that the drafter was trained for."
+        )
+    if request.token_streamer is not None and num_rows > 1:
+        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
+    check_padding(request.attention_mask)
 
 
 def check_padding(attention_mask: torch.Tensor | None) -> None:
@@ -553,7 +489,7 @@ def _through_generate(
     """Checks what was asked, says it in `generate`'s words, and lets `generate` prepare it for `decode`."""
     check_pair(target, drafter)
     prompt_ids, attention_mask = read_prompt(input_ids, asked.pop("attention_mask", None), target)
-    check_request(target, drafter, prompt_ids, attention_mask, asked)
+    check_request(target, prompt_ids, attention_mask, asked)
 
     temperature, do_sample = asked.pop("temperature", None), asked.pop("do_sample", None)
     if temperature is not None:
@@ -602,53 +538,31 @@ GENERATES_OWN = {
 
 @dataclass
 class Request:
-    """What was asked for, checked once. The first fields are the keywords of [`custom_generate`].
-
-    Attributes:
-        drafter: A `DFlashDraftModel` trained for the target.
-        block_size: Tokens in a block, anchor included; by default as many as the drafter was trained for.
-        max_draft_tokens: Proposals per step at most; `None`: a whole block.
-        verification: One of "auto", "match", "rejection", "block".
-        conversation: Caches to use and keep.
-        adaptive: Verify as many proposals as pay.
-        latency_curve: By which that is judged; `None`: it is measured.
-        draft_tree: Nodes of a draft tree; 0: none.
-        compile: True, False or "auto".
-        num_looked_up: `prompt_lookup_num_tokens` of [`generate_blocks`].
-        ngram_size: Its `max_matching_ngram_size`.
-        noise_generator: Its `generator`.
-        token_streamer: Gets the prompt and the tokens as blocks commit.
-        as_blocks: Return what [`generate_blocks`] returns.
-        target: The model whose text is wanted.
-        input_ids: The prompts, [B, S].
-        attention_mask: 1 for real tokens, [B, S].
-        config: The generation config.
-        max_new_tokens: Tokens of each text at most.
-        max_length: Positions that the target can tell apart.
-        prompt_inputs: What the prompt's forward gets beside its ids: images.
-    """
+    """What was asked for, checked once. The first fields are the keywords of [`custom_generate`]."""
 
     drafter: PreTrainedModel
-    block_size: Any = None
+    block_size: Any = None  # tokens in a block, anchor included; by default as many as the drafter was trained for
     max_draft_tokens: int | None = None
     verification: str = "auto"
     conversation: Conversation | None = None
     adaptive: bool = False
     latency_curve: LatencyCurve | None = None
-    draft_tree: int | bool = False
+    draft_tree: int | bool = False  # nodes; 0: none
     compile: bool | str = "auto"
-    num_looked_up: int | None = None
-    ngram_size: int = 3
-    noise_generator: torch.Generator | list[torch.Generator] | None = None
-    token_streamer: Any = None
-    as_blocks: bool = False
+    num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
+    ngram_size: int = 3  # its `max_matching_ngram_size`
+    noise_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
+    token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit
+    as_blocks: bool = False  # return what `generate_blocks` returns
     target: Any = None
-    input_ids: Any = None
+    input_ids: Any = None  # [B, S]
     attention_mask: torch.Tensor | None = None
-    config: Any = None
+    config: Any = None  # the generation config
     max_new_tokens: int = 0
-    max_length: float = float("inf")
-    prompt_inputs: Mapping[str, Any] = field(default_factory=dict)
+    max_length: float = float("inf")  # positions that the target can tell apart
+    prompt_inputs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what the prompt's forward gets beside its ids: images
 
     @classmethod
     def of(cls, target: PreTrainedModel, input_ids: torch.Tensor, config: Any, asked: dict[str, Any]) -> Request:
@@ -663,16 +577,13 @@ class Request:
         request = cls(target=target, input_ids=input_ids, config=config, **own)
         request.attention_mask = model_inputs.get("attention_mask")
         drafter, num_rows = request.drafter, len(input_ids)
-        check_settings(request, drafter)
-        check_prepared(config, request.attention_mask, num_rows, request.conversation)
-        check_batch(target, drafter, num_rows)
-        if request.token_streamer is not None and num_rows > 1:
-            raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
-        request.prompt_inputs = read_prompt_inputs(
-            target, model_inputs, input_ids, request.conversation, request.chunk_size
-        )
+        check_settings({**own, "prefill_chunk_size": request.chunk_size})
+        check_prepared(config, request)
+        request.prompt_inputs = read_prompt_inputs(request, model_inputs)
         if request.draft_tree:
-            check_tree(target, drafter, num_rows, request.verification, request.prompt_inputs)
+            check_tree(drafter, num_rows, request.verification, request.prompt_inputs)
+        if request.draft_tree or num_rows > 1:
+            check_masks(target, drafter, num_rows, request.draft_tree)
         if request.latency_curve is not None:
             request.latency_curve.check(target, drafter, bool(request.draft_tree))
         if request.conversation is not None:
@@ -718,13 +629,7 @@ def custom_generate(
     `generate` prepares everything and calls this. It keeps `streamer`, `tokenizer` and with them `stop_strings` for
     itself: pass a streamer as `token_streamer` (which gets the new tokens), and use [`spec_generate`] for stop strings.
 
-    Args:
-        target: Given by `generate`, as are the next four.
-        input_ids: [B, S]
-        logits_processor: Made from the generation config.
-        stopping_criteria: Made from the generation config.
-        generation_config: Everything that was asked for.
-        asked: The keywords of a [`Request`], and what `generate` has prepared for the target's forward.
+    `asked` holds the keywords of a [`Request`], and what `generate` has prepared for the target's forward.
     """
     request = Request.of(target, input_ids, generation_config, asked)
     check_processors(logits_processor)
@@ -853,40 +758,34 @@ def write_door(folder: str | os.PathLike[str]) -> None:
 # The title of the card that transformers writes where a repository has none.
 BLANK = "# Model Card for Model ID"
 
+CARD = """---
+library_name: transformers
+{base}pipeline_tag: text-generation
+tags: [dflash, speculative-decoding]
+---
+# {title}
+
+A DFlash drafter{whose}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers \
+{config.target_layer_ids}, mask token {config.mask_token_id}.
+
+```python
+from transformers import AutoModel
+
+drafter = AutoModel.from_pretrained("{name}", trust_remote_code=True, dtype="auto")
+text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)
+```
+"""
+
 
 def write_card(config: Any, name: str, target: str | None = None) -> str:
-    """The README.md of a drafter: what it is and how it is loaded, and no number that was not measured.
+    """The README.md of a drafter, loaded by `name`: what it is and how it is loaded, and no number that was not measured.
 
-    Args:
-        config: The drafter's.
-        name: What `from_pretrained` is given: an id on the Hub, or a folder's name.
-        target: Its target's id on the Hub, or a folder, of which the card keeps the name alone.
+    `target` is its target's id on the Hub, or a folder, of which the card keeps the name alone.
     """
     is_id = target is not None and not os.path.isdir(target)
-    base = [f"base_model: {target}"] if is_id else []
-    whose = "" if target is None else f" for `{target if is_id else os.path.basename(os.path.normpath(target))}`"
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            *base,
-            "pipeline_tag: text-generation",
-            "tags: [dflash, speculative-decoding]",
-            "---",
-            f"# {name.split('/')[-1]}",
-            "",
-            f"A DFlash drafter{whose}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target "
-            f"layers {config.target_layer_ids}, mask token {config.mask_token_id}.",
-            "",
-            "```python",
-            "from transformers import AutoModel",
-            "",
-            f'drafter = AutoModel.from_pretrained("{name}", trust_remote_code=True, dtype="auto")',
-            "text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)",
-            "```",
-            "",
-        ]
-    )
+    of_target = "" if target is None else f" for `{target if is_id else os.path.basename(os.path.normpath(target))}`"
+    base = f"base_model: {target}\n" if is_id else ""
+    return CARD.format(base=base, title=name.split("/")[-1], whose=of_target, config=config, name=name)
 
 
 def complete_upload(folder: str | os.PathLike[str], config: Any, name: str) -> None:

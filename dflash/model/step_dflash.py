@@ -1,14 +1,12 @@
-"""The target's forward and the drafter's: each one function, run eagerly or compiled, and what compiled ones are lent.
+"""The target's forward and the drafter's: each one function, run eagerly or compiled.
 
-`verify` and `draft` are the two forwards. Hidden states are tapped in `tapped_forward`, masks by layer type are made in
-`Layout.masks` and `DFlashDraftModel.step_masks`, and nowhere else. `Pair` runs them eagerly for a request; targets that make
-their own masks (linear layers, flash attention, images) say so in `Layout`. `CompiledPair` compiles the same functions, and
-`whole_step`: draft, head, choice, verify and accept in one, behind lengths and anchors that stay on the device.
+`verify` and `draft` are the two forwards. Layers are tapped in `tapped_forward`, masks by layer type are made in
+`Layout.masks` and `DFlashDraftModel.step_masks`, and nowhere else. `Pair` runs them for a request. `CompiledPair` compiles
+them, and `whole_step`: draft, head, choice, verify and accept in one function whose lengths and anchors stay on the device.
 
-On a device with a queue every shape is one of few: sequences 1, 2, 4, 8 or 16, a capacity that is a power of two, and the
-storage of both caches belongs to the pair, which lends it to one text after another. So a second text records nothing.
-Elsewhere one compilation serves all lengths. What cannot be compiled, or computes something else than eagerly, runs eagerly,
-and one warning says why.
+On a device with a queue every shape is one of few, and the pair lends the storage of both caches to one text after another,
+so a second text records nothing. Elsewhere one compilation serves all lengths. What cannot be compiled, or computes something
+else than eagerly, runs eagerly, and one warning says why.
 """
 
 from __future__ import annotations
@@ -89,22 +87,15 @@ except ImportError:  # transformers 4
 
 @dataclass(frozen=True)
 class Layout:
-    """What a step has to know of a target.
+    """What a step has to know of a target."""
 
-    Attributes:
-        taps: The layers whose outputs the drafter reads.
-        types: The kinds of its layers, each once.
-        window: The window of its sliding layers.
-        makes_own_masks: Whether its forward takes no 4-D mask in place of its own: linear layers, attention kernels without
-            masks, positions that an image has shifted, or modelling code that masks by itself.
-        shares_keys: Whether some layers read the keys of earlier ones.
-    """
-
-    taps: tuple[int, ...]
-    types: tuple[str, ...]
-    window: int | None
+    taps: tuple[int, ...]  # the layers whose outputs the drafter reads
+    types: tuple[str, ...]  # the kinds of its layers, each once
+    window: int | None  # of its sliding layers
+    # Whether its forward takes no 4-D mask in place of its own: linear layers, attention kernels without masks, positions
+    # that an image has shifted, or modelling code that masks by itself.
     makes_own_masks: bool
-    shares_keys: bool
+    shares_keys: bool  # whether some layers read the keys of earlier ones
 
     @classmethod
     def of(cls, target: PreTrainedModel, taps: Sequence[int]) -> Layout:
@@ -129,11 +120,7 @@ class Layout:
         ancestors: torch.Tensor | None = None,
         is_real: torch.Tensor | None = None,
     ) -> Any:
-        """The mask of columns at `positions`, by layer type where types differ; `dtype` `None`: for flex attention.
-
-        Linear layers see all that came before, but no padding: it stands on the left, of an empty cache, where a column
-        of zeros leaves their state as it is.
-        """
+        """The mask of columns at `positions`, by layer type where types differ; `dtype` `None`: for flex attention."""
         if dtype is None:  # stored: what is computed of several tensors cannot be written into flex attention's kernel
             positions = positions.as_strided(positions.shape, positions.stride())
 
@@ -141,21 +128,22 @@ class Layout:
             sees = target_sees(positions, ancestors, window)
             return step_mask(sees, positions[:, 0], positions.shape[1], num_keys, window, dtype)
 
+        def of_type(name: str) -> Any:
+            # Linear layers see all but padding: left of a text, where a column of zeros leaves their state as it is.
+            return is_real if name in LINEAR_TYPES else mask(self.window if name == "sliding_attention" else None)
+
         if len(self.types) > 1:
-            masks: dict[str, Any] = {name: is_real for name in self.types if name in LINEAR_TYPES}
-            attention = [name for name in self.types if name not in LINEAR_TYPES]
-            return masks | {name: mask(self.window if name == "sliding_attention" else None) for name in attention}
+            return {name: of_type(name) for name in self.types}
         return mask(None if self.types == ("full_attention",) else self.window)
 
 
 def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D].
 
-    Hooks stand for this forward alone and listen to this thread alone, so two threads may generate on one target. Compiled
-    code cannot have hooks that come and go: there transformers gives the states of all layers, and the others are unused.
+    Hooks stand for this forward alone and listen to this thread alone, so two threads may generate on one target.
     """
     inputs |= {"use_cache": True, "return_dict": True}
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # no hook may come and go there; the states of other layers are unused
         output = target(**inputs, output_hidden_states=True)
         return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
     thread, layers, states = threading.get_ident(), decoder_layers(target), list[torch.Tensor]()
@@ -176,20 +164,12 @@ def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[tor
 
 @dataclass(frozen=True)
 class Place:
-    """Where the columns of a forward stand.
+    """Where the columns of a forward stand, and what takes their keys and values."""
 
-    Attributes:
-        positions: Of each column, [B, S].
-        cache: Takes their keys and values.
-        num_keys: Keys to compute with.
-        ancestors: Which columns of a tree each one sees, [S, S]; `None`: a chain.
-        is_flex: Whether to attend by flex attention.
-    """
-
-    positions: torch.Tensor
+    positions: torch.Tensor  # [B, S]
     cache: Cache
-    num_keys: int
-    ancestors: torch.Tensor | None = None
+    num_keys: int  # to compute with
+    ancestors: torch.Tensor | None = None  # which columns of a tree each one sees, [S, S]; None: a chain
     is_flex: bool = False
 
 
@@ -251,15 +231,10 @@ def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Ten
 
 @dataclass(frozen=True)
 class Context:
-    """What the target computed for text that stands, and the drafter's cache does not hold yet.
+    """What the target computed for text that stands, and the drafter's cache does not hold yet."""
 
-    Attributes:
-        features: [B, C, L * D], of which each row's first `num_real` columns stand.
-        num_real: How many, as the host knows them.
-    """
-
-    features: torch.Tensor
-    num_real: list[int]
+    features: torch.Tensor  # [B, C, L * D]
+    num_real: list[int]  # how many of each row's columns, its first ones, stand
 
     @property
     def counts(self) -> torch.Tensor:
@@ -283,59 +258,35 @@ class Context:
 
 @dataclass(frozen=True)
 class State:
-    """What a step needs of the text, on the device: [R] sequences, of which the host may not know the lengths.
+    """What a step needs of the text, on the device: [R] sequences, of which the host may not know the lengths."""
 
-    Attributes:
-        anchors: The last committed tokens, [R, 1].
-        starts: Their positions, [R]: how much text lies in the target's cache.
-        features: What the target computed in its last step, [R, C, L * D].
-        counts: How many columns of it stand and wait for the drafter, [R].
-        offsets: Tokens of each sequence that the host has not read, [R].
-    """
-
-    anchors: torch.Tensor
-    starts: torch.Tensor
-    features: torch.Tensor
-    counts: torch.Tensor
-    offsets: torch.Tensor
+    anchors: torch.Tensor  # the last committed tokens, [R, 1]
+    starts: torch.Tensor  # their positions, [R]: how much text lies in the target's cache
+    features: torch.Tensor  # what the target computed in its last step, [R, C, L * D]
+    counts: torch.Tensor  # how many columns of it stand and wait for the drafter, [R]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What `whole_step` gives.
-
-    Attributes:
-        verdict: What of the proposals stands.
-        proposed_ids: The proposals, [R, n].
-        hidden_states: The drafter's, [R, N, D].
-        features: The target's, of all columns, [R, 1 + n, L * D].
-    """
+    """What `whole_step` gives."""
 
     verdict: Verdict
-    proposed_ids: torch.Tensor
-    hidden_states: torch.Tensor
-    features: torch.Tensor
+    proposed_ids: torch.Tensor  # [R, n]
+    features: torch.Tensor  # of all columns, [R, 1 + n, L * D]
 
     def after(self, state: State, is_live: torch.Tensor) -> State:
         """The state of the next step; sequences that are not live stay where they are."""
         written = self.verdict.num_written * is_live
-        return State(self.verdict.anchors, state.starts + written, self.features, written, written)
+        return State(self.verdict.anchors, state.starts + written, self.features, written)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Keys and values of all layers of a model as a compiled forward sees them.
+    """Keys and values of all layers of a model as a compiled forward sees them."""
 
-    Attributes:
-        keys: [R, G, capacity, E] each.
-        values: Likewise.
-        index: Its length is the number of keys to compute with: a size that the compiler can leave open.
-        is_flex: Whether to attend by flex attention.
-    """
-
-    keys: list[torch.Tensor]
+    keys: list[torch.Tensor]  # [R, G, capacity, E] each
     values: list[torch.Tensor]
-    index: torch.Tensor
+    index: torch.Tensor  # its length is the number of keys to compute with: a size that the compiler can leave open
     is_flex: bool
 
     def place(self, slots: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor | None = None) -> Place:
@@ -364,17 +315,11 @@ def draft_lent(drafter: Any, target: Any, token_ids: torch.Tensor, state: State,
 
 @dataclass(frozen=True)
 class Shape:
-    """What is fixed of a whole step.
+    """What is fixed of a whole step."""
 
-    Attributes:
-        block_size: Rows of a block, anchor included.
-        num_proposals: Proposals to verify.
-        num_candidates: Those of its [`Sampler`].
-    """
-
-    block_size: int
-    num_proposals: int
-    num_candidates: int = 0
+    block_size: int  # rows of a block, anchor included
+    num_proposals: int  # to verify
+    num_candidates: int = 0  # of its `Sampler`
 
 
 def whole_step(
@@ -386,12 +331,8 @@ def whole_step(
 ) -> tuple[torch.Tensor, ...]:
     """Drafts a block for each sequence, verifies and accepts it: `(num_accepted, choices, proposals, hidden states, features)`.
 
-    Args:
-        models: The target, a drafter whose proposals need nothing but its logits, and the target's layout.
-        state: Where the sequences stand.
-        storages: The target's and the drafter's.
-        shape: What is fixed.
-        drawn: Uniforms [B, n + 1] and the settings of a [`Sampler`]; `None`: greedy.
+    `models` are the target, a drafter whose proposals need nothing but its logits, and the target's layout; `storages` those
+    of both; `drawn` the uniforms [B, n + 1] and settings of a [`Sampler`], or `None` for greedy decoding.
     """
     target, drafter, layout = models
     token_ids = block_ids(drafter, state.anchors, shape.block_size)
@@ -441,22 +382,17 @@ class CompiledPair:
     """A target and a drafter with their compiled functions and storage: made once, kept as long as both live (`of`).
 
     Nothing is compiled, and torch's compiler is not even imported, before it is wanted.
-
-    Attributes:
-        is_wanted: Whether to compile, whatever eager steps have cost so far.
-        num_steps: Verify steps that the pair has run, in any way.
-        reason: Why it runs eagerly all the same; `None`: it does not.
-        lock: Held from a compiled step's beginning until its outputs are copied: graphs write into the same buffers.
     """
 
     _pairs: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, CompiledPair]] = weakref.WeakKeyDictionary()
-    _locks: dict[torch.device, threading.RLock] = {}
+    _lock, _locks = threading.Lock(), dict[torch.device, threading.RLock]()
     # Of earlier compilations on a kind of machine: the seconds they took, and the share of a step's time that they save.
     _measured: dict[str, tuple[float, float]] = {}
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        self.is_wanted = False
-        self.num_steps = 0
+        self.is_wanted = False  # whether to compile, whatever eager steps have cost so far
+        self.num_steps = 0  # verify steps that the pair has run, in any way
+        # Held from a compiled step's beginning until its outputs are copied: graphs write into the same buffers.
         self.lock = self._locks.setdefault(target.device, threading.RLock())
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
         self._device = target.device
@@ -467,38 +403,31 @@ class CompiledPair:
         self._is_flex = target.device.type in FLEX_DEVICES and _may_flex(target, drafter)
         self._machine = f"{target.device.type} {torch.get_num_threads()} {target.dtype}"
         self._shelf: dict[tuple[int, int], list[Loan]] = {}
-        self._eager_seconds = self._lost_seconds = 0.0
-        self._began = 0.0
-        self.reason = _why_not(target, drafter, self._layout)
+        self._eager_seconds = self._lost_seconds = self._compile_seconds = 0.0
+        self.reason = _why_not(target, drafter, self._layout)  # why it runs eagerly all the same; None: it does not
         self._models: list[Any] | None = None  # as they were when they were first compiled
 
     @classmethod
     def of(cls, target: PreTrainedModel, drafter: PreTrainedModel) -> CompiledPair:
         """The one of these two models, as they are now."""
-        of_target = cls._pairs.setdefault(target, weakref.WeakKeyDictionary())
-        if drafter in of_target:
-            of_target[drafter]._look_again(target, drafter)
-        else:
-            of_target[drafter] = cls(target, drafter)
-        return of_target[drafter]
+        with cls._lock:
+            of_target = cls._pairs.setdefault(target, weakref.WeakKeyDictionary())
+            pair = of_target.get(drafter)
+            if pair is None or pair._device != target.device:
+                pair = of_target[drafter] = cls(target, drafter)
+            pair._look_again(target, drafter)
+            return pair
 
     def _look_again(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        """Drops what was compiled for models that are no longer as they were.
-
-        Once per text: to look at all of their modules in each step would take as long as a small forward.
-        """
-        if self._device != target.device:
-            self.__init__(target, drafter)  # type: ignore[misc]  # another device: nothing is left
+        """Drops what was compiled for models that are no longer as they were. Once per text: it takes a small forward's time."""
         if self._models is None or _is_watched(target, drafter):
             return
         models = _state_of(target, drafter)
         if models != self._models:
             self._models, self._layout = models, Layout.of(target, drafter.config.target_layer_ids)
             self.reason = _why_not(target, drafter, self._layout)
-            self._functions.clear()
-            self._checked.clear()
-            self._num_calls.clear()
-            self._shelf.clear()
+            for of_before in (self._functions, self._checked, self._num_calls, self._shelf):
+                of_before.clear()
 
     # -- whether to compile
 
@@ -512,10 +441,10 @@ class CompiledPair:
         """Whether steps run compiled in few shapes, on storage that is lent."""
         return self.is_active and self._device.type in ASYNCHRONOUS
 
-    def weigh(self, seconds: float | None = None, num_left: int | None = None) -> None:
+    def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
         """Begins to compile under "auto" once eager steps have lost as much time as compiling is expected to take.
 
-        What is not known until the end is then decided at most twice as badly as by who knows it ("ski rental").
+        So it is decided at most twice as badly as by who knows what is still to come ("ski rental").
 
         Args:
             seconds: What an eager step took; `None`: a text begins.
@@ -578,12 +507,8 @@ class CompiledPair:
     def run(self, key: Any, models: Any, compiled: Callable[[], Any], eagerly: Callable[[Any], Any] | None) -> Any:
         """What `compiled` gives. The first time, and on CUDA once more when it is replayed, it is compared with eager.
 
-        Args:
-            key: Names what runs, with its shapes.
-            models: The target and the drafter.
-            compiled: Runs it and copies its outputs.
-            eagerly: Given the compiled outputs, runs the same eagerly: `(outputs, whether they agree)`. `None`: it cannot,
-                because the host does not know the lengths.
+        `key` names what runs, with its shapes. `eagerly` is given the compiled outputs and runs the same: `(outputs, whether
+        they agree)`; it is `None` where the host does not know the lengths.
 
         Raises:
             NotCompiledError: if it runs eagerly and `eagerly` is `None`.
@@ -616,8 +541,9 @@ class CompiledPair:
             bar.close()
         self._num_calls[key] = self._num_calls.get(key, 0) + 1
         if is_first:
+            self._compile_seconds += clock() - began
             share = self._measured.get(self._machine, (0.0, EXPECTED_SHARE))[1]
-            self._measured[self._machine] = max(1.0, clock() - began), share
+            self._measured[self._machine] = max(1.0, self._compile_seconds), share
         if not is_new or eagerly is None:
             return output
         num_compared = COMPARED_CALLS if self._device.type in ASYNCHRONOUS else COMPARED_CALLS[:1]
@@ -703,11 +629,7 @@ class CompiledPair:
 class Pair:
     """A target and its drafter for one request: the two forwards and what they are placed by.
 
-    Args:
-        target: The model whose text is wanted.
-        drafter: A `DFlashDraftModel` trained for it.
-        prompt_inputs: What the forward of a single prompt gets beside its ids: images.
-        compiled: Runs steps; `None`: they run eagerly.
+    `prompt_inputs` is what the forward of a single prompt gets beside its ids: images. Without `compiled` steps run eagerly.
 
     Raises:
         ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
@@ -754,13 +676,11 @@ class Pair:
         is_real: torch.Tensor | None = None,
         num_real: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs token_ids [B, S] after `cache`, by the target's own masks where the sequences have one length.
+        """Logits of the last `num_logits` columns of token_ids [B, S], and context features of all, where the drafter is.
 
-        In a ragged cache is_real [B, S] says which columns are tokens and `num_real` how many there are in each row;
-        default: all.
-
-        Returns the logits of the last `num_logits` columns and the context features of all, on the drafter's device and in
-        its dtype. If it asks for all logits, all columns can be rolled back; else none, on a target with linear layers.
+        The masks are the target's own where the sequences have one length. In a ragged cache is_real [B, S] says which columns
+        are tokens and `num_real` how many each row has; default: all. A target with linear layers can roll the columns back
+        only if all logits are asked for.
         """
         width, start = token_ids.shape[1], cache.get_seq_length()
         placed: dict[str, Any] = {}
@@ -906,9 +826,7 @@ class Pair:
         storage = compiled.storage(cache, num_keys)
         token_ids = block_ids(self.drafter, state.anchors, block_size)
         features = functional.pad(state.features, (0, 0, 0, columns - state.features.shape[1]))
-        ids, *rest = compiled.inputs(
-            cache, token_ids, state.anchors, state.starts, features, state.counts, state.offsets
-        )
+        ids, *rest = compiled.inputs(cache, token_ids, state.anchors, state.starts, features, state.counts)
         function = compiled.function(self._key("a draft", cache, block_size), draft_lent)
         return compiled.own(function(self.drafter, self.target, ids, State(*rest), storage)[:num_rows])
 
@@ -950,7 +868,7 @@ class Pair:
         """Where sequences stand whose lengths the host knows."""
         is_drafter = draft_cache is target_cache  # then the text is what it holds and the context
         starts = self._lengths(target_cache, anchors.device) + (context.counts if is_drafter else 0)
-        return State(anchors, starts, context.features, context.counts, torch.zeros_like(context.counts))
+        return State(anchors, starts, context.features, context.counts)
 
     def step(
         self,
@@ -960,14 +878,9 @@ class Pair:
         drawn: tuple[torch.Tensor, torch.Tensor] | None,
         context: Context | None,
     ) -> Whole:
-        """A whole step, compiled; the caches' lengths stay as they are.
+        """`whole_step`, compiled; the caches' lengths stay as they are.
 
-        Args:
-            state: Where the sequences stand.
-            caches: The target's and the drafter's.
-            shape: What is fixed of it.
-            drawn: As in `whole_step`.
-            context: What waits for the drafter; `None`: the host has not read the step before.
+        `context` is what waits for the drafter; `None`: the host has not read the step before.
 
         Raises:
             NotCompiledError: if it cannot run without the host's knowing the lengths.
@@ -982,8 +895,7 @@ class Pair:
             num_keys = max(target_cache.lengths) + (2 if context is not None else 3) * columns
             storages = compiled.storage(target_cache, num_keys), compiled.storage(draft_cache, num_keys)
             features = functional.pad(state.features, (0, 0, 0, columns - state.features.shape[1]))
-            given = (state.anchors, state.starts, features, state.counts, state.offsets)
-            taken = State(*compiled.inputs(target_cache, *given))
+            taken = State(*compiled.inputs(target_cache, state.anchors, state.starts, features, state.counts))
             if drawn is not None:
                 uniforms, settings = compiled.inputs(target_cache, drawn[0])[0], drawn[1]
             function = compiled.function(key, whole_step)
@@ -1022,8 +934,8 @@ class Pair:
 
         key = self._key("a step" if drawn is None else "a sampled step", target_cache, shape)
         outputs = compiled.run(key, models, run, None if context is None else eagerly)
-        num_accepted, choices, proposed_ids, hidden_states, features = outputs
-        return Whole(Verdict(num_accepted, choices), proposed_ids, hidden_states, features)
+        num_accepted, choices, proposed_ids, _, features = outputs
+        return Whole(Verdict(num_accepted, choices), proposed_ids, features)
 
     def num_columns(self, block_size: int) -> int:
         """Columns of a whole step: the anchor and what a block of the drafter proposes."""
@@ -1037,14 +949,9 @@ class Pair:
         block_size: int,
         grow: Callable[[int], DraftTree] | None,
     ) -> LatencyCurve:
-        """The pair's latency curve behind a text of this length, measured as steps run; what it runs is taken back.
+        """The pair's latency curve over `widths` behind a text of this length; what it runs is taken back.
 
-        Args:
-            anchors: The last tokens, [B, 1].
-            caches: The target's and the drafter's.
-            widths: Columns to measure, rising from 1.
-            block_size: The draft's.
-            grow: A draft tree of so many columns; `None`: no trees.
+        `grow` makes a draft tree of so many columns; `None`: no trees.
         """
         target_cache, draft_cache = caches
         num_rows, length = len(anchors), max(target_cache.lengths)
