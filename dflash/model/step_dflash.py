@@ -476,22 +476,14 @@ class CompiledPair:
     def lend(self, pair: Pair, num_rows: int, capacity: int) -> Loan:
         """Both caches, empty, for `num_rows` sequences (at most the largest class) of `capacity` tokens."""
         size = next(size for size in ROW_CLASSES if size >= num_rows)
-        room = SMALLEST_CAPACITY
-        while room < capacity:
-            room *= 2
+        room = max(SMALLEST_CAPACITY, 1 << (capacity - 1).bit_length())
         with self.lock:
             shelf = self._shelf.setdefault((size, room), [])
             if shelf:
                 loan = shelf.pop()
             else:
-                num_layers = pair.drafter.config.num_hidden_layers
-                loan = Loan(
-                    size,
-                    room,
-                    pair.new_cache(room, num_rows, size),
-                    PreallocatedCache(num_layers, room, num_rows, size),
-                    shelf,
-                )
+                draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, room, num_rows, size)
+                loan = Loan(size, room, pair.new_cache(room, num_rows, size), draft_cache, shelf)
         for cache in (loan.target_cache, loan.draft_cache):
             cache.begin(num_rows)
         return loan
@@ -520,7 +512,11 @@ class CompiledPair:
             return eagerly(None)[0]
         is_first = key not in self._num_calls
         if is_first and not self._num_calls:
-            self._prepare(*models)
+            # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
+            # cannot be captured.
+            some_id = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+            models[0](input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+            self._models = _state_of(*models)
         bar = logging.tqdm(total=1, desc=f"Compiling {key[0]} (once)", leave=False, disable=None if is_first else True)
         began = clock()
         try:
@@ -533,7 +529,7 @@ class CompiledPair:
         except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
             if "CUDA error" in str(error) or "device-side assert" in str(error):
                 raise
-            self.give_up(f"{key[0]} does not compile ({type(error).__name__}: {_first_line(error)})")
+            self.give_up(f"{key[0]} does not compile ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})")
             if eagerly is None:
                 raise NotCompiledError(key) from error
             return eagerly(None)[0]
@@ -555,13 +551,6 @@ class CompiledPair:
         elif self._num_calls[key] == num_compared[-1]:
             self._checked.add(key)
         return expected
-
-    def _prepare(self, target: Any, drafter: Any) -> None:
-        # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
-        # cannot be captured.
-        some_id = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-        target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        self._models = _state_of(target, drafter)
 
     def function(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled, for what `key` names."""
@@ -615,15 +604,16 @@ class CompiledPair:
 
     def inputs(self, cache: PreallocatedCache, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Tensors of the cache's sequences [B, ...] as a compiled function takes them: [R, ...], marked as they may vary."""
-        num_rows = len(cache.lengths)
-        if self.is_static:
-            rows = next(iter(cache.storage(0)[0])).shape[0]
-            return [_dense(functional.pad(t, [0, 0] * (t.dim() - 1) + [0, rows - len(t)])) for t in tensors]
-        dense = [_dense(tensor) for tensor in tensors]
-        if num_rows > 1:
-            for tensor in dense:
-                torch._dynamo.mark_dynamic(tensor, 0)
-        return dense
+        rows = len(cache.storage(0)[0][0]) if self.is_static else len(cache.lengths)
+        taken = []
+        for tensor in tensors:
+            padded = functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, rows - len(tensor)])
+            taken.append(
+                padded.flatten().view(padded.shape)
+            )  # the strides of a fresh tensor, also of one that was cut out
+            if rows > 1 and not self.is_static:
+                torch._dynamo.mark_dynamic(taken[-1], 0)
+        return taken
 
 
 class Pair:
@@ -694,6 +684,9 @@ class Pair:
         elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
             places = torch.arange(start, start + width, device=token_ids.device)[None]
             placed = {"position_ids": places + self._lag}
+        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones, and the
+        # drafter reads all columns of every tapped layer.
+        to_keep = torch.arange(width - num_logits, width) if self.layout.shares_keys else num_logits
         is_chunk = start and num_logits < width and not cache.is_ragged
         attending: Any = step_attention(self.target, CHUNK) if is_chunk else nullcontext()
         with self._recording(cache, width if num_logits == width else 0), attending:
@@ -702,11 +695,14 @@ class Pair:
                 self.layout.taps,
                 input_ids=token_ids,
                 past_key_values=cache,
-                logits_to_keep=self._logits_to_keep(num_logits, width),
+                logits_to_keep=to_keep,
                 **placed,
             )
         if placed is self._prompt_inputs and self._rope is not None:
-            self._lag = self._find_lag(width)
+            # Where `generate` has prepared positions (transformers 5) they are given: [3, 1, S], or [4, 1, S] with the text's
+            # own first. Else the model has found them itself.
+            given = self._prompt_inputs.get("position_ids")
+            self._lag = int(self._rope.rope_deltas if given is None else given[-3:].max() + 1 - width)
         return logits[:, -num_logits:], self._read(features)
 
     def verify(
@@ -720,30 +716,22 @@ class Pair:
         if compiled is None or (self.layout.makes_own_masks and tree is None and not cache.is_ragged):
             return self._verify_eagerly(token_ids, cache, tree)
         compiled.num_steps += 1
-        width, lengths = token_ids.shape[1], cache.lengths
+        width, lengths, device = token_ids.shape[1], cache.lengths, token_ids.device
         size = next((size for size in WIDTH_CLASSES if size >= width), width) if compiled.is_static else width
+        # Without classes of shapes, chains and trees share one compilation.
+        has_shape = tree is not None or (size > 1 and not compiled.is_static)
 
         def eagerly(output: Any) -> tuple[Any, bool]:
             expected = self._verify_eagerly(token_ids, cache, tree)
             return expected, output is None or all(map(_agree, output, expected))
 
         def run() -> Any:
-            shape = None if tree is None else self._tree_tensors(tree, token_ids.device)
-            padded = functional.pad(token_ids, (0, size - width))
-            if shape is not None and size > width:  # columns that are no nodes see themselves alone
-                ancestors = torch.eye(size, dtype=torch.bool, device=token_ids.device)
-                ancestors[:width, :width] = shape[0]
-                shape = ancestors, functional.pad(shape[1], (0, size - width))
-            if size > 1 and shape is None and not compiled.is_static:  # one compilation for chains and trees
-                device = token_ids.device
-                shape = (
-                    torch.ones(size, size, dtype=torch.bool, device=device).tril(),
-                    torch.arange(size, device=device),
-                )
+            shape = _tree_tensors(tree, size, device) if has_shape else None
             storage = compiled.storage(cache, max(lengths) + size)
-            ids, starts = compiled.inputs(cache, padded, self._lengths(cache, token_ids.device))
-            if size > 1 and not compiled.is_static:
-                for tensor, dims in ((ids, [1]), *(((shape[0], [0, 1]), (shape[1], [0])) if shape else ())):
+            padded = functional.pad(token_ids, (0, size - width))
+            ids, starts = compiled.inputs(cache, padded, self._lengths(cache, device))
+            if shape is not None and not compiled.is_static:
+                for tensor, dims in ((ids, [1]), (shape[0], [0, 1]), (shape[1], [0])):
                     torch._dynamo.mark_dynamic(tensor, dims)
             function = compiled.function(key, verify_lent)
             with compiled.attending(self.target):
@@ -772,7 +760,7 @@ class Pair:
         elif tree is None:
             positions = torch.arange(start, start + width, device=token_ids.device)[None]
         else:
-            ancestors, depths = self._tree_tensors(tree, token_ids.device)
+            ancestors, depths = _tree_tensors(tree, width, token_ids.device)
             positions = (start + depths)[None]
         with self._recording(cache, width), step_attention(self.target):
             place = Place(positions, cache, num_keys, ancestors)
@@ -853,9 +841,8 @@ class Pair:
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
         if cache.is_ragged:
-            slots = (
-                self._lengths(cache, columns.device)[:, None] + columns
-            )  # what is not real is overwritten by what comes next
+            # What is not real is overwritten by what comes next.
+            slots = self._lengths(cache, columns.device)[:, None] + columns
             cache.place(slots, max(cache.lengths) + len(columns))
             drafter.absorb(context.features, slots, cache)
             cache.advance(context.num_real)
@@ -1006,23 +993,6 @@ class Pair:
         """Each row's length, [B], on a device."""
         return to_device(torch.tensor(cache.lengths), device)
 
-    def _tree_tensors(self, tree: DraftTree, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        return to_device(tree.ancestors(), device), to_device(torch.tensor(tree.depths), device)
-
-    def _find_lag(self, width: int) -> int:
-        # Positions are given where `generate` has prepared them (transformers 5), else the model has found them itself.
-        position_ids = self._prompt_inputs.get("position_ids")  # [3, 1, S], or [4, 1, S] with the text's own first
-        if position_ids is None:
-            return int(self._rope.rope_deltas)
-        return int(position_ids[-3:].max()) + 1 - width
-
-    def _logits_to_keep(self, num_logits: int, width: int) -> int | torch.Tensor:
-        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones,
-        # and the drafter reads all columns of every tapped layer.
-        if self.layout.shares_keys:
-            return torch.arange(width - num_logits, width)
-        return num_logits
-
 
 def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bool | str) -> CompiledPair | None:
     """The pair to run by, under `compile`; `None`: eagerly. "auto" compiles once that is expected to pay (`weigh`)."""
@@ -1103,18 +1073,19 @@ def _is_watched(target: Any, drafter: Any) -> bool:
     return is_hooked or is_in_torch_dispatch_mode()
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """With the strides of a fresh tensor: also a row that was cut out of a longer one."""
-    return tensor.flatten().view(tensor.shape)
-
-
 def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
     return bool((mine - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def _tree_tensors(tree: DraftTree | None, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ancestors [S, S] and depths [S] of a tree's columns, or of a chain's; columns that are no nodes see themselves alone."""
+    if tree is None:
+        return torch.ones(size, size, dtype=torch.bool, device=device).tril(), torch.arange(size, device=device)
+    ancestors, width = torch.eye(size, dtype=torch.bool), len(tree.depths)
+    ancestors[:width, :width] = tree.ancestors()
+    depths = torch.tensor([*tree.depths, *[0] * (size - width)])
+    return to_device(ancestors, device), to_device(depths, device)
 
 
 def _rope_of_images(target: PreTrainedModel) -> Any:
