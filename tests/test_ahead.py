@@ -99,7 +99,7 @@ def pair(_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     monkeypatch.setattr(step_dflash, "ASYNCHRONOUS", ("cuda", "cpu"))
     for module in (step_dflash, decoding_dflash):
         monkeypatch.setattr(module, "ROW_CLASSES", (1, 4, 16))  # fewer to capture
-    if not CompiledPair.of(_pair.target, _pair.drafter)._checked:
+    if not CompiledPair.of(_pair.target, _pair.drafter)._num_calls:
         for num_rows in (1, 3):  # what never ran is compared with eager first, and not launched ahead
             list(_pair.blocks(_pair.prompts(num_rows)))
     spy(monkeypatch, _pair)
@@ -114,14 +114,15 @@ def spy(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
 
         def spied(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            pair.events.append(event(*args) if callable(event) else event)
+            said = event(*args) if callable(event) else event
+            pair.events.extend([said] * (said is not None))
             return result
 
         monkeypatch.setattr(owner, name, spied)
 
-    watch(step_dflash.Pair, "step", lambda *args: "ahead" if args[-1] is None else "step")
+    watch(step_dflash.Pair, "step", lambda *args: "ahead" if args[-1] else "step")
     watch(step_dflash.Pair, "draft", "draft")
-    watch(step_dflash.Pair, "draft_ahead", "draft ahead")
+    watch(step_dflash.Pair, "draft_compiled", lambda *args: "draft ahead" if args[4:] == (1,) else None)
     watch(step_dflash.Pair, "verify", "verify")
     watch(decoding_dflash.Step, "read", "read")
 

@@ -103,7 +103,7 @@ def test_compiled_text_is_the_targets(kind: str) -> None:
     output = compiled_run(drafter, target, [prompt])
     assert torch.equal(output.sequences, truth)
     assert output.acceptance_lengths == [whole_lengths(17)]
-    assert len(pair_of(target, drafter)._checked) == 1
+    assert len(pair_of(target, drafter)._num_calls) == 1
     eager = compiled_run(drafter, target, [prompt], compile=False)
     assert torch.equal(eager.sequences, truth)
     assert [lengths[:-1] for lengths in eager.acceptance_lengths] == [whole_lengths(17)[:-1]]
@@ -132,7 +132,7 @@ def test_nothing_is_compiled_behind_the_first_steps(monkeypatch: pytest.MonkeyPa
             compiled_run(drafter, target, prompts[:num_rows], **more)
         # Whole steps, drafts, several columns and one: for one sequence, and for more.
         assert counters["stats"]["unique_graphs"] == num_graphs
-        assert len(pair_of(target, drafter)._checked) == num_graphs
+        assert len(pair_of(target, drafter)._num_calls) == num_graphs
     others = [*kinds, {"max_draft_tokens": 2}, {"temperature": 0.7, "top_k": 5, "max_draft_tokens": 3}]
     for place, more in enumerate((*others, {"draft_tree": 9})):
         for prompt, truth in ((prompts[place % 3], truths[place % 3]), (prompts[2], truths[2])):
@@ -243,7 +243,7 @@ def test_auto_compiles_once_eager_steps_have_lost_what_it_costs(announced: _Anno
     assert not announced.bars
     assert torch.equal(spec_generate(drafter, target, prompt, **GREEDY).sequences, truth)
     assert pair._lost_seconds == lost  # none of its steps ran eagerly
-    assert len(pair_of(target, drafter)._checked) == 1
+    assert len(pair_of(target, drafter)._num_calls) == 1
     (line,) = announced.log
     assert "Qwen3ForCausalLM and DFlashDraftModel are compiled" in line
     assert "25 s" in line
@@ -270,7 +270,7 @@ def test_auto_compiles_in_the_middle_of_a_text_that_is_long_enough(announced: _A
     assert torch.equal(output.sequences, greedy(target, prompt, max_new_tokens=200, eos_token_id=None))
     pair = pair_of(target, drafter)
     assert pair._lost_seconds == 25
-    assert len(pair._checked) == 1
+    assert len(pair._num_calls) == 1
     assert len(announced.log) == 1
 
 
@@ -299,7 +299,7 @@ def test_auto_weighs_by_what_was_measured(clock: _Clock, monkeypatch: pytest.Mon
     clock.tick = 1.0
     other = make_drafter(seed=5, **SMALL)
     pair = CompiledPair.of(target, other)
-    monkeypatch.setattr(CompiledPair, "_prepare", None)  # it is not to be compiled here
+    monkeypatch.setattr(CompiledPair, "function", None)  # it is not to be compiled here
     while not pair.is_active:
         before = pair._lost_seconds
         spec_generate(other, target, prompt, **{**GREEDY, "max_new_tokens": 2})  # one step, too late to compile
@@ -333,7 +333,7 @@ def test_whoever_says_whether_to_compile_is_not_weighed() -> None:
     assert pair._lost_seconds == 0
     spec_generate(drafter, target, prompt, **GREEDY, compile=True)
     assert pair_of(target, drafter)._lost_seconds == 0
-    assert pair._checked
+    assert pair._num_calls
 
 
 def _other_activation(target: Any) -> None:
@@ -407,8 +407,8 @@ def test_what_computes_something_else_is_not_used(
     step = step_dflash.whole_step
 
     def wrong(*args: Any) -> Any:
-        *others, features = step(*args)
-        return *others, features.flip(-1)
+        *others, features, logits = step(*args)
+        return *others, features.flip(-1) if torch.compiler.is_compiling() else features, logits
 
     monkeypatch.setattr(step_dflash, "whole_step", wrong)
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
@@ -437,7 +437,7 @@ def test_a_pair_is_not_kept_alive() -> None:
     assert [ref() for ref in left] == [None, None]
 
 
-@pytest.mark.parametrize("value", ["yes", 1, 2, None])
+@pytest.mark.parametrize("value", ["yes", 1, 2])
 def test_a_compile_that_is_none(value: Any) -> None:
     with pytest.raises(ValueError, match="compile="):
         spec_generate(

@@ -593,29 +593,29 @@ def test_every_width_of_the_curve_is_timed_as_it_is_used(
     asked: dict[str, Any], late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise: times are those of compiled functions of the classes' widths, without recording and comparing."""
-    pair, timed, eagerly = Pair.make(), list[Any](), list[int]()
-    verify_eagerly = step_dflash.Pair._verify_eagerly
+    pair, timed, compared = Pair.make(), list[Any](), list[int]()
+    agree = step_dflash._agree
     milliseconds = proposals_dflash._milliseconds
 
-    def noted_eagerly(self: Any, *args: Any) -> Any:
-        eagerly.append(1)
-        return verify_eagerly(self, *args)
+    def noted_comparison(*args: Any) -> bool:
+        compared.append(1)
+        return agree(*args)
 
     def noted(run: Callable[[], torch.Tensor]) -> float:
         late.device.events.clear()
         counts: list[tuple[int, int]] = []
 
         def counted() -> torch.Tensor:
-            at = len(eagerly), len(late.device.events)
+            at = len(compared), len(late.device.events)
             result = run()
-            counts.append((len(eagerly) - at[0], len(late.device.events) - at[1]))
+            counts.append((len(compared) - at[0], len(late.device.events) - at[1]))
             return result
 
         result = milliseconds(counted)
         timed.append((*getattr(run, "args", ("draft",)), counts[-proposals_dflash.REPEATS :]))
         return result
 
-    monkeypatch.setattr(step_dflash.Pair, "_verify_eagerly", noted_eagerly)
+    monkeypatch.setattr(step_dflash, "_agree", noted_comparison)
     monkeypatch.setattr(proposals_dflash, "_milliseconds", noted)
     pair.check([17], adaptive=True, **asked)
     widths = [width for width, *_ in timed if width != "draft"]

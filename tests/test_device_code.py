@@ -47,6 +47,6 @@ def test_what_cuda_compiles_writes_the_targets_text() -> None:
     pair = CompiledPair.of(target, drafter)
     assert pair._is_flex is is_supported()  # transformers 4 attends as on other devices
     assert pair.reason is None
-    assert len(pair._checked) == 3  # a whole step; a draft and a tree
+    assert len(pair._num_calls) == 3  # a whole step; a draft and a tree
     states = target(prompt, output_hidden_states=True).hidden_states
     assert len(states) == 3

@@ -28,7 +28,6 @@ from .step_dflash import (
     Pair,
     Shape,
     State,
-    Whole,
 )
 from .verification_dflash import DRAFTER_BROKE, PositionNoise, Proposals, Verdict, Verifier
 
@@ -241,6 +240,14 @@ class Conversation:
             self._waiting = [Context(_packed(features, is_real, num_real), num_real)]
         return self._waiting[0]
 
+    def absorb(self, pair: Pair, block_size: int) -> None:
+        """Lets the drafter read what is more than a compiled step has columns for, without a block after it."""
+        context = self.next_context()
+        if context.features.shape[1] > pair.num_columns(block_size) or not any(self.draft_cache.lengths):
+            pair.absorb(context, self.draft_cache)
+            self.mark_read()
+            self._waiting = [context.first(0)]
+
     @property
     def is_behind(self) -> bool:
         """Whether context waits for the drafter."""
@@ -344,7 +351,7 @@ class Proposer:
         if not self._is_wanted or self.memory.is_behind:
             raise NotCompiledError
         state = state_of()
-        hidden_states = self.pair.draft_ahead(state, self.memory.draft_cache, request.block_size)
+        hidden_states = self.pair.draft_compiled(state, self.memory.draft_cache, request.block_size, 1)
         self._ahead = self._begin_choice(hidden_states, state.anchors)
 
     def read_ahead(self) -> None:
@@ -373,6 +380,8 @@ class Proposer:
     def _draft(self, rows: list[Row], anchors: torch.Tensor) -> Drafted:
         """One forward of the drafter, after which its cache holds context alone."""
         request, drafter = self.request, self.pair.drafter
+        if self.pair.compiled is not None and self.pair.compiled.is_active:
+            self.memory.absorb(self.pair, request.block_size)
         context = self.memory.next_context()
         hidden_states = self.pair.draft(anchors, context, self.memory.draft_cache, request.block_size)
         self.memory.mark_read()
@@ -473,8 +482,7 @@ class Step:
     features: torch.Tensor  # of all columns, [B, 1 + n, L * D]
     verdict: Verdict
     logits: torch.Tensor | None = None  # of all columns, [B, 1 + n, V], if they are wanted
-    # If it ran as one function: what it gave, where the sequences stood, and which of them were not done.
-    whole: tuple[Whole, State, torch.Tensor] | None = None
+    whole: tuple[State, torch.Tensor] | None = None  # ran as one: where the sequences stood, which were not done
     num_context: list[int] | None = None  # columns that the drafter read in it; None: those of the step before
 
     def __post_init__(self) -> None:
@@ -643,48 +651,48 @@ class Decoder:
                 return False
         return self.num_wanted >= self.proposer.num_proposals and self.verifier.is_fusible(request.input_ids.device)
 
-    def launch(self, after: Step | None = None) -> Step:
-        """The first three verbs, as one function where that is possible, `after` a step that the host has not read.
+    def launch(self) -> Step:
+        """The first three verbs, as one function where that is possible."""
+        if self.is_fused:
+            with suppress(NotCompiledError):
+                return self._launch_whole(None)
+        proposals = self.propose()
+        return self.accept(proposals, *self.verify(proposals))
+
+    def _launch_whole(self, after: Step | None) -> Step:
+        """A whole step `after` one that the host has not read, if there is such a step.
 
         Raises:
-            NotCompiledError: if the step cannot be launched without reading the one before.
+            NotCompiledError: if it can run only eagerly, or after a step that says more on the host than on the device.
         """
-        if not self.is_fused:
-            if after is not None:
-                raise NotCompiledError
-            proposals = self.propose()
-            return self.accept(proposals, *self.verify(proposals))
         self._began = clock()
         memory, pair, device = self.memory, self.pair, self.request.input_ids.device
         shape, drawn = Shape(self.request.block_size, self.proposer.num_proposals), None
-        columns = pair.num_columns(shape.block_size)
         is_live = to_device(torch.tensor([not row.is_done for row in self.rows]), device)
         context: Context | None = None
-        if after is None or after.whole is None:
-            if after is not None:
-                raise NotCompiledError
+        if after is None:
             self._make_room()
+            memory.absorb(pair, shape.block_size)
             context = memory.next_context()
-            if context.features.shape[1] > columns:
-                pair.absorb(context, memory.draft_cache)
-                context = context.first(0)
-            memory.mark_read()
             state = pair.state(self.anchors, context, memory.draft_cache, memory.target_cache)
+        elif after.whole is None:
+            raise NotCompiledError
         else:
-            state = after.whole[0].after(*after.whole[1:])
+            before, was_live = after.whole
+            written = after.verdict.num_written * was_live
+            state = State(after.verdict.anchors, before.starts + written, after.features, written)
         sampler = self.verifier.sampler(device)
         if sampler is not None:
             width = shape.num_proposals + 1
             uniforms = self.verifier.uniforms(self.rows, 2 * width, device)
             places = torch.arange(width, device=device).expand(len(state.anchors), -1)
-            if context is None:  # the host has not read as many tokens as the step before wrote
+            if after is not None:  # of which the host does not know how many tokens it wrote
                 places = places + state.counts[:, None]
             shape = Shape(shape.block_size, shape.num_proposals, sampler.num_candidates)
             drawn = uniforms.gather(1, places), sampler.settings
-        whole = pair.step(state, memory.caches, shape, drawn, context)
-        proposals = Proposals(whole.proposed_ids)
-        num_context = None if context is None else context.num_real
-        return Step(proposals, whole.features, whole.verdict, None, (whole, state, is_live), num_context)
+        verdict, proposed_ids, features = pair.step(state, memory.caches, shape, drawn, int(after is not None))
+        num_context = None if context is None else memory.mark_read()
+        return Step(Proposals(proposed_ids), features, verdict, None, (state, is_live), num_context)
 
     def _make_room(self) -> None:
         memory = self.memory
@@ -706,7 +714,7 @@ class Decoder:
             return None
         with suppress(NotCompiledError):
             if self.is_fused:
-                return self.launch(after=step)
+                return self._launch_whole(step)
             self.proposer.propose_ahead(partial(self._state_after, step), self.rows)
         return None
 

@@ -572,8 +572,10 @@ class Request:
             ValueError: for anything that cannot be run exactly, with the value and the remedy.
         """
         names = {of_class.name for of_class in fields(cls)}
-        own = {name: value for name, value in asked.items() if name in names - {"attention_mask"}}
-        model_inputs = {name: value for name, value in asked.items() if name not in own}
+        own = {
+            name: value for name, value in asked.items() if name in names - {"attention_mask"} and value is not None
+        }
+        model_inputs = {name: value for name, value in asked.items() if name not in names or name == "attention_mask"}
         request = cls(target=target, input_ids=input_ids, config=config, **own)
         request.attention_mask = model_inputs.get("attention_mask")
         drafter, num_rows = request.drafter, len(input_ids)
