@@ -131,7 +131,7 @@ class Bench:
             ids = torch.zeros(rows, case.width, dtype=torch.long, device=DEVICE)
             starts = torch.zeros(rows, dtype=torch.long, device=DEVICE)
             features = torch.zeros(rows, BLOCK_SIZE, self.num_features, dtype=torch.bfloat16, device=DEVICE)
-            state = State(ids[:, :1].clone(), starts, features, torch.zeros_like(starts), torch.zeros_like(starts))
+            state = State(ids[:, :1].clone(), starts, features, torch.zeros_like(starts))
             storages = [
                 compiled.storage(self._cache(model, rows, case.capacity), case.capacity)
                 for model in (self.target, self.drafter)

@@ -674,7 +674,7 @@ class Decoder:
             self._make_room()
             memory.absorb(pair, shape.block_size)
             context = memory.next_context()
-            state = pair.state(self.anchors, context, memory.draft_cache, memory.target_cache)
+            state = context.state(self.anchors, memory.target_cache.lengths)
         elif after.whole is None:
             raise NotCompiledError
         else:

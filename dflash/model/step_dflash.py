@@ -230,6 +230,16 @@ def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Ten
 
 
 @dataclass(frozen=True)
+class State:
+    """What a step needs of the text, on the device: [R] sequences, of which the host may not know the lengths."""
+
+    anchors: torch.Tensor  # the last committed tokens, [R, 1]
+    starts: torch.Tensor  # their positions, [R]: how much text lies in the target's cache
+    features: torch.Tensor  # what the target computed in its last step, [R, C, L * D]
+    counts: torch.Tensor  # how many columns of it stand and wait for the drafter, [R]
+
+
+@dataclass(frozen=True)
 class Context:
     """What the target computed for text that stands, and the drafter's cache does not hold yet."""
 
@@ -255,15 +265,9 @@ class Context:
         num_real = [self.num_real[row] for row in rows]
         return Context(chosen(self.features[:, : max(num_real)], 0, rows), num_real)
 
-
-@dataclass(frozen=True)
-class State:
-    """What a step needs of the text, on the device: [R] sequences, of which the host may not know the lengths."""
-
-    anchors: torch.Tensor  # the last committed tokens, [R, 1]
-    starts: torch.Tensor  # their positions, [R]: how much text lies in the target's cache
-    features: torch.Tensor  # what the target computed in its last step, [R, C, L * D]
-    counts: torch.Tensor  # how many columns of it stand and wait for the drafter, [R]
+    def state(self, anchors: torch.Tensor, starts: list[int]) -> State:
+        """Where sequences stand whose anchors [B, 1] have these positions."""
+        return State(anchors, to_device(torch.tensor(starts), anchors.device), self.features, self.counts)
 
 
 @dataclass(frozen=True)
@@ -292,10 +296,10 @@ def verify_lent(
     return verify(target, layout, token_ids, storage.place(slots, positions, ancestors))
 
 
-def draft_lent(drafter: Any, target: Any, token_ids: torch.Tensor, state: State, storage: Storage) -> torch.Tensor:
-    """`draft` of the block token_ids [B, N] in lent storage, after the context that waits in `state`."""
-    slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], token_ids.shape[1])
-    noise_embeds = drafter.embed(token_ids, target.get_input_embeddings())
+def draft_lent(drafter: Any, target: Any, block_size: int, state: State, storage: Storage) -> torch.Tensor:
+    """`draft` of a block in lent storage, after the context that waits in `state`."""
+    slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], block_size)
+    noise_embeds = drafter.embed(block_ids(drafter, state.anchors, block_size), target.get_input_embeddings())
     return draft(drafter, noise_embeds, state.features, state.starts, storage.place(slots, slots))
 
 
@@ -332,8 +336,7 @@ def whole_step(
         the logits of the choices.
     """
     target, drafter, layout = models
-    token_ids = block_ids(drafter, state.anchors, shape.block_size)
-    hidden_states = draft_lent(drafter, target, token_ids, state, storages[1])
+    hidden_states = draft_lent(drafter, target, shape.block_size, state, storages[1])
     first = 0 if drafter.config.sample_from_anchor else 1
     proposing = slice(first, first + shape.num_proposals)
     # The head runs on the whole block: the compiler would time a product of 15 rows, padded and not.
@@ -394,12 +397,11 @@ class CompiledPair:
         self._device = target.device
         self._functions: dict[str, Callable[..., Any]] = {}
         self._num_calls: dict[Any, int] = {}
-        self._layout = Layout.of(target, drafter.config.target_layer_ids)
         self._is_flex = target.device.type in FLEX_DEVICES and _may_flex(target, drafter)
         self._machine = f"{target.device.type} {torch.get_num_threads()} {target.dtype}"
         self._shelf: dict[tuple[int, int], list[Loan]] = {}
         self._eager_seconds = self._lost_seconds = self._compile_seconds = 0.0
-        self.reason = _why_not(target, drafter, self._layout)  # why it runs eagerly all the same; None: it does not
+        self.reason = _why_not(target, drafter)  # why it runs eagerly all the same; None: it does not
         self._models: list[Any] | None = None  # as they were when they were first compiled
 
     @classmethod
@@ -419,8 +421,7 @@ class CompiledPair:
             return
         models = _state_of(target, drafter)
         if models != self._models:
-            self._models, self._layout = models, Layout.of(target, drafter.config.target_layer_ids)
-            self.reason = _why_not(target, drafter, self._layout)
+            self._models, self.reason = models, _why_not(target, drafter)
             for of_before in (self._functions, self._num_calls, self._shelf):
                 of_before.clear()
 
@@ -577,18 +578,15 @@ class CompiledPair:
         """What a forward over `num_keys` keys is lent of a cache."""
         if self.is_static:
             keys, values = cache.storage(num_keys)
-            num_keys = keys[0].shape[2]
+            for tensor in (*keys, *values):
+                torch._dynamo.mark_static_address(tensor, guard=False)
+            index = keys[0].new_empty(1).expand(keys[0].shape[2])
         else:
             # Room for one more: the compiler takes two sizes for the same one if they are equal when it first sees them.
             keys, values = cache.storage(num_keys + 1)
-        is_ragged = len(cache.lengths) > 1
-        for tensor in (*keys, *values):
-            if self.is_static:
-                torch._dynamo.mark_static_address(tensor, guard=False)
-            else:
-                torch._dynamo.mark_dynamic(tensor, [0, 2] if is_ragged else [2])
-        index = keys[0].new_empty(1).expand(num_keys)
-        if not self.is_static:
+            for tensor in (*keys, *values):
+                torch._dynamo.mark_dynamic(tensor, [0, 2] if len(cache.lengths) > 1 else [2])
+            index = keys[0].new_empty(1).expand(num_keys)
             torch._dynamo.mark_dynamic(index, 0)
         return Storage(keys, values, index, self._is_flex and not is_eager)
 
@@ -600,10 +598,15 @@ class CompiledPair:
             padded = functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, rows - len(tensor)])
             taken.append(
                 padded.flatten().view(padded.shape)
-            )  # the strides of a fresh tensor, also of one that was cut out
+            )  # strides of a fresh tensor, also of one that was cut out
             if rows > 1 and not self.is_static:
                 torch._dynamo.mark_dynamic(taken[-1], 0)
         return taken
+
+    def taken(self, cache: PreallocatedCache, state: State, num_columns: int) -> State:
+        """A state as a compiled function takes it."""
+        features = functional.pad(state.features, (0, 0, 0, num_columns - state.features.shape[1]))
+        return State(*self.inputs(cache, state.anchors, state.starts, features, state.counts))
 
 
 class Pair:
@@ -759,9 +762,10 @@ class Pair:
         self, anchors: torch.Tensor, context: Context, cache: PreallocatedCache, block_size: int
     ) -> torch.Tensor:
         """The drafter's last hidden states [B, N, D] after anchors [B, 1]; its cache holds the context then, and no block."""
-        if self.compiled is not None:
+        if self.compiled is not None and self.compiled.is_active:
+            starts = [held + waiting for held, waiting in zip(cache.lengths, context.num_real, strict=True)]
             with suppress(NotCompiledError):
-                hidden_states = self.draft_compiled(self.state(anchors, context, cache, cache), cache, block_size)
+                hidden_states = self.draft_compiled(context.state(anchors, starts), cache, block_size)
                 cache.advance(context.num_real)
                 return hidden_states
         return self._draft_eagerly(anchors, context, cache, block_size)
@@ -781,10 +785,7 @@ class Pair:
 
         def given(output: Any) -> tuple[Any, ...]:
             storage = compiled.storage(cache, max(cache.lengths) + (2 + num_unread) * columns, output is not None)
-            token_ids = block_ids(self.drafter, state.anchors, block_size)
-            features = functional.pad(state.features, (0, 0, 0, columns - state.features.shape[1]))
-            ids, *rest = compiled.inputs(cache, token_ids, state.anchors, state.starts, features, state.counts)
-            return self.drafter, self.target, ids, State(*rest), storage
+            return self.drafter, self.target, block_size, compiled.taken(cache, state, columns), storage
 
         key = self._key("a draft", cache, block_size)
         hidden_states: torch.Tensor = compiled.run((self.target, self.drafter), key, draft_lent, given)
@@ -812,22 +813,14 @@ class Pair:
         """Puts context into the drafter's cache without a block after it."""
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
+        slots = (
+            self._lengths(cache, columns.device)[:, None] + columns
+        )  # what is not real is overwritten by what comes next
         if cache.is_ragged:
-            # What is not real is overwritten by what comes next.
-            slots = self._lengths(cache, columns.device)[:, None] + columns
             cache.place(slots, max(cache.lengths) + len(columns))
-            drafter.absorb(context.features, slots, cache)
+        drafter.absorb(context.features, slots, cache)
+        if cache.is_ragged:
             cache.advance(context.num_real)
-        else:
-            drafter.absorb(context.features, (cache.get_seq_length() + columns)[None], cache)
-
-    def state(
-        self, anchors: torch.Tensor, context: Context, draft_cache: PreallocatedCache, target_cache: PreallocatedCache
-    ) -> State:
-        """Where sequences stand whose lengths the host knows."""
-        is_drafter = draft_cache is target_cache  # then the text is what it holds and the context
-        starts = self._lengths(target_cache, anchors.device) + (context.counts if is_drafter else 0)
-        return State(anchors, starts, context.features, context.counts)
 
     def step(
         self,
@@ -849,8 +842,7 @@ class Pair:
         def given(output: Any) -> tuple[Any, ...]:
             num_keys, is_eager = max(caches[0].lengths) + (2 + num_unread) * columns, output is not None
             storages = tuple(compiled.storage(cache, num_keys, is_eager) for cache in caches)
-            features = functional.pad(state.features, (0, 0, 0, columns - state.features.shape[1]))
-            taken = State(*compiled.inputs(caches[0], state.anchors, state.starts, features, state.counts))
+            taken = compiled.taken(caches[0], state, columns)
             numbers = None if drawn is None else (compiled.inputs(caches[0], drawn[0])[0], drawn[1])
             models = self.target, self.drafter, self.layout
             return models, taken, storages, shape, numbers, output
@@ -885,8 +877,8 @@ class Pair:
             return logits.argmax(dim=-1)
 
         def run_tree(width: int) -> torch.Tensor:
-            tree = grow(width) if grow is not None else None
-            assert tree is not None
+            assert grow is not None
+            tree = grow(width)
             ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
             logits, _ = self.verify(ids, target_cache, tree)
             columns = [0, *range(2, ids.shape[1], 2)]
@@ -954,9 +946,9 @@ def compile_options(device: torch.device) -> dict[str, Any]:
     return {"triton.cudagraphs": True, **{name: value for name, value in FUSION.items() if name in known}}
 
 
-def _why_not(target: Any, drafter: Any, layout: Layout) -> str | None:
+def _why_not(target: Any, drafter: Any) -> str | None:
     """What of the pair is known not to compile."""
-    name = type(target).__name__
+    name, layout = type(target).__name__, Layout.of(target, drafter.config.target_layer_ids)
     others = set(layout.types) - {"full_attention", "sliding_attention"}
     if others:
         return f"{name} has layers of type {', '.join(sorted(others))}"
