@@ -126,8 +126,16 @@ def tiny_drafter_table(result: dict[str, Any]) -> str:
     """What the embedded drafter accepts after its own training, and how it was made."""
     made = result["training"]
     cells = [
-        [task, f"{figures['identical']} of {figures['prompts']}", f"{figures['tau']:.2f}", f"{figures['tokens_per_step']:.2f}"]
-        for task, figures in (("held-out templates", made["figures"]["heldout_templates"]), ("GSM8K test", made["figures"]["gsm8k_test"]))
+        [
+            task,
+            f"{figures['identical']} of {figures['prompts']}",
+            f"{figures['tau']:.2f}",
+            f"{figures['tokens_per_step']:.2f}",
+        ]
+        for task, figures in (
+            ("held-out templates", made["figures"]["heldout_templates"]),
+            ("GSM8K test", made["figures"]["gsm8k_test"]),
+        )
     ]
     how = (
         f"A drafter of {made['parameters'] / 1e6:.1f} M parameters for a target of {made['target']['parameters'] / 1e6:.1f} M, "
@@ -139,7 +147,14 @@ def tiny_drafter_table(result: dict[str, Any]) -> str:
 
 def conversation_table(result: dict[str, Any]) -> str:
     """Time to the first token, turn by turn, with and without a kept conversation."""
-    headings = ["turn", "same text", "prompt tokens", "of them kept", "first token, ms, afresh", "first token, ms, kept"]
+    headings = [
+        "turn",
+        "same text",
+        "prompt tokens",
+        "of them kept",
+        "first token, ms, afresh",
+        "first token, ms, kept",
+    ]
     cells = [
         [
             str(row["turn"]),
@@ -169,7 +184,14 @@ def sweep_table(result: dict[str, Any]) -> str:
         for row in rows
         if row["method"] != "target.generate"
     ]
-    headings = ["what changes", "value", "target.generate, ms per token", "dflash eager, ms per token", "speed-up", "break-even tau"]
+    headings = [
+        "what changes",
+        "value",
+        "target.generate, ms per token",
+        "dflash eager, ms per token",
+        "speed-up",
+        "break-even tau",
+    ]
     return f"{markdown((headings, cells))}\n\n{_simulated(result)}"
 
 
@@ -196,11 +218,18 @@ def memory_table(result: dict[str, Any]) -> str:
 def training_step_table(result: dict[str, Any]) -> str:
     """Throughput and memory of a training step by how texts are laid out, and of the loss by how it is computed."""
     ways = [
-        [row["way"], str(row["batches"]), f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", f"{row['peak_memory_bytes'] / 2**20:.0f}"]
+        [
+            row["way"],
+            str(row["batches"]),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['peak_memory_bytes'] / 2**20:.0f}",
+        ]
         for row in result["summary"]
     ]
     losses = [
-        [str(row["vocabulary"]), row["loss"], f"{row['ms']:.0f}", f"{row['peak_memory_bytes'] / 2**20:.0f}"] for row in result["losses"]
+        [str(row["vocabulary"]), row["loss"], f"{row['ms']:.0f}", f"{row['peak_memory_bytes'] / 2**20:.0f}"]
+        for row in result["losses"]
     ]
     return "\n\n".join(
         [
@@ -225,7 +254,9 @@ def vllm_table(result: dict[str, Any]) -> str:
         for row in result["summary"]
     ]
     setup = result["environment"]
-    return f"{markdown((headings, cells))}\n\n{setup['engine']}, {setup['cpu']}, greedy, float32. `{result['command']}`"
+    return (
+        f"{markdown((headings, cells))}\n\n{setup['engine']}, {setup['cpu']}, greedy, float32. `{result['command']}`"
+    )
 
 
 def launches_table(result: dict[str, Any]) -> str:
@@ -235,7 +266,9 @@ def launches_table(result: dict[str, Any]) -> str:
     for case in result["cases"]:
         kinds = case["by_kind"]
         products, attention = kinds["extern_kernels.mm"], kinds["flex attention"]
-        cells.append([case["what"], *map(str, (case["launches"], products, attention, case["launches"] - products - attention))])
+        cells.append(
+            [case["what"], *map(str, (case["launches"], products, attention, case["launches"] - products - attention))]
+        )
     case, setup = result["cases"][0], result["environment"]
     return (
         f"{markdown((headings, cells))}\n\nThe shape of {case['size']}, block {case['width']}, capacity {case['capacity']}, "
@@ -246,7 +279,9 @@ def launches_table(result: dict[str, Any]) -> str:
 
 def operations_table(result: dict[str, Any]) -> str:
     """Operations and waits of a step on fake CUDA, by mode."""
-    cells = [[row["mode"], row["path"], *(str(max(row[key])) for key in ("operations", "waits"))] for row in result["modes"]]
+    cells = [
+        [row["mode"], row["path"], *(str(max(row[key])) for key in ("operations", "waits"))] for row in result["modes"]
+    ]
     headings = ["mode", "path", "operations from Python, a step", "waits of the host, a step"]
     setup = result["environment"]
     return (

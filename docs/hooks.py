@@ -83,7 +83,9 @@ def command_page(name: str, command: Any) -> str:
 
 def commands_page() -> str:
     """The list of sub-commands."""
-    lines = [f"- [`dflash {name}`]({name}.md): {_first_paragraph(command.help)}" for name, command in commands().items()]
+    lines = [
+        f"- [`dflash {name}`]({name}.md): {_first_paragraph(command.help)}" for name, command in commands().items()
+    ]
     return "# Commands\n\nEach page is made from the command's own `--help`.\n\n" + "\n".join(lines) + "\n"
 
 
@@ -110,7 +112,10 @@ def _entry(name: str, said: str) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    return _escaped(text.replace("\b\n", "").strip())
+    """A help's paragraphs; a command that stands on a line of its own stays there."""
+    return re.sub(r"\n(torchrun [^\n,]+)", r"  \n`\1`  ", _escaped(text.replace("\b\n", "").strip())).replace(
+        "\\_", "_"
+    )
 
 
 def _first_paragraph(text: str | None) -> str:
