@@ -23,7 +23,7 @@ def on_config(config: Any) -> Any:
         for entry in section.get("Reference", ()):
             if "Commands" in entry:
                 pages = [{f"dflash {name}": f"{COMMANDS}/{name}.md"} for name in commands()]
-                entry["Commands"] = [f"{COMMANDS}/index.md", *pages]
+                entry["Commands"] = [{"All commands": f"{COMMANDS}/index.md"}, *pages]
     return config
 
 
