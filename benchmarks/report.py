@@ -1,8 +1,9 @@
-"""Writes the README's tables: measured figures out of the committed results, and what works out of tests and cards.
+"""Writes the tables of the README and of docs/: measured figures out of the committed results, and what works out of tests and cards.
 
     python benchmarks/report.py
 
-With `--check` it writes nothing and fails if the README says anything else than they do.
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, in as many pages as show it. With `--check` nothing is
+written, and a page that says anything else than results, tests and cards is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dflash.evaluation.tables import DECODED, caveat, markdown, table_of, with_t
 
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -33,6 +33,34 @@ def decode_table(result: dict[str, Any]) -> str:
         f"Embedded pair ({pair}), greedy, batch {decoding['batch_size']}, block {setup['block_size']}, "
         f"{setup['target_dtype']}, {setup['attention']} attention, {_machine(result)}; medians of {decoding['repeats']} "
         f"{' '.join(filter(None, ['interleaved repeats.', caveat(result['summary'], setup['target_dtype'])]))} `{result['command']}`"
+    )
+
+
+def headline_table(result: dict[str, Any]) -> str:
+    """The few rows of `decode_table` that a first look needs."""
+    rows = [row for row in result["summary"] if row["method"] in HEADLINE]
+    setup = result["environment"]
+    return (
+        f"{markdown(table_of(rows, DECODED))}\n\n"
+        f"The pair that is part of the package ({setup['target_parameters'] / 1e6:.1f} M and "
+        f"{setup['drafter_parameters'] / 1e6:.1f} M parameters), greedy, batch {result['decoding']['batch_size']}, "
+        f"{setup['target_dtype']}, {_machine(result)}."
+    )
+
+
+def tau_example(result: dict[str, Any]) -> str:
+    """Tau and tokens per step, counted on one measured text."""
+    runs = (run for run in result["measurements"] if run["method"] == "dflash" and len(run["acceptance_lengths"]) > 1)
+    run = next(run for run in runs if sum(run["acceptance_lengths"]) >= run["num_tokens"] and run["num_tokens"] < 30)
+    lengths, kept = run["acceptance_lengths"], run["num_tokens"] - 1
+    steps, given = len(lengths), sum(lengths)
+    listed = f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
+    return (
+        f"An example: the target's answer to one of the measured questions has {run['num_tokens']} tokens. The prompt's forward "
+        f"gives the first one, and {steps} verify steps give the other {kept}. The steps commit {listed} tokens, the target's own "
+        f"included. `tau` is their mean: {given} / {steps} = {given / steps:.2f}. The answer ends inside the last step, where "
+        f"{given - kept} of its {lengths[-1]} tokens is cut. `tokens per step` is what was kept: {kept} / {steps} = "
+        f"{kept / steps:.2f}. A speed-up is tokens per step, divided by what a step costs in steps of plain decoding."
     )
 
 
@@ -62,7 +90,7 @@ def sampling_table(result: dict[str, Any]) -> str:
 
 
 def growth_table(result: dict[str, Any]) -> str:
-    """What a token costs behind a short and a long context."""
+    """What a token costs after a short and a long context."""
     rows = result["summary"]
     lengths = sorted({row["context_tokens"] for row in rows})
     costs = {(row["method"], row["context_tokens"]): row["ms_per_token"] for row in rows}
@@ -74,12 +102,8 @@ def growth_table(result: dict[str, Any]) -> str:
         ]
         for method in dict.fromkeys(row["method"] for row in rows)
     ]
-    headings = ["ms per token", *(f"behind {length} tokens" for length in lengths), "growth"]
-    size, tau = result["environment"]["target_parameters"] / 1e6, result["decoding"]["stated_tau"]
-    return (
-        f"{markdown((headings, cells))}\n\nSimulated: random weights ({size:.1f} M parameters) and a script that accepts "
-        f"{tau} tokens per step; milliseconds are measured, {_machine(result)}. `{result['command']}`"
-    )
+    headings = ["ms per token", *(f"after {length} tokens" for length in lengths), "growth"]
+    return f"{markdown((headings, cells))}\n\n{_simulated(result)}"
 
 
 def drafter_table(result: dict[str, Any]) -> str:
@@ -98,6 +122,194 @@ def drafter_table(result: dict[str, Any]) -> str:
     return f"{markdown((['greedy, held-out prompts', 'same text', 'tau'], cells))}\n\n{how}"
 
 
+def tiny_drafter_table(result: dict[str, Any]) -> str:
+    """What the embedded drafter accepts after its own training, and how it was made."""
+    made = result["training"]
+    cells = [
+        [
+            task,
+            f"{figures['identical']} of {figures['prompts']}",
+            f"{figures['tau']:.2f}",
+            f"{figures['tokens_per_step']:.2f}",
+        ]
+        for task, figures in (
+            ("held-out templates", made["figures"]["heldout_templates"]),
+            ("GSM8K test", made["figures"]["gsm8k_test"]),
+        )
+    ]
+    how = (
+        f"A drafter of {made['parameters'] / 1e6:.1f} M parameters for a target of {made['target']['parameters'] / 1e6:.1f} M, "
+        f"{made['data']['examples']} of the target's own texts, {made['settings']['steps']} steps, {made['processes']} processes, "
+        f"{made['seconds'] / 60:.1f} minutes. `{' '.join(made['command'])}`"
+    )
+    return f"{markdown((['greedy', 'same text', 'tau', 'tokens per step'], cells))}\n\n{how}"
+
+
+def conversation_table(result: dict[str, Any]) -> str:
+    """Time to the first token, turn by turn, with and without a kept conversation."""
+    headings = [
+        "turn",
+        "same text",
+        "prompt tokens",
+        "of them kept",
+        "first token, ms, afresh",
+        "first token, ms, kept",
+    ]
+    cells = [
+        [
+            str(row["turn"]),
+            f"{row['identical']} of {row['chats']}",
+            f"{row['prompt_tokens']:.1f}",
+            f"{row['reused_tokens']:.1f}",
+            *(f"{row['ms_to_first_token'][way]:.1f}" for way in ("fresh", "kept")),
+        ]
+        for row in result["summary"]
+    ]
+    return f"{markdown((headings, cells))}\n\nThe embedded pair, {_machine(result)}. `{result['command']}`"
+
+
+def sweep_table(result: dict[str, Any]) -> str:
+    """What a token costs along each axis, and the tau at which drafting breaks even."""
+    rows = [row for row in result["summary"] if row["axis"] != "budget"]
+    plain = {(row["axis"], row["value"]): row for row in rows if row["method"] == "target.generate"}
+    cells = [
+        [
+            SWEPT[row["axis"]],
+            str(row["value"]),
+            f"{plain[row['axis'], row['value']]['ms_per_token']:.2f}",
+            f"{row['ms_per_token']:.2f}",
+            f"{row['speedup_at_stated_tau']:.2f}x",
+            f"{row['tau_to_match_plain']:.2f}",
+        ]
+        for row in rows
+        if row["method"] != "target.generate"
+    ]
+    headings = [
+        "what changes",
+        "value",
+        "target.generate, ms per token",
+        "dflash eager, ms per token",
+        "speed-up",
+        "break-even tau",
+    ]
+    return f"{markdown((headings, cells))}\n\n{_simulated(result)}"
+
+
+def memory_table(result: dict[str, Any]) -> str:
+    """What a prompt's forward allocates, over the weights."""
+    headings = ["context, tokens", "method", "allocated, MiB", "to target.generate", "of it hidden states, MiB"]
+    cells = [
+        [
+            str(row["context_tokens"]),
+            row["method"],
+            f"{row['allocated_bytes'] / 2**20:.0f}",
+            f"{row['over_plain']:.2f}x",
+            f"{row['taps_bytes'] / 2**20:.0f}",
+        ]
+        for row in result["summary"]
+    ]
+    setup = result["environment"]
+    return (
+        f"{markdown((headings, cells))}\n\nRandom weights of the shape {result['decoding']['shape']} "
+        f"({setup['target_parameters'] / 1e6:.1f} M parameters), {setup['target_dtype']}, {_machine(result)}. `{result['command']}`"
+    )
+
+
+def training_step_table(result: dict[str, Any]) -> str:
+    """Throughput and memory of a training step by how texts are laid out, and of the loss by how it is computed."""
+    ways = [
+        [
+            row["way"],
+            str(row["batches"]),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['peak_memory_bytes'] / 2**20:.0f}",
+        ]
+        for row in result["summary"]
+    ]
+    losses = [
+        [str(row["vocabulary"]), row["loss"], f"{row['ms']:.0f}", f"{row['peak_memory_bytes'] / 2**20:.0f}"]
+        for row in result["losses"]
+    ]
+    return "\n\n".join(
+        [
+            markdown((["layout", "batches", "tokens/s", "to naive", "peak memory, MiB"], ways)),
+            markdown((["vocabulary", "loss", "ms", "peak memory, MiB"], losses)),
+            f"The embedded pair, {_machine(result)}. `{result['command']}`",
+        ]
+    )
+
+
+def vllm_table(result: dict[str, Any]) -> str:
+    """The embedded pair in vLLM: texts and acceptance beside ours."""
+    headings = ["vLLM's CPU kernel", "same text", "same text, one batch", "tau here", "tau in vLLM"]
+    cells = [
+        [
+            row["vllm"],
+            f"{row['identical']} of {row['prompts']}",
+            f"{row['identical_in_one_batch']} of {row['prompts']}",
+            f"{row['tau']:.2f}",
+            f"{row['vllm_tau']:.2f}",
+        ]
+        for row in result["summary"]
+    ]
+    setup = result["environment"]
+    return (
+        f"{markdown((headings, cells))}\n\n{setup['engine']}, {setup['cpu']}, greedy, float32. `{result['command']}`"
+    )
+
+
+def launches_table(result: dict[str, Any]) -> str:
+    """Kernels and library calls of one compiled step, by Inductor's own code."""
+    headings = ["compiled step", "launches", "matrix products", "attention", "fused kernels"]
+    cells = []
+    for case in result["cases"]:
+        kinds = case["by_kind"]
+        products, attention = kinds["extern_kernels.mm"], kinds["flex attention"]
+        cells.append(
+            [case["what"], *map(str, (case["launches"], products, attention, case["launches"] - products - attention))]
+        )
+    case, setup = result["cases"][0], result["environment"]
+    return (
+        f"{markdown((headings, cells))}\n\nThe shape of {case['size']}, block {case['width']}, capacity {case['capacity']}, "
+        f"{setup['dtype']}, code for an {setup['code_for']} written by torch {setup['torch']}; counted in the code, not run. "
+        f"`{result['command']}`"
+    )
+
+
+def operations_table(result: dict[str, Any]) -> str:
+    """Operations and waits of a step on fake CUDA, by mode."""
+    cells = [
+        [row["mode"], row["path"], *(str(max(row[key])) for key in ("operations", "waits"))] for row in result["modes"]
+    ]
+    headings = ["mode", "path", "operations from Python, a step", "waits of the host, a step"]
+    setup = result["environment"]
+    return (
+        f"{markdown((headings, cells))}\n\nA small random pair on fake CUDA tensors of torch {setup['torch']}: counted, not timed. "
+        f"`{result['command']}`"
+    )
+
+
+def dialects_table(result: dict[str, Any]) -> str:
+    """Checkpoints that other tools wrote, read here."""
+    cells = [
+        [name, f"{fixture['package']} {fixture['version']}", "yes" if fixture["agrees"] else "no"]
+        for name, fixture in result["fixtures"].items()
+    ]
+    headings = ["checkpoint", "written by", f"same outputs, within {result['tolerance']:g}"]
+    return f"{markdown((headings, cells))}\n\n`{result['command']}`"
+
+
+def _simulated(result: dict[str, Any]) -> str:
+    size, tau = result["environment"]["target_parameters"] / 1e6, result["decoding"]["stated_tau"]
+    return (
+        f"Simulated: random weights ({size:.1f} M parameters) and a script that accepts {tau} tokens per step; milliseconds are "
+        f"measured, {_machine(result)}. `{result['command']}`"
+    )
+
+
+HEADLINE = ("target.generate", "prompt lookup", "native dflash", "dflash")
+SWEPT = {"context": "context, tokens", "length": "new tokens", "batch": "batch", "width": "block"}
 RECIPES = {  # axes of `benchmarks/training.py` as a reader knows them
     "loss": "loss and weights of positions",
     "labels": "labels",
@@ -188,12 +400,29 @@ def _machine(result: dict[str, Any]) -> str:
     return f"{threads} of one {setup['cpu']}, torch {setup['torch']}, transformers {setup['transformers']}"
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {  # by the name of the committed result
     "decode_tiny_cpu": decode_table,
     "batch_tiny_cpu": batch_table,
     "growth_small_cpu": growth_table,
     "sampling_tiny": sampling_table,
+    "conversation_tiny_cpu": conversation_table,
+    "sweep_small_cpu": sweep_table,
+    "memory_small_cpu": memory_table,
+    "memory_qwen3_0_6b_cpu": memory_table,
     "drafter_stories_cpu": drafter_table,
+    "drafter_tiny_cpu": tiny_drafter_table,
+    "training_step_tiny_cpu": training_step_table,
+    "vllm_pair_cpu": vllm_table,
+    "device_code_qwen3": launches_table,
+    "device_operations": operations_table,
+    "dialect_fixtures": dialects_table,
+}
+OTHERS: dict[str, Callable[[], str]] = {  # of several results, of a part of one, or of none
+    "headline": lambda: headline_table(read("decode_tiny_cpu")),
+    "tau_example": lambda: tau_example(read("decode_tiny_cpu")),
+    "recipes": lambda: recipes_table(),
+    "targets": lambda: targets_table(),
+    "engines": lambda: engines_table(),
 }
 
 
@@ -205,26 +434,42 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def with_all_tables(readme: str) -> str:
-    """The README as results, tests and cards have it."""
-    for name, table in TABLES.items():
-        readme = with_table(readme, name, table(read(name)))
-    readme = with_table(readme, "recipes", recipes_table())
-    return with_table(with_table(readme, "targets", targets_table()), "engines", engines_table())
+def pages() -> list[Path]:
+    """The files that may show a table."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def shown(text: str) -> list[str]:
+    """The names of the tables that a page has a place for."""
+    return re.findall(r"<!-- (\w+):begin -->", text)
+
+
+def with_all_tables(text: str) -> str:
+    """A page with each of its tables as results, tests and cards have it; ValueError for one that does not exist."""
+    for name in shown(text):
+        if name not in {**TABLES, **OTHERS}:
+            raise ValueError(f"There is no table {name!r}: use one of {', '.join([*TABLES, *OTHERS])}.")
+        text = with_table(text, name, TABLES[name](read(name)) if name in TABLES else OTHERS[name]())
+    return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    readme = README.read_text(encoding="utf-8")
-    wanted = with_all_tables(readme)
-    if args.check:
-        if readme != wanted:
-            print("README.md and the results disagree: run `python benchmarks/report.py`.", file=sys.stderr)
-        return int(readme != wanted)
-    README.write_text(wanted, encoding="utf-8")
-    return 0
+    status = 0
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        wanted = with_all_tables(text)
+        if text == wanted:
+            continue
+        if args.check:
+            name = path.relative_to(ROOT)
+            print(f"{name} and the results disagree: run `python benchmarks/report.py`.", file=sys.stderr)
+            status = 1
+        else:
+            path.write_text(wanted, encoding="utf-8")
+    return status
 
 
 if __name__ == "__main__":

@@ -64,8 +64,12 @@ def test_figures_are_those_of_the_squares(drawing: ElementTree.Element) -> None:
 def test_contributing_names_files_and_names_that_exist() -> None:
     """Promise: who follows a recipe finds each file and each name that it speaks of."""
     said = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", CONTRIBUTING, flags=re.DOTALL)))
-    folders = (ROOT / name for name in ("dflash", "tests", "benchmarks", "examples"))
-    paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    folders = (ROOT / name for name in ("dflash", "tests", "benchmarks", "examples", "docs"))
+    paths = [
+        *ROOT.glob("*.*"),
+        *ROOT.glob("docs/**/*.md"),
+        *(path for folder in folders for path in folder.rglob("*.py")),
+    ]
     files = {path.relative_to(ROOT).as_posix() for path in paths}
     for name in said:
         if re.fullmatch(r"[\w./*]+\.(py|md|toml)", name) and "*" not in name:

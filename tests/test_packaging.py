@@ -85,12 +85,13 @@ def test_installation_holds_every_asset() -> None:
     assert {path for path in here if "__pycache__" not in path} <= listed
 
 
-def test_readme_snippet_runs_where_the_package_is_not_importable(tmp_path: Path) -> None:
-    """The first block of the README, word for word, on the folders that `dflash export-demo demo` writes."""
+def test_remote_code_snippet_runs_where_the_package_is_not_importable(tmp_path: Path) -> None:
+    """The quickstart's block for folders, word for word, on those that `dflash export-demo demo` writes."""
     from dflash.embedded import export_embedded_pair
 
     export_embedded_pair(tmp_path / "demo")
-    snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    (snippet,) = [block for block in blocks if "trust_remote_code=True" in block]
     hidden = "import sys\nsys.modules['dflash'] = None\n"
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

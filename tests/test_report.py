@@ -233,6 +233,16 @@ def test_readme_table_is_written_between_its_markers_and_nowhere_else(run: Any, 
         assert "old" not in text
 
 
+def test_one_table_is_written_into_several_pages(run: Any, tmp_path: Path) -> None:
+    pages = [tmp_path / "README.md", tmp_path / "measured.md"]
+    for page in pages:
+        page.write_text("<!-- t:begin --><!-- t:end -->", encoding="utf-8")
+    status, out, _ = run(written(tmp_path), "--readme", pages[0], "--readme", pages[1], "--name", "t")
+    assert (status, out.split()) == (0, list(map(str, pages)))
+    assert len({page.read_text(encoding="utf-8") for page in pages}) == 1
+    assert "| GSM8K | dflash | 4 of 4 |" in pages[1].read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "text",
     ["nothing", "<!-- t:begin -->", "<!-- t:end --><!-- t:begin -->", "<!-- t:begin --><!-- t:end --><!-- t:end -->"],

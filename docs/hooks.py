@@ -1,0 +1,127 @@
+"""Pages that are made out of what they describe, for mkdocs: commands, files, cards, the changelog, and plots of results.
+
+So none of them can say anything else than the source does, and none is committed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = "reference/commands"
+
+
+def on_config(config: Any) -> Any:
+    """Puts the commands into the navigation, in the order of `dflash --help`."""
+    for section in config.nav:
+        for entry in section.get("Reference", ()):
+            if "Commands" in entry:
+                pages = [{f"dflash {name}": f"{COMMANDS}/{name}.md"} for name in commands()]
+                entry["Commands"] = [{"All commands": f"{COMMANDS}/index.md"}, *pages]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages and pictures that are not in this folder."""
+    from mkdocs.structure.files import File
+
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
+        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """What stands outside this folder: in the repository it is found by its path, on the site by that of its copy."""
+    outside = {"](../benchmarks/results/": "](results/", "](../model_cards/README.md": "](cards/index.md"}
+    for path, here in outside.items():
+        markdown = markdown.replace(path, here)
+    return markdown
+
+
+def pages() -> dict[str, str]:
+    """Every page that is made, by its path."""
+    made = {f"{COMMANDS}/{name}.md": command_page(name, command) for name, command in commands().items()}
+    made[f"{COMMANDS}/index.md"] = commands_page()
+    made["reference/files.md"] = files_page()
+    made["changelog.md"] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    for card in sorted((ROOT / "model_cards").glob("*.md")):
+        name = "index" if card.stem == "README" else card.stem
+        made[f"cards/{name}.md"] = card_page(card.read_text(encoding="utf-8"))
+    return made
+
+
+def commands() -> dict[str, Any]:
+    """The sub-commands of `dflash`, by name."""
+    from dflash.cli import app
+
+    return dict(typer.main.get_command(app).commands)
+
+
+def command_page(name: str, command: Any) -> str:
+    """What `dflash NAME --help` says, its options grouped as there."""
+    with command.make_context(name, [], resilient_parsing=True) as context:
+        usage = " ".join(["dflash", name, *command.collect_usage_pieces(context)])
+        parts = [f"# dflash {name}", _paragraphs(command.help or ""), f"```text\n{usage}\n```"]
+        groups: dict[str, list[str]] = {}
+        for parameter in command.get_params(context):
+            is_argument = parameter.param_type_name == "argument"
+            panel = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+            record = parameter.get_help_record(context)
+            if record is not None:
+                groups.setdefault(panel, []).append(_entry(*record))
+        parts += [f"## {panel}\n\n" + "\n".join(entries) for panel, entries in groups.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def commands_page() -> str:
+    """The list of sub-commands."""
+    lines = [
+        f"- [`dflash {name}`]({name}.md): {_first_paragraph(command.help)}" for name, command in commands().items()
+    ]
+    return "# Commands\n\nEach page is made from the command's own `--help`.\n\n" + "\n".join(lines) + "\n"
+
+
+def files_page() -> str:
+    """Every module of the package and the question that it answers: the first line of its docstring."""
+    parts = ["# Files", "One line for each module: the first of its docstring."]
+    folders: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "dflash").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        folder = path.parent.relative_to(ROOT).as_posix()
+        if docstring:
+            folders.setdefault(folder, []).append(f"- `{path.name}`: {_first_paragraph(docstring)}")
+    return "\n\n".join([*parts, *(f"## {folder}\n\n" + "\n".join(lines) for folder, lines in folders.items())]) + "\n"
+
+
+def card_page(card: str) -> str:
+    """A model card without its metadata, and without links to files that the site does not hold."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
+    return re.sub(r"\[([\w.]+)\]\((?!http)[\w.]+\.json\)", r"`model_cards/\1`", text)
+
+
+def _entry(name: str, said: str) -> str:
+    return f"- `{name}`  \n  {_escaped(said)}" if said else f"- `{name}`"
+
+
+def _paragraphs(text: str) -> str:
+    """A help's paragraphs; a command that stands on a line of its own stays there."""
+    return re.sub(r"\n(torchrun [^\n,]+)", r"  \n`\1`  ", _escaped(text.replace("\b\n", "").strip())).replace(
+        "\\_", "_"
+    )
+
+
+def _first_paragraph(text: str | None) -> str:
+    return _escaped(" ".join((text or "").strip().split("\n\n")[0].split()))
+
+
+def _escaped(text: str) -> str:
+    """Plain text as Markdown: what looks like a tag, a link or emphasis is neither."""
+    return re.sub(r"([<\[\]*_])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
