@@ -8,6 +8,7 @@ about tensors.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -76,6 +77,37 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[
         return [num_target_layers // 2 if num_target_layers // 2 < num_target_layers - 1 else last]
     spread = (round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps))
     return sorted(set(spread))
+
+
+# What fields have to be if they are there, and what is said of another value.
+KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("block_size", "mask_token_id", "num_target_layers"),
+        is_whole_number,
+        "not a whole number: write it without quotes",
+    ),
+    (("is_causal",), lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
+    (
+        ("target_layer_ids",),
+        lambda value: all(map(is_whole_number, value)),
+        "not a list of layer numbers: write it as [1, 9, 17]",
+    ),
+    (
+        ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "draft_vocab_size"),
+        lambda value: is_whole_number(value) and value > 0,
+        "not a whole number above 0: leave it out for none",
+    ),
+    (
+        ("input_embedding_scale", "output_multiplier"),
+        is_number,
+        "not a number: write it without quotes, or leave it out",
+    ),
+    (
+        ("final_logit_softcapping",),
+        lambda value: is_number(value) and value > 0,
+        "not a number above 0: write it without quotes, or leave it out",
+    ),
+)
 
 
 class DFlashConfig(Qwen3Config):
@@ -204,13 +236,11 @@ class DFlashConfig(Qwen3Config):
 
         `transformers` builds a default instance of every configuration class, so absence is the model's to refuse.
         """
-        for name in ("block_size", "mask_token_id", "num_target_layers"):
-            value = getattr(self, name)
-            if value is not None and not is_whole_number(value):
-                raise ValueError(f"{name}={value!r} is not a whole number: write it without quotes.")
-        declared = getattr(self, "is_causal", None)
-        if declared is not None and not isinstance(declared, bool):
-            raise ValueError(f"is_causal={declared!r} is neither true nor false: write it without quotes.")
+        for names, is_right, what in KINDS:
+            for name in names:
+                value = getattr(self, name, None)
+                if value is not None and not is_right(value):
+                    raise ValueError(f"{name}={value!r} is {what}.")
         if self.num_proposals < 1:
             raise ValueError(
                 f"block_size={self.block_size}: a block is the anchor and at least one drafted token; use 2 or more."
@@ -222,8 +252,6 @@ class DFlashConfig(Qwen3Config):
             )
         ids = self.target_layer_ids
         if ids is not None:
-            if not all(map(is_whole_number, ids)):
-                raise ValueError(f"target_layer_ids={ids} is not a list of layer numbers: write it as [1, 9, 17].")
             if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
                 raise ValueError(
                     f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats: engines read the "
@@ -238,28 +266,15 @@ class DFlashConfig(Qwen3Config):
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if unknown:
             raise ValueError(f"layer_types holds {sorted(unknown)}: only full_attention and sliding_attention exist.")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
+        window = self.sliding_window
+        if "sliding_attention" in self.layer_types and not (is_whole_number(window) and window > 0):
             raise ValueError(
-                f"layer_types holds sliding_attention but sliding_window={self.sliding_window}: set sliding_window and "
-                "use_sliding_window=True."
-            )
-        if "sliding_attention" in self.layer_types and not (
-            is_whole_number(self.sliding_window) and self.sliding_window > 0
-        ):
-            raise ValueError(
-                f"sliding_window={self.sliding_window!r} is not a whole number above 0: write the window of the training run."
+                f"layer_types holds sliding_attention but sliding_window={window!r}: set sliding_window to the window of the "
+                "training run, a whole number above 0, and use_sliding_window=True."
             )
 
     def _check_variants(self) -> None:
         """Raises ValueError for a convolution, a selector or a head that cannot be built."""
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "draft_vocab_size"):
-            value = getattr(self, name)
-            if value is not None and not (is_whole_number(value) and value > 0):
-                raise ValueError(f"{name}={value!r} is not a whole number above 0: leave it out for none.")
-        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
-            value = getattr(self, name)
-            if value is not None and not is_number(value):
-                raise ValueError(f"{name}={value!r} is not a number: write it without quotes, or leave it out.")
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             values = getattr(self, one), getattr(self, other)
             if (values[0] is None) != (values[1] is None):
@@ -269,20 +284,13 @@ class DFlashConfig(Qwen3Config):
                 f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}: take both from the "
                 "drafter's training run."
             )
-        if self.selector_top_k is not None and not 1 <= self.selector_top_k <= self.vocab_size:
-            raise ValueError(
-                f"selector_top_k={self.selector_top_k} with vocab_size={self.vocab_size}: the selector chooses among 1 to "
-                "vocab_size tokens, of which it knows each one."
-            )
-        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
-            raise ValueError(
-                f"final_logit_softcapping={self.final_logit_softcapping}: a cap is a number above 0; leave it out for none."
-            )
-        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} is more than the target's vocab_size={self.vocab_size}: a reduced "
-                "head says some of the target's tokens."
-            )
+        for name in ("selector_top_k", "draft_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value > self.vocab_size:
+                raise ValueError(
+                    f"{name}={value} is more than the target's vocab_size={self.vocab_size}: a drafter chooses among the target's "
+                    "tokens."
+                )
         target_hidden_size = getattr(self, "target_hidden_size", None)
         if target_hidden_size not in (None, self.hidden_size):
             raise ValueError(
