@@ -262,22 +262,38 @@ def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposal
 
 
 class _Drawn:
-    """Both laws at the tokens that could have been proposed, float64 [B, n + 1, K]: in the last column q is 0."""
+    """Drawn proposals and both laws at the tokens that could have been drawn, float64 [B, n + 1, K]: the last q is 0."""
 
     def __init__(self, proposals: Proposals, scores: torch.Tensor) -> None:
-        token_ids = proposals.token_ids[..., None]
-        candidate_ids, q = proposals.candidate_ids, proposals.probabilities
+        self.proposals, self.scores = proposals, scores
+        token_ids, candidate_ids, q = proposals.token_ids[..., None], proposals.candidate_ids, proposals.probabilities
         if candidate_ids is None or q is None:  # q is one token
             candidate_ids, q = token_ids, torch.ones_like(token_ids, dtype=torch.float64)
-        is_chosen = candidate_ids == token_ids
-        behind = (0, 0, 0, 1)
-        self.candidate_ids = functional.pad(candidate_ids, behind)
+        is_proposed = candidate_ids == token_ids
+        self.candidate_ids = functional.pad(candidate_ids, (0, 0, 0, 1))
         self.law = scores.float().softmax(dim=-1)  # the target's, of all tokens
         self.p = self.law.gather(-1, self.candidate_ids).double()
-        self.q = functional.pad(q.double(), behind)
+        self.q = functional.pad(q.double(), (0, 0, 0, 1))
         # Of the proposals themselves, [B, n].
-        self.p_of = (self.p[:, :-1] * is_chosen).sum(dim=-1)
-        self.q_of = (self.q[:, :-1] * is_chosen).sum(dim=-1)
+        self.p_of = (self.p[:, :-1] * is_proposed).sum(dim=-1)
+        self.q_of = (self.q[:, :-1] * is_proposed).sum(dim=-1)
+
+    def verdict(self, num_accepted: torch.Tensor, reach: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
+        """`num_accepted` proposals and a draw [B] from the residual, max(reach * p - q, 0): `reach` is [B, n + 1]."""
+        place = num_accepted[:, None]
+
+        def at_place(numbers: torch.Tensor) -> torch.Tensor:
+            return numbers.gather(1, place[..., None].expand(-1, -1, numbers.shape[-1])).squeeze(1)
+
+        p = at_place(self.law).double()  # [B, V]
+        residual = (reach.gather(1, place) * p).scatter_add(1, at_place(self.candidate_ids), -at_place(self.q))
+        residual = residual.clamp(min=0.0)
+        # Empty by rounding alone: a proposal is only refused where the target's law exceeds the drafter's somewhere.
+        residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
+        drawn = pick(residual, uniforms)[:, None]
+        token_ids = functional.pad(self.proposals.token_ids, (0, 1)).scatter(1, place, drawn)
+        num_accepted = _checked(num_accepted, self.scores.amax(dim=-1), self.proposals)
+        return Verdict(num_accepted, token_ids, self.scores)
 
 
 def verify_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
@@ -290,7 +306,7 @@ def verify_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch
     """
     drawn = _Drawn(proposals, scores)
     num_accepted = (uniforms[:, :-1] * drawn.q_of < drawn.p_of).long().cumprod(dim=1).sum(dim=1)
-    return _closed(proposals, scores, drawn, num_accepted, torch.ones_like(uniforms), uniforms[:, -1])
+    return drawn.verdict(num_accepted, torch.ones_like(uniforms), uniforms[:, -1])
 
 
 def verify_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
@@ -313,51 +329,39 @@ def verify_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Ten
     pass_rates[:, -1] = reach[:, -1]
     lengths = torch.arange(1, uniforms.shape[1], device=uniforms.device)
     num_accepted = functional.pad((uniforms[:, :-1] < pass_rates[:, 1:]) * lengths, (1, 0)).amax(dim=1)
-    return _closed(proposals, scores, drawn, num_accepted, reach, uniforms[:, -1])
+    return drawn.verdict(num_accepted, reach, uniforms[:, -1])
 
 
-def _closed(
-    proposals: Proposals,
-    scores: torch.Tensor,
-    drawn: _Drawn,
-    num_accepted: torch.Tensor,  # [B]
-    reach: torch.Tensor,  # [B, n + 1] what the target's distribution is weighed by in the residual
-    uniforms: torch.Tensor,  # [B]
+def verify_tree(
+    tree: DraftTree, choices: torch.Tensor, best: torch.Tensor, scores: torch.Tensor | None = None
 ) -> Verdict:
-    """The accepted proposals and, after them, a draw from what the drafter's distribution leaves of the target's."""
-    place = num_accepted[:, None]
+    """Follows the target's choices from the anchor down the tree; arguments as in `verify_match`, of a single row.
 
-    def at_place(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.gather(1, place[..., None].expand(-1, -1, numbers.shape[-1])).squeeze(1)
-
-    p = at_place(drawn.law).double()  # [B, V]
-    residual = (reach.gather(1, place) * p).scatter_add(1, at_place(drawn.candidate_ids), -at_place(drawn.q))
-    residual = residual.clamp(min=0.0)
-    # Empty by rounding alone: a proposal is only refused where the target's distribution exceeds the drafter's somewhere.
-    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
-    token_ids = functional.pad(proposals.token_ids, (0, 1)).scatter(1, place, pick(residual, uniforms)[:, None])
-    return Verdict(_checked(num_accepted, scores.amax(dim=-1), proposals), token_ids, scores)
+    Each was made behind the path that leads to its column, with the noise of its position, as by plain decoding.
+    """
+    token_of = to_host(torch.where(best.isfinite(), choices, TARGET_BROKE)[0])()
+    columns = [0]
+    while (child := tree.children[columns[-1]].get(token_of[columns[-1]])) is not None:
+        columns.append(child)
+    token_ids = [token_of[column] for column in columns]
+    num_accepted = TARGET_BROKE if token_ids[-1] == TARGET_BROKE else len(columns) - 1
+    scores = None if scores is None else scores[:, columns]
+    return Verdict(torch.tensor([num_accepted]), torch.tensor([token_ids]), scores, columns)
 
 
 class Verifier:
-    """`accept(logits, rows, proposals)` for blocks of logits [B, n + 1, V].
+    """Processes blocks of logits as plain `generate` would, and says which proposals stand.
 
     Args:
         processors: The target's `LogitsProcessorList`.
         batch_size: Rows that the batch began with.
-        noise: Source of uniforms; `None` decodes greedily.
-        verification: One of `VERIFICATIONS`. "auto" is "match" for proposals that are one token, and "block" for drawn
-            ones. Greedy decoding has one rule, "match".
+        noise: Source of uniforms; `None` decodes greedily, for which "match" is the one rule.
+        verification: One of `VERIFICATIONS`; "auto" is "match" for proposals that are one token, else "block".
         keeps_scores: Whether the processed scores are wanted.
     """
 
     def __init__(
-        self,
-        processors: Any,
-        batch_size: int,
-        noise: PositionNoise | None,
-        verification: str,
-        keeps_scores: bool = False,
+        self, processors: Any, batch_size: int, noise: PositionNoise | None, verification: str, keeps_scores: bool
     ) -> None:
         self.processors, self.batch_size = processors, batch_size
         self.noise: Any = noise
@@ -380,94 +384,64 @@ class Verifier:
         return self._samplers[device]
 
     def is_fusible(self, device: torch.device) -> bool:
-        """Whether "match" on a chain needs the logits alone: then one compiled function drafts, verifies and accepts."""
+        """Whether "match" on a chain needs the logits alone: one compiled function then drafts, verifies and accepts."""
         if self.noise is None:
             return not self.processors and not self._keeps_scores
         return self.verification in ("auto", "match") and self.sampler(device) is not None
 
     def accept(self, logits: torch.Tensor, rows: list[Row], proposals: Proposals) -> Verdict:
-        """What of the proposals stands. Column i of the logits is processed after [text, proposals 1..i]."""
-        logits = logits.to(proposals.token_ids.device)
-        if proposals.tree is not None:
-            return self._walk(logits[0], rows[0], proposals.tree)
+        """What of the proposals stands by logits [B, n + 1, V]: column i is processed behind [text, proposals 1..i]."""
+        scores, tree = logits.to(proposals.token_ids.device), proposals.tree
         rule = self.verification
         if rule == "auto":
             rule = "match" if proposals.probabilities is None else "block"
-        if self.processors and (rule != "match" or self.sampler(logits.device) is None):
-            logits = self._process(logits.float(), rows, proposals.token_ids, rule)
-        if rule == "match":
-            choices = self._choose(logits, rows)
-            best = logits.gather(-1, choices[..., None]).squeeze(-1) if self.noise is None else logits.amax(dim=-1)
-            return verify_match(proposals, choices, best, logits if self._keeps_scores else None)
-        uniforms = torch.stack([self.noise.fresh(row.index, logits.shape[1]) for row in rows])
-        verify = verify_rejection if rule == "rejection" else verify_block
-        return verify(proposals, logits, to_device(uniforms, logits.device))
+        if self.processors and (rule != "match" or self.sampler(scores.device) is None):
+            scores = self._process(scores.float(), rows, proposals, rule)
+        if rule != "match":
+            uniforms = torch.stack([self.noise.fresh(row.index, scores.shape[1]) for row in rows])
+            verify = verify_rejection if rule == "rejection" else verify_block
+            return verify(proposals, scores, to_device(uniforms, scores.device))
+        choices = self._choose(scores, rows, list(range(scores.shape[1])) if tree is None else tree.depths)
+        best = scores.gather(-1, choices[..., None]).squeeze(-1) if self.noise is None else scores.amax(dim=-1)
+        kept = scores if self._keeps_scores else None
+        if tree is not None:
+            return verify_tree(tree, choices, best, kept)
+        return verify_match(proposals, choices, best, kept)
 
     def uniforms(self, rows: list[Row], count: int, device: torch.device) -> torch.Tensor:
         """The uniforms [B, count] of each row's next positions."""
         return to_device(torch.stack([self.noise(row.index, len(row.new_ids), count) for row in rows]), device)
 
-    def _choose(self, scores: torch.Tensor, rows: list[Row], depths: list[int] | None = None) -> torch.Tensor:
-        """The target's choices [B, N] by scores [B, N, V] of columns `depths` (0, 1, …) tokens behind the anchor."""
+    def _choose(self, scores: torch.Tensor, rows: list[Row], depths: list[int]) -> torch.Tensor:
+        """The target's choices [B, N] by scores [B, N, V] of columns that stand `depths` tokens behind the anchor."""
         if self.noise is None:
             return choose_greedy(scores)
-        depths = depths or list(range(scores.shape[1]))
-        uniforms = [self.noise(row.index, len(row.new_ids), max(depths) + 1)[depths] for row in rows]
-        return (self.sampler(scores.device) or choose_sampled)(scores, to_device(torch.stack(uniforms), scores.device))
+        uniforms = self.uniforms(rows, max(depths) + 1, torch.device("cpu"))[:, depths]
+        return (self.sampler(scores.device) or choose_sampled)(scores, to_device(uniforms, scores.device))
 
-    def _walk(self, logits: torch.Tensor, row: Row, tree: DraftTree) -> Verdict:
-        """Follows the target's own choices from the anchor down the tree: logits [1 + n, V] of its columns.
-
-        Each choice is made after the path that led to it, with the noise of its position, as by plain decoding.
-        """
-        scores, choices = logits, None
-        if not self._is_prefix_free:
-            scores = logits.to(torch.float32, copy=True)
-        else:
-            if self.processors and self.sampler(logits.device) is None:
-                scores = self.processors(row.prompt_ids[None], logits.float())
-            chosen = self._choose(scores[None], [row], tree.depths)[0]
-            is_finite = scores.gather(-1, chosen[:, None]).squeeze(-1).isfinite()
-            choices = to_host(torch.where(is_finite, chosen, TARGET_BROKE))()
-        columns, token_ids = [0], list[int]()
-        while True:
-            column = columns[-1]
-            if choices is not None:
-                token_ids.append(choices[column])
-            else:
-                text_ids = row.text(row.prompt_ids.new_tensor(token_ids))
-                scores[column] = self._process_one(row, text_ids, scores[column])
-                token_ids.append(int(self._choose(scores[None, column, None], [row], [tree.depths[column]])))
-            if token_ids[-1] not in tree.children[column]:
-                break
-            columns.append(tree.children[column][token_ids[-1]])
-        return Verdict(
-            num_accepted=torch.tensor([TARGET_BROKE if token_ids[-1] == TARGET_BROKE else len(columns) - 1]),
-            token_ids=torch.tensor([token_ids]),
-            scores=scores[None, columns] if self._keeps_scores else None,
-            columns=columns,
-        )
-
-    def _process(self, scores: torch.Tensor, rows: list[Row], proposals: torch.Tensor, rule: str) -> torch.Tensor:
+    def _process(self, scores: torch.Tensor, rows: list[Row], proposals: Proposals, rule: str) -> torch.Tensor:
         """The processors' scores [B, n + 1, V]; those that never look at the prefix get all columns in one call.
 
         The others get column by column, and no further than a row's proposals can stand: behind a text that is never
-        written a processor need have no answer: a grammar has none.
+        written a processor need have no answer. A grammar has none.
         """
         if self._is_prefix_free:
-            return self.processors(proposals, scores.flatten(0, 1)).view_as(scores)
+            return self.processors(proposals.token_ids, scores.flatten(0, 1)).view_as(scores)
         processed = scores.clone()
-        for row, proposed, of_row in zip(rows, proposals, processed, strict=True):
-            for column in range(len(of_row)):
-                of_row[column] = self._process_one(row, row.text(proposed[:column]), of_row[column])
-                if column == len(proposed):
-                    break
-                if rule == "match":
-                    can_stand = self._choose(of_row[None, column, None], [row], [column])[0, 0] == proposed[column]
-                else:
-                    can_stand = of_row[column, proposed[column]] > -torch.inf
-                if not can_stand:
-                    break
+        if proposals.tree is not None:
+            trees = [proposals.tree]
+        else:
+            trees = [DraftTree(ids, list(range(len(ids))), []) for ids in proposals.token_ids.tolist()]
+        for row, tree, of_row in zip(rows, trees, processed, strict=True):
+            reached = [(0, list[int]())]
+            for column, path in reached:  # which grows
+                of_row[column] = self._process_one(row, row.text(path), of_row[column])
+                children, chosen = tree.children[column], None
+                if rule == "match" and children:
+                    chosen = int(self._choose(of_row[None, column, None], [row], [len(path)]))
+                for token_id, child in children.items():
+                    if token_id == chosen or (rule != "match" and of_row[column, token_id] > -torch.inf):
+                        reached.append((child, [*path, token_id]))
         return processed
 
     def _process_one(self, row: Row, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -475,10 +449,10 @@ class Verifier:
         # have prefixes of different lengths. So each asks as all rows of the batch, and takes the answer in its place.
         count = self.batch_size
         processed = self.processors(text_ids.expand(count, -1), scores.repeat(count, 1))[row.index]
-        if processed.isnan().any() or processed.max() == -torch.inf:
+        if not processed.max() > -torch.inf:  # NaN is no more
             names = ", ".join(type(processor).__name__ for processor in self.processors)
             raise ValueError(
-                f"The logits processors ({names}) left no token possible behind {text_ids.shape[1]} tokens (scores are NaN or "
-                "all -inf): remove or correct the one that does."
+                f"The logits processors ({names}) left no token possible behind {text_ids.shape[1]} tokens (scores are "
+                "NaN or all -inf): remove or correct the one that does."
             )
         return processed
