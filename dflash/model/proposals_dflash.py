@@ -1,14 +1,12 @@
 """What is put before the target: rows of text, draft trees, lookups in the text's past, and how many proposals pay.
 
-Trees: a drafter gives one law per position, and its likely paths share prefixes, so together they are a tree, whose
-nodes are verified in one forward at the price of as many columns (DDTree, arXiv 2604.12989). Every node sees the text
-and its own ancestors alone, so its logits are those of plain decoding behind its path. Walking from the anchor along
-the target's own choices, greedy or drawn, is therefore exact, whatever was proposed.
+Trees: the likely paths of a drafter share prefixes. Together they are a tree, whose nodes are verified in one forward
+at the price of as many columns (DDTree, arXiv 2604.12989). Every node sees the text and its ancestors alone, so its
+logits are those of plain decoding behind its path: walking along the target's own choices is exact, whatever they are.
 
-Pacing: a step costs the time of its columns and of the draft, and a proposal is worth the chance that it stands. So
-proposals are taken, likeliest first, as long as the next one promises more tokens than the time it costs gives
-elsewhere: at the rate at which the text has been growing (CaDDTree, arXiv 2606.01813, finds budgets from a latency curve
-likewise). This is the one shipped file with a clock, and the text does not depend on it.
+Pacing: proposals are taken, likeliest first, as long as the next one promises more tokens than the time it costs gives
+elsewhere, at the rate at which the text has been growing (CaDDTree, arXiv 2606.01813, has a latency curve likewise).
+This is the one shipped file with a clock: it decides how long things take, never the text.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 
-# Criteria that take a text wherever it lies. On the host they do not wait for what the device is doing.
-HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
+HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)  # which take a text on the host, so that no device is waited for
 
 
 @dataclass
@@ -58,10 +55,7 @@ def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
 
 
 def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[Row, list[int]], list[int]]:
-    """`cut(row, token_ids)`: the new tokens up to where the text stops. They are written into the row.
-
-    A stop can lie anywhere inside a block, so every prefix is asked about, as plain `generate` does.
-    """
+    """`cut(row, token_ids)` writes tokens into the row, one by one as `generate` does, till it stops: returns those."""
     stop_ids = {i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
     asked = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     on_host = StoppingCriteriaList(c for c in asked if type(c) in HOST_CRITERIA)
@@ -112,12 +106,10 @@ class DraftTree:
 
     def chain(self) -> list[int]:
         """The nodes of the likeliest path, each the likeliest child of the one before, as indices of `token_ids`."""
-        chain, column = [], 0
-        for node, parent in enumerate(self.parents):
-            if parent == column:
-                chain.append(node)
-                column = node + 1
-        return chain
+        columns = [0]
+        while children := self.children[columns[-1]]:
+            columns.append(min(children.values()))
+        return [column - 1 for column in columns[1:]]
 
     def ancestors(self) -> torch.Tensor:
         """Which columns each column sees, itself included: bool [1 + n, 1 + n]."""
@@ -128,10 +120,7 @@ class DraftTree:
 
 
 def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
-    """The tree of the `budget` likeliest paths at most, best first, of independent positions (DDTree, algorithm 1).
-
-    Each position behind the anchor has its best log-probabilities, falling, and their tokens.
-    """
+    """The `budget` likeliest paths, best first, of independent positions; `log_probs` fall at each (DDTree, algorithm 1)."""
     tree = DraftTree([], [], [])
     # Minus the path's log-probability, its parent's, the parent's column, its position and its rank there.
     frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
@@ -151,31 +140,27 @@ def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence
     return tree
 
 
-# How much of the running mean the latest block is.
-RECENT = 0.25
-
-# A loser is tried again after so many places where it could have proposed.
-RETRY_AFTER = 16
+RECENT = 0.25  # how much of the running mean the latest block is
+RETRY_AFTER = 16  # places where a loser could have proposed, after which it is tried again
 
 
 class PromptLookup:
     """Proposes what followed the latest earlier occurrence of the text's last `ngram_size` tokens.
 
-    It proposes only as long as it pays: while its blocks have had at least as many tokens accepted as the drafter's, on
-    a running mean; otherwise it is tried once in a while. Verification is that of any proposal.
+    It pays while its blocks have had at least as many tokens accepted as the drafter's, on a running mean; otherwise it
+    is tried once in a while.
     """
 
     def __init__(self, num_tokens: int, ngram_size: int) -> None:
         self.num_tokens, self.ngram_size = num_tokens, ngram_size
         # For each row its text, and for each n-gram but the last one where the token behind it stands.
         self._read: dict[int, tuple[list[int], dict[tuple[int, ...], int]]] = {}
-        self._mean_accepted: dict[bool, float] = {}  # of blocks that were looked up, and of the drafter's
+        self._mean_accepted: dict[bool, float] = {}  # of lookups (untried, they are tried) and of the drafter's blocks
         self._num_passed = 0
 
     def propose(self, rows: list[Row]) -> dict[int, list[int]]:
         """Proposals by place in `rows`, where the text's end occurred before and looking back pays."""
         found = {place: ids for place, row in enumerate(rows) if (ids := self._continue(row))}
-        # Untried, a lookup is tried.
         if not found or self._mean_accepted.get(True, math.inf) >= self._mean_accepted.get(False, 0.0):
             return found
         self._num_passed = (self._num_passed + 1) % RETRY_AFTER
@@ -200,37 +185,20 @@ class PromptLookup:
         return [text[begin + i % period] for i in range(self.num_tokens)]
 
 
-# Forwards of each width that are timed, after some that are not: compiled ones are recorded and compared in them.
-REPEATS, UNTIMED = 5, 3
-
-# The one clock of the shipped code: it decides how long things take, never what is written.
-clock = time.perf_counter
-
-_measured: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, LatencyCurve]]]
-_measured = weakref.WeakKeyDictionary()
+REPEATS, UNTIMED = 5, 3  # timed forwards, after some in which compiled ones are recorded and compared
+clock = time.perf_counter  # the one clock of the shipped code
+_measured: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # curves by target, drafter and setting
 
 
 @dataclass(frozen=True)
 class LatencyCurve:
-    """Milliseconds of one verify step by its number of columns, of one draft, and of what a tree adds.
+    """Milliseconds of one verify step by its number of columns, of one draft, and of what a tree adds."""
 
-    Attributes:
-        widths: Columns, anchor included, rising from 1.
-        verify_ms: Milliseconds of the target's forward over so many.
-        draft_ms: Milliseconds of the drafter's.
-        machine: What they were measured on: device, dtype, threads, versions.
-        tree_ms: Milliseconds more of a step whose columns are a tree; `None`: not measured.
-
-    Example:
-        >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
-        >>> drafter.spec_generate(input_ids, target=target, latency_curve=curve)
-    """
-
-    widths: tuple[int, ...]
-    verify_ms: tuple[float, ...]
+    widths: tuple[int, ...]  # columns, anchor included, rising from 1
+    verify_ms: tuple[float, ...]  # of the target's forward over so many
     draft_ms: float
-    machine: dict[str, Any]
-    tree_ms: float | None = None
+    machine: dict[str, Any]  # what they were measured on: device, dtype, threads, versions
+    tree_ms: float | None = None  # more of a step whose columns are a tree; None: not measured
 
     def __post_init__(self) -> None:
         widths = list(self.widths)
@@ -302,20 +270,18 @@ def measured_curve(
 ) -> LatencyCurve:
     """The pair's curve over `widths`, rising from 1, measured if it was not before in this `setting`.
 
-    A setting is what else the times depend on (rows, length of the context, how it runs), hashable. `verify` runs the
-    target over so many columns, `verify_tree` over those of a tree that it grows, and `draft` the drafter; each leaves
-    everything as it was.
+    A setting is what else the times depend on. `verify` runs the target over so many columns, `verify_tree` over those
+    of a tree, and `draft` the drafter; each leaves everything as it was.
     """
     of_pair = _measured.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
     key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
     if key not in of_pair:
-        times = [_milliseconds(partial(verify, width)) for width in widths]
-        times = list(accumulate(times, max))  # wider is never faster: what says so is noise
+        # Wider is never faster: what says so is noise.
+        times = tuple(accumulate([_milliseconds(partial(verify, width)) for width in widths], max))
         tree_ms = None
         if verify_tree is not None:
             tree_ms = max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
-        measured_on = machine(target, drafter)
-        of_pair[key] = LatencyCurve(tuple(widths), tuple(times), _milliseconds(draft), measured_on, tree_ms)
+        of_pair[key] = LatencyCurve(tuple(widths), times, _milliseconds(draft), machine(target, drafter), tree_ms)
     return of_pair[key]
 
 
@@ -328,25 +294,18 @@ def _milliseconds(run: Callable[[], torch.Tensor]) -> float:
     return min(times[UNTIMED:])  # what another process slows down is not the machine's
 
 
-# What a running sum keeps of itself per step: about twenty steps count.
-DECAY = 0.95
-
-# Steps without a draft, after drafts did not pay, and drafts without a tree: few at first, more each time.
-SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256
-
-# Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
-MARGIN = 0.9
-
-# Steps of plain decoding by whose time a text begins with what drafts gave in the one before: a few bad blocks are bad
-# luck. That counts as so many times plain decoding at most: a text where drafts fail is soon found out.
-CREDIT, MOST_WORTH = 16, 1.5
+DECAY = 0.95  # what a running sum keeps of itself per step: about twenty steps count
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256  # steps without a draft, or drafts without a tree, after those did not pay
+MARGIN = 0.9  # drafts pay that give this share of what plain decoding gives in their time: less is no bad luck
+CREDIT = 16  # steps by which what drafts gave in earlier texts counts in a new one: a few bad blocks are bad luck
+MOST_WORTH = 1.5  # times plain decoding that it counts as at most: a text where drafts fail is soon found out
 
 
 @dataclass
 class Pause:
-    """How often something is left out that did not pay: twice as often each time."""
+    """How long something is left out that did not pay: twice as long each time."""
 
-    length: int = SHORTEST_PAUSE  # of the next one; the shortest as long as the last try paid
+    length: int = 0  # of the latest pause; 0 while tries pay
     left: int = 0
 
     def is_over(self) -> bool:
@@ -356,14 +315,8 @@ class Pause:
 
     def record(self, has_paid: bool) -> None:
         """Takes note of what a try gave."""
-        if has_paid:
-            self.length = SHORTEST_PAUSE
-        else:
-            self.left, self.length = self.length, min(2 * self.length, LONGEST_PAUSE)
-
-    def begin_text(self) -> None:
-        """Tries at once, or sooner than the text before would have: this one may be another matter."""
-        self.left = 0 if self.length == SHORTEST_PAUSE else min(self.left, self.length // 2)
+        self.length = 0 if has_paid else min(max(2 * self.length, SHORTEST_PAUSE), LONGEST_PAUSE)
+        self.left = self.length
 
 
 class Habits:
@@ -383,10 +336,10 @@ class Habits:
 
     def weigh_anew(self) -> None:
         """Counts the past like `CREDIT` steps; if drafts did not pay, like one: what is tried is judged by itself."""
-        if self.drafts.length == SHORTEST_PAUSE:
-            self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
-        else:
+        if self.drafts.length:
             self._gained = self._plain = 1.0
+        else:
+            self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
 
     def record(self, gained: float, plain: float) -> None:
         """Takes note of a step with a draft: its tokens, and what plain decoding would have given in its time."""
@@ -400,11 +353,7 @@ class Habits:
 class Pacer:
     """Chooses the width of each step by a latency curve and by how well the drafter's confidence has held.
 
-    Args:
-        curve: Of the pair, for this number of rows.
-        num_rows: Rows of the batch: a step gives each at least one token.
-        habits: Of earlier texts.
-        widths: The numbers of columns that a step may have; `None`: any.
+    A step gives each of `num_rows` at least one token, and `widths` are the numbers of columns that it may have.
     """
 
     def __init__(
@@ -412,13 +361,14 @@ class Pacer:
     ) -> None:
         self.curve, self.num_rows = curve, num_rows
         self._habits, self._widths = habits or Habits(), widths
-        self._habits.drafts.begin_text()
-        self._habits.trees.begin_text()
+        for pause in (self._habits.drafts, self._habits.trees):
+            pause.left = min(pause.left, LONGEST_PAUSE // 2)  # this text may be another matter
         self._habits.weigh_anew()
         # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
         self._tokens, self._milliseconds = float(num_rows), curve.verify(1)
         self._accepted, self._expected = 1.0, 1.0
-        self._is_drafted, self._is_tree, self._promised = False, False, 0.0  # of this step
+        # Of this step: whether it drafts, what a tree adds, and how many accepted proposals are expected.
+        self._is_drafted, self._tree_ms, self._promised = False, 0.0, 0.0
 
     def wants_draft(self, num_rows: int = 1) -> bool:
         """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
@@ -427,7 +377,7 @@ class Pacer:
             self.num_rows = num_rows
             self._habits.drafts.left = 0
             self._habits.weigh_anew()
-        self._is_drafted, self._is_tree, self._promised = self._habits.drafts.is_over(), False, 0.0
+        self._is_drafted, self._tree_ms, self._promised = self._habits.drafts.is_over(), 0.0, 0.0
         return self._is_drafted
 
     def wants_tree(self) -> bool:
@@ -437,41 +387,37 @@ class Pacer:
     def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
         """How many proposals to verify, and whether as a tree.
 
-        `survival` is the chance that each drafted token stands by the drafter's confidence, summed over rows;
-        `tree_survival` the same for the nodes of a tree, likeliest first.
+        By the chance that each token, or node, likeliest first, stands by the drafter's confidence, summed over rows.
         """
         count, gain = self._best(survival, 0.0)
-        num_nodes, gain_of_tree = self._best(tree_survival, self.curve.tree_ms or 0.0)
-        self._is_tree = gain_of_tree > gain
+        tree_ms = self.curve.tree_ms or 0.0
+        num_nodes, gain_of_tree = self._best(tree_survival, tree_ms)
+        is_tree = gain_of_tree > gain
         if tree_survival:
-            self._habits.trees.record(self._is_tree)
-        if self._is_tree:
-            count, survival = num_nodes, tree_survival
+            self._habits.trees.record(is_tree)
+        if is_tree:
+            count, survival, self._tree_ms = num_nodes, tree_survival, tree_ms
         self._promised = sum(survival[:count])
-        return count, self._is_tree
+        return count, is_tree
 
     def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
         """The number of proposals that gains most over none, in tokens, and what it gains."""
         plain_ms = self.curve.verify(1)
-        rate = max(
-            self._tokens / self._milliseconds, self.num_rows / plain_ms
-        )  # of late, never below plain decoding's
+        rate = max(self._tokens / self._milliseconds, self.num_rows / plain_ms)  # never less than plain decoding's
         calibration = self._accepted / self._expected
         best, best_gain, expected = 0, 0.0, 0.0
         for count, chance in enumerate(survival, start=1):
             expected += min(chance * calibration, self.num_rows)
-            if self._widths is not None and 1 + count not in self._widths and count < len(survival):
-                continue
             gain = expected - rate * (self.curve.verify(1 + count) - (plain_ms - extra_ms))
-            if gain > best_gain:
+            may_be = self._widths is None or 1 + count in self._widths or count == len(survival)
+            if may_be and gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
 
     def record(self, num_proposals: int, num_accepted: int) -> None:
         """Takes note of a step: the proposals of each row, and how many stood in all rows."""
-        milliseconds = self.curve.verify(1 + num_proposals)
+        milliseconds = self.curve.verify(1 + num_proposals) + self._tree_ms
         milliseconds += self.curve.draft_ms if self._is_drafted else 0.0
-        milliseconds += (self.curve.tree_ms or 0.0) if self._is_tree else 0.0
         self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
         self._milliseconds = DECAY * self._milliseconds + milliseconds
         if self._is_drafted:

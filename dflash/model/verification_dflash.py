@@ -1,20 +1,17 @@
 """Which drafted tokens stand: the accept rules and the target's choices, as functions of tensors.
 
 Every rule is lossless: whatever is proposed, the committed text has the law of plain decoding. Row i's logits are the
-target's logits behind [committed text, proposals 1..i], so they are those of plain decoding if proposals 1..i stand.
+target's behind [committed text, proposals 1..i], so they are those of plain decoding if proposals 1..i stand.
 
- * `match` (greedy decoding, and the default of sampled decoding for drafters that propose one token per row): the
-   target chooses a token for every row of the block, and proposals stand as long as they equal its choices. The choices
-   are what is committed; proposals only decide how many rows of one forward were computed behind the right prefix.
-   Greedy, a choice is the argmax. Sampled, it is drawn by inverse transform sampling with the noise of its position
-   (`PositionNoise`), which the drafter never sees: one token at a time, the same noise writes the same text.
+ * `match`: the target chooses a token for every row, and proposals stand as long as they equal its choices, which are
+   what is committed. Greedy, a choice is the argmax. Sampled, it is drawn by inverse transform sampling with the noise
+   of its position (`PositionNoise`), which the drafter never sees: one token at a time, it writes the same text.
  * `rejection` (Leviathan et al. 2023, algorithm 1): proposal x drawn from q stands with probability min(1, p(x)/q(x)),
    and the first that falls is replaced by a draw from the residual max(p - q, 0).
- * `block` (Sun et al. 2024, block verification, algorithm 2): the block's proposals are judged together; it keeps at
-   least as many of them as `rejection` does, on average, at the same law.
+ * `block` (Sun et al. 2024, block verification, algorithm 2): the block's proposals are judged together; on average it
+   keeps at least as many as `rejection` does, at the same law.
 
-For a q that is one token (the argmax that DFlash drafters of version 1 propose) the three accept with the same law, and
-`match` is the one whose text depends on the seed alone.
+For a q that is one token the three accept with the same law, and only the text of `match` depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -26,31 +23,21 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers.generation import logits_process
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .cache_dflash import to_device, to_host
 from .proposals_dflash import DraftTree, Row
 
 
 VERIFICATIONS = ("auto", "match", "rejection", "block")
+NOISE_CHUNK = 256  # uniforms are drawn so many at a time, so that no position's depends on how many are asked for
+VOCABULARY_CHUNK = 256  # tokens whose weights are summed together when a token is drawn
+NUM_TIES = 44  # candidates beside the k most likely, because top-k keeps every token that ties with the k-th
+TARGET_BROKE, DRAFTER_BROKE = -1, -2  # what `num_accepted` says where a model's logits are NaN or infinite
 
-# Uniforms are drawn in chunks of a fixed size, so that a position's value does not depend on how many are asked for.
-NOISE_CHUNK = 256
-
-# Tokens whose weights are summed together when a token is drawn.
-VOCABULARY_CHUNK = 256
-
-# Candidates that are kept beside the k most likely tokens, because top-k keeps every token that ties with the k-th.
-NUM_TIES = 44
-
-# What `num_accepted` says where a model's logits are NaN or infinite.
-TARGET_BROKE, DRAFTER_BROKE = -1, -2
-
+WARPERS = (logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper)
 # Processors that look at a row's scores alone, so that all rows of a block may share one call.
 PREFIX_FREE_PROCESSORS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+    *WARPERS,
     logits_process.EpsilonLogitsWarper,
     logits_process.EtaLogitsWarper,
     logits_process.MinPLogitsWarper,
@@ -67,19 +54,16 @@ class PositionNoise:
     """
 
     def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
-        if isinstance(generator, Sequence):
-            if len(generator) != batch_size:
-                raise ValueError(
-                    f"{len(generator)} generators for {batch_size} rows: pass one for each, or one for all."
-                )
-            seeds = torch.cat([torch.randint(2**63 - 1, (1,), generator=g, device=g.device).cpu() for g in generator])
-        else:
-            device = "cpu" if generator is None else generator.device
-            seeds = torch.randint(2**63 - 1, (batch_size,), generator=generator, device=device)
-        self._streams = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+        generators, count = (generator, 1) if isinstance(generator, Sequence) else ([generator], batch_size)
+        if len(generators) * count != batch_size:
+            raise ValueError(f"{len(generators)} generators for {batch_size} rows: pass one for each, or one for all.")
+        seeds: list[int] = []
+        for one in generators:
+            seeds += torch.randint(2**63 - 1, (count,), generator=one, device=one.device if one else "cpu").tolist()
+        self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._drawn = [torch.empty(0, dtype=torch.float64, device="cpu")] * batch_size
         # Rules that draw per step and not per position must not meet a number again that decided something before.
-        self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds.tolist()]
+        self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds]
 
     def __call__(self, row: int, start: int, count: int) -> torch.Tensor:
         """Uniforms in [0, 1) of the row's new positions `start..start + count - 1`, float64 [count] on the CPU."""
@@ -126,17 +110,14 @@ class Proposals:
             candidate_ids = candidate_ids.scatter(-1, index, chosen[..., None])
             one_token = torch.zeros_like(probabilities).scatter(-1, index, 1.0)
             probabilities = torch.where(is_found[..., None], one_token, probabilities)
-        places = tuple(found) if width else ()
-        return Proposals(chosen, candidate_ids, probabilities, places, is_finite=self.is_finite)
+        return Proposals(chosen, candidate_ids, probabilities, tuple(found) if width else (), is_finite=self.is_finite)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a rule decided: the first `num_accepted + 1` of a row's `token_ids` are what the target writes."""
 
-    num_accepted: (
-        torch.Tensor
-    )  # [B], proposals that stand; `TARGET_BROKE` or `DRAFTER_BROKE` where logits were not finite
+    num_accepted: torch.Tensor  # [B], proposals that stand, or `TARGET_BROKE` or `DRAFTER_BROKE`
     token_ids: torch.Tensor  # [B, n + 1]
     scores: torch.Tensor | None = None  # [B, n + 1, V], what they were chosen by, if that was asked
     columns: list[int] | None = None  # of a tree: the anchor's and those that stand; token i was chosen after column i
@@ -163,10 +144,9 @@ class Sampler:
     def of(cls, processors: Any, device: torch.device) -> Sampler | None:
         """Those of a `LogitsProcessorList`; `None` if it holds anything else, or cuts off by p alone."""
         by_kind = {type(processor): processor for processor in processors}
-        plain = [by_kind.get(kind) for kind in (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)]
-        if list(processors) != [processor for processor in plain if processor is not None]:
+        temperature, top_k, top_p = (by_kind.get(kind) for kind in WARPERS)
+        if list(processors) != [one for one in (temperature, top_k, top_p) if one is not None]:
             return None
-        temperature, top_k, top_p = plain
         if any(getattr(cut, "filter_value", -torch.inf) != -torch.inf for cut in (top_k, top_p)):
             return None
         if top_p is not None and (top_k is None or top_p.min_tokens_to_keep != 1):
@@ -203,9 +183,8 @@ def choose_greedy(logits: torch.Tensor) -> torch.Tensor:
 def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The target's choice for every row, [B, N] of logits [B, N, V] and uniforms [B, N]: inverse transform sampling.
 
-    The vocabulary is read once, in float32: sums of chunks, in float64, say in which chunk a uniform falls, and that
-    chunk alone is looked into in float64. So neither the tail nor the last token's edge is lost, and a token of
-    probability zero is never picked.
+    Chunks of the vocabulary are summed in float32; their sums, and the one that a uniform falls into, are looked at in
+    float64. So neither the tail nor the last token's edge is lost, and a token of probability zero is never picked.
     """
     if logits.device.type == "mps":  # which has no float64
         return choose_sampled(logits.cpu(), uniforms.cpu()).to(logits.device)
@@ -232,23 +211,13 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-    """How many proposals stand, [B] of proposals [B, N - 1] and choices [B, N]: the longest prefix that agrees.
-
-    `choices[:, : num_accepted + 1]` is then what the target writes: the accepted proposals, which equal its choices,
-    and one token of its own.
-    """
+    """How many proposals stand, [B] of proposals [B, N - 1] and choices [B, N]: the longest prefix that agrees."""
     return (proposals == choices[:, : proposals.shape[1]]).long().cumprod(dim=1).sum(dim=1)
 
 
-def verify_match(
-    proposals: Proposals, choices: torch.Tensor, best: torch.Tensor, scores: torch.Tensor | None = None
-) -> Verdict:
-    """Proposals stand while they equal the target's `choices` [B, n + 1].
-
-    `best` are the logits of its likeliest or chosen tokens, [B, n + 1]: not finite where the logits are NaN or infinite.
-    """
-    num_accepted = accept_prefix(proposals.token_ids, choices)
-    return Verdict(_checked(num_accepted, best, proposals), choices, scores)
+def verify_match(proposals: Proposals, choices: torch.Tensor, best: torch.Tensor) -> Verdict:
+    """Proposals stand while they equal the target's choices; `best` is not finite where logits are not: [B, n + 1]."""
+    return Verdict(_checked(accept_prefix(proposals.token_ids, choices), best, proposals), choices)
 
 
 def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
@@ -262,7 +231,7 @@ def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposal
 
 
 class _Drawn:
-    """Drawn proposals and both laws at the tokens that could have been drawn, float64 [B, n + 1, K]: the last q is 0."""
+    """Drawn proposals, and both laws at the tokens that could have been: float64 [B, n + 1, K], the last q being 0."""
 
     def __init__(self, proposals: Proposals, scores: torch.Tensor) -> None:
         self.proposals, self.scores = proposals, scores
@@ -274,35 +243,26 @@ class _Drawn:
         self.law = scores.float().softmax(dim=-1)  # the target's, of all tokens
         self.p = self.law.gather(-1, self.candidate_ids).double()
         self.q = functional.pad(q.double(), (0, 0, 0, 1))
-        # Of the proposals themselves, [B, n].
-        self.p_of = (self.p[:, :-1] * is_proposed).sum(dim=-1)
+        self.p_of = (self.p[:, :-1] * is_proposed).sum(dim=-1)  # of the proposals themselves, [B, n]
         self.q_of = (self.q[:, :-1] * is_proposed).sum(dim=-1)
 
     def verdict(self, num_accepted: torch.Tensor, reach: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
         """`num_accepted` proposals and a draw [B] from the residual, max(reach * p - q, 0): `reach` is [B, n + 1]."""
-        place = num_accepted[:, None]
-
-        def at_place(numbers: torch.Tensor) -> torch.Tensor:
-            return numbers.gather(1, place[..., None].expand(-1, -1, numbers.shape[-1])).squeeze(1)
-
-        p = at_place(self.law).double()  # [B, V]
-        residual = (reach.gather(1, place) * p).scatter_add(1, at_place(self.candidate_ids), -at_place(self.q))
-        residual = residual.clamp(min=0.0)
+        place = torch.arange(len(num_accepted), device=num_accepted.device), num_accepted
+        p = self.law[place].double()  # [B, V]
+        residual = (reach[place][:, None] * p).scatter_add(1, self.candidate_ids[place], -self.q[place]).clamp(min=0.0)
         # Empty by rounding alone: a proposal is only refused where the target's law exceeds the drafter's somewhere.
         residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
-        drawn = pick(residual, uniforms)[:, None]
-        token_ids = functional.pad(self.proposals.token_ids, (0, 1)).scatter(1, place, drawn)
+        token_ids = functional.pad(self.proposals.token_ids, (0, 1))
+        token_ids[place] = pick(residual, uniforms)
         num_accepted = _checked(num_accepted, self.scores.amax(dim=-1), self.proposals)
         return Verdict(num_accepted, token_ids, self.scores)
 
 
 def verify_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
-    """Speculative sampling, token by token.
+    """Speculative sampling, token by token, of n proposals by the target's processed logits, `scores` [B, n + 1, V].
 
-    Args:
-        proposals: n tokens per row, each drawn from its q.
-        scores: The target's processed logits, [B, n + 1, V].
-        uniforms: Fresh uniforms, float64 [B, n + 1]: one per proposal and one for the token after them.
+    `uniforms`, float64 [B, n + 1], decided nothing before: one per proposal and one for the token after them.
     """
     drawn = _Drawn(proposals, scores)
     num_accepted = (uniforms[:, :-1] * drawn.q_of < drawn.p_of).long().cumprod(dim=1).sum(dim=1)
@@ -310,10 +270,7 @@ def verify_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch
 
 
 def verify_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
-    """Block verification: the longest prefix that passes its own test stands, whether or not shorter ones did.
-
-    Arguments as in `verify_rejection`.
-    """
+    """Block verification: the longest prefix that passes its own test stands; arguments as in `verify_rejection`."""
     drawn = _Drawn(proposals, scores)
     # How probable the first i proposals are under the target, relative to the drafter and at most 1: [B, n + 1].
     reached = [torch.ones_like(uniforms[:, 0])]
@@ -332,32 +289,21 @@ def verify_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Ten
     return drawn.verdict(num_accepted, reach, uniforms[:, -1])
 
 
-def verify_tree(
-    tree: DraftTree, choices: torch.Tensor, best: torch.Tensor, scores: torch.Tensor | None = None
-) -> Verdict:
-    """Follows the target's choices from the anchor down the tree; arguments as in `verify_match`, of a single row.
-
-    Each was made behind the path that leads to its column, with the noise of its position, as by plain decoding.
-    """
+def verify_tree(tree: DraftTree, choices: torch.Tensor, best: torch.Tensor) -> Verdict:
+    """Follows a row's choices, each made behind the path to its column, down the tree; `best` as in `verify_match`."""
     token_of = to_host(torch.where(best.isfinite(), choices, TARGET_BROKE)[0])()
     columns = [0]
     while (child := tree.children[columns[-1]].get(token_of[columns[-1]])) is not None:
         columns.append(child)
     token_ids = [token_of[column] for column in columns]
     num_accepted = TARGET_BROKE if token_ids[-1] == TARGET_BROKE else len(columns) - 1
-    scores = None if scores is None else scores[:, columns]
-    return Verdict(torch.tensor([num_accepted]), torch.tensor([token_ids]), scores, columns)
+    return Verdict(torch.tensor([num_accepted]), torch.tensor([token_ids]), columns=columns)
 
 
 class Verifier:
-    """Processes blocks of logits as plain `generate` would, and says which proposals stand.
+    """Processes blocks of logits as plain `generate` would, for `batch_size` rows, and says which proposals stand.
 
-    Args:
-        processors: The target's `LogitsProcessorList`.
-        batch_size: Rows that the batch began with.
-        noise: Source of uniforms; `None` decodes greedily, for which "match" is the one rule.
-        verification: One of `VERIFICATIONS`; "auto" is "match" for proposals that are one token, else "block".
-        keeps_scores: Whether the processed scores are wanted.
+    Without `noise` decoding is greedy, and its rule "match". "auto" is that too, or "block" for drawn proposals.
     """
 
     def __init__(
@@ -366,14 +312,10 @@ class Verifier:
         self.processors, self.batch_size = processors, batch_size
         self.noise: Any = noise
         self.verification = "match" if noise is None else verification
+        self.takes_drawn_proposals = self.verification != "match"  # and accepts more of them than of argmaxes
         self._keeps_scores = keeps_scores
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
         self._samplers: dict[torch.device, Sampler | None] = {}
-
-    @property
-    def takes_drawn_proposals(self) -> bool:
-        """Whether proposals that are drawn from the drafter's distribution are accepted more often than its argmax."""
-        return self.verification != "match"
 
     def sampler(self, device: torch.device) -> Sampler | None:
         """How to draw on a device without transformers' processors, where that is the same."""
@@ -384,7 +326,7 @@ class Verifier:
         return self._samplers[device]
 
     def is_fusible(self, device: torch.device) -> bool:
-        """Whether "match" on a chain needs the logits alone: one compiled function then drafts, verifies and accepts."""
+        """Whether "match" on a chain needs the logits alone: one compiled function may draft, verify and accept."""
         if self.noise is None:
             return not self.processors and not self._keeps_scores
         return self.verification in ("auto", "match") and self.sampler(device) is not None
@@ -403,10 +345,10 @@ class Verifier:
             return verify(proposals, scores, to_device(uniforms, scores.device))
         choices = self._choose(scores, rows, list(range(scores.shape[1])) if tree is None else tree.depths)
         best = scores.gather(-1, choices[..., None]).squeeze(-1) if self.noise is None else scores.amax(dim=-1)
-        kept = scores if self._keeps_scores else None
-        if tree is not None:
-            return verify_tree(tree, choices, best, kept)
-        return verify_match(proposals, choices, best, kept)
+        verdict = verify_match(proposals, choices, best) if tree is None else verify_tree(tree, choices, best)
+        if not self._keeps_scores:
+            return verdict
+        return replace(verdict, scores=scores if tree is None else scores[:, verdict.columns])
 
     def uniforms(self, rows: list[Row], count: int, device: torch.device) -> torch.Tensor:
         """The uniforms [B, count] of each row's next positions."""
@@ -420,39 +362,31 @@ class Verifier:
         return (self.sampler(scores.device) or choose_sampled)(scores, to_device(uniforms, scores.device))
 
     def _process(self, scores: torch.Tensor, rows: list[Row], proposals: Proposals, rule: str) -> torch.Tensor:
-        """The processors' scores [B, n + 1, V]; those that never look at the prefix get all columns in one call.
+        """The processors' scores [B, n + 1, V]: in one call if none looks at the prefix, else column by column.
 
-        The others get column by column, and no further than a row's proposals can stand: behind a text that is never
-        written a processor need have no answer. A grammar has none.
+        No further than a row's proposals can stand: behind a text that is never written a grammar has no answer.
         """
         if self._is_prefix_free:
             return self.processors(proposals.token_ids, scores.flatten(0, 1)).view_as(scores)
-        processed = scores.clone()
-        if proposals.tree is not None:
-            trees = [proposals.tree]
-        else:
-            trees = [DraftTree(ids, list(range(len(ids))), []) for ids in proposals.token_ids.tolist()]
+        processed, count = scores.clone(), self.batch_size
+        trees = [proposals.tree or DraftTree(ids, list(range(len(ids))), []) for ids in proposals.token_ids.tolist()]
         for row, tree, of_row in zip(rows, trees, processed, strict=True):
             reached = [(0, list[int]())]
             for column, path in reached:  # which grows
-                of_row[column] = self._process_one(row, row.text(path), of_row[column])
+                # A processor may hold something for each row (the repetition penalty does: its padding), and prefixes
+                # differ in length. So each row asks as all rows of the batch, and takes the answer in its place.
+                text_ids = row.text(path).expand(count, -1)
+                of_row[column] = self.processors(text_ids, of_row[column].repeat(count, 1))[row.index]
+                if not of_row[column].max() > -torch.inf:  # NaN is no more
+                    names = ", ".join(type(processor).__name__ for processor in self.processors)
+                    raise ValueError(
+                        f"The logits processors ({names}) left no token possible behind {text_ids.shape[1]} tokens "
+                        "(scores are NaN or all -inf): remove or correct the one that does."
+                    )
                 children, chosen = tree.children[column], None
                 if rule == "match" and children:
                     chosen = int(self._choose(of_row[None, column, None], [row], [len(path)]))
                 for token_id, child in children.items():
                     if token_id == chosen or (rule != "match" and of_row[column, token_id] > -torch.inf):
                         reached.append((child, [*path, token_id]))
-        return processed
-
-    def _process_one(self, row: Row, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        # A processor may hold something for each row of the batch (the repetition penalty does: its padding), and rows
-        # have prefixes of different lengths. So each asks as all rows of the batch, and takes the answer in its place.
-        count = self.batch_size
-        processed = self.processors(text_ids.expand(count, -1), scores.repeat(count, 1))[row.index]
-        if not processed.max() > -torch.inf:  # NaN is no more
-            names = ", ".join(type(processor).__name__ for processor in self.processors)
-            raise ValueError(
-                f"The logits processors ({names}) left no token possible behind {text_ids.shape[1]} tokens (scores are "
-                "NaN or all -inf): remove or correct the one that does."
-            )
         return processed
