@@ -142,13 +142,13 @@ def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.Mon
 def test_a_wrong_residual_fails_the_law_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the test: drawing from the target's own law behind a refusal is a bias, and is caught."""
 
-    def closed(proposals: Proposals, scores: torch.Tensor, _: Any, accepted: torch.Tensor, *others: Any) -> Verdict:
+    def verdict(of: Any, accepted: torch.Tensor, _: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
         place = accepted[:, None]
-        drawn = pick(scores[torch.arange(len(scores)), accepted].double().softmax(dim=-1), others[-1])
-        token_ids = torch.cat([proposals.token_ids, torch.zeros_like(place)], dim=1)
+        drawn = pick(of.scores[torch.arange(ROWS), accepted].double().softmax(dim=-1), uniforms)
+        token_ids = torch.cat([of.proposals.token_ids, torch.zeros_like(place)], dim=1)
         return Verdict(accepted, token_ids.scatter(1, place, drawn[:, None]))
 
-    monkeypatch.setattr(verification_dflash, "_closed", closed)
+    monkeypatch.setattr(verification_dflash._Drawn, "verdict", verdict)
     assert text_p_value(write(RULES[rule], is_drawn=True)[0]) < 1e-6
 
 

@@ -89,7 +89,7 @@ def test_confidence_is_held_to_what_came_of_it() -> None:
                 pacer.record(count, min(count, round(stood * sum([0.5, 0.25, 0.125, 0.06, 0.03][:count]))))
             else:
                 pacer.record(0, 0)
-        pacer._drafts.end()
+        pacer._habits.drafts.left = 0
         widths[stood] = pacer.choose([0.5, 0.25, 0.125, 0.06, 0.03])[0]
     assert widths[0.0] <= widths[0.5] <= widths[2.0]
     assert widths[0.0] < widths[2.0]

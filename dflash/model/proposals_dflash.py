@@ -1,26 +1,12 @@
-"""The rows of a batch: each one's prompt, what was written behind it, and where its text stops.
+"""What is put before the target: rows of text, draft trees, lookups in the text's past, and how many proposals pay.
 
-Draft trees: several continuations of one anchor, verified in one forward of the target.
+Trees: the likely paths of a drafter share prefixes. Together they are a tree, whose nodes are verified in one forward
+at the price of as many columns (DDTree, arXiv 2604.12989). Every node sees the text and its ancestors alone, so its
+logits are those of plain decoding behind its path: walking along the target's own choices is exact, whatever they are.
 
-A drafter gives one law per position. Its likeliest path is one chain; the other likely paths share prefixes with it and
-with each other, so together they are a tree, whose nodes are verified at the price of as many columns (DDTree, arXiv
-2604.12989). Every node sees the text and its own ancestors alone, so its logits are those of plain decoding behind its
-path. Walking from the anchor along the target's own choices, greedy or drawn, is therefore exact, whatever was proposed.
-
-Functions of numbers: no model, no cache.
-
-Proposals that were seen before: where the text repeats itself, its own past competes with the drafter's block.
-
-How long the forwards of a pair take by width: measured once, where they run, and kept in memory.
-
-The one shipped file with a clock. It decides no text: only how many drafted tokens are worth verifying.
-
-How many drafted tokens are worth verifying, step by step, and whether drafting is worth its time at all.
-
-A step costs the time of its columns, and of the draft. A proposal is worth the chance that it stands. So proposals are
-taken, likeliest first, as long as the next one promises more tokens than the time it costs gives elsewhere: at the rate at
-which the text has been growing (CaDDTree, arXiv 2606.01813, finds budgets from a latency curve likewise). The text does
-not depend on any of this, only the time.
+Pacing: proposals are taken, likeliest first, as long as the next one promises more tokens than the time it costs gives
+elsewhere, at the rate at which the text has been growing (CaDDTree, arXiv 2606.01813, has a latency curve likewise).
+This is the one shipped file with a clock: it decides how long things take, never the text.
 """
 
 from __future__ import annotations
@@ -32,23 +18,16 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 
-# Criteria that take a text wherever it lies. On the host they do not wait for what the device is doing.
-HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
+HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)  # which take a text on the host, so that no device is waited for
 
 
 @dataclass
@@ -60,18 +39,14 @@ class Row:
     new_ids: list[int] = field(default_factory=list)
     is_done: bool = False
 
-    def text(self, more_ids: torch.Tensor) -> torch.Tensor:
-        """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
-        return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor(self.new_ids), more_ids])[None]
-
     @cached_property
-    def _prompt_on_host(self) -> torch.Tensor:
-        return self.prompt_ids.cpu()
+    def on_host(self) -> Row:
+        """This row, its prompt on the CPU; the new tokens are shared."""
+        return replace(self, prompt_ids=self.prompt_ids.cpu())
 
-    def text_on_host(self) -> torch.Tensor:
-        """Prompt and new tokens, [1, S + new], on the CPU."""
-        new_ids = torch.tensor(self.new_ids, dtype=self.prompt_ids.dtype, device="cpu")
-        return torch.cat([self._prompt_on_host, new_ids])[None]
+    def text(self, more_ids: Sequence[int] = ()) -> torch.Tensor:
+        """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
+        return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor([*self.new_ids, *more_ids])])[None]
 
 
 def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
@@ -80,29 +55,20 @@ def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
 
 
 def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[Row, list[int]], list[int]]:
-    """`cut(row, token_ids)`: the new tokens up to where the text stops. They are written into the row.
-
-    A stop can lie anywhere inside a block, so every prefix is asked about, as plain `generate` does.
-    """
-    stop_ids: set[int] = set()
-    for criterion in criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            stop_ids.update(criterion.eos_token_id.tolist())
-    on_host = StoppingCriteriaList(c for c in criteria if type(c) in HOST_CRITERIA)
-    others = StoppingCriteriaList(
-        c
-        for c in criteria
-        if type(c) not in HOST_CRITERIA and not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))
-    )
+    """`cut(row, token_ids)` writes tokens into the row, one by one as `generate` does, till it stops: returns those."""
+    stop_ids = {i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
+    asked = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    on_host = StoppingCriteriaList(c for c in asked if type(c) in HOST_CRITERIA)
+    others = StoppingCriteriaList(c for c in asked if type(c) not in HOST_CRITERIA)
 
     def cut(row: Row, token_ids: list[int]) -> list[int]:
         for count, token_id in enumerate(token_ids, start=1):
             row.new_ids.append(token_id)
             row.is_done = token_id in stop_ids or len(row.new_ids) == max_new_tokens
             if on_host:
-                row.is_done |= bool(on_host(row.text_on_host(), None).all())
+                row.is_done |= bool(on_host(row.on_host.text(), None).all())
             if others:
-                row.is_done |= bool(others(row.text(row.prompt_ids[:0]), None).all())
+                row.is_done |= bool(others(row.text(), None).all())
             if row.is_done:
                 return token_ids[:count]
         return token_ids
@@ -112,17 +78,11 @@ def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Column 0 is the anchor; the nodes stand behind it, each after its parent.
-
-    Attributes:
-        token_ids: The tokens of columns 1, 2, ….
-        parents: The column of each one's parent.
-        probabilities: How likely each one's whole path is, by the drafter's laws; never rising.
-    """
+    """Column 0 is the anchor; the nodes, columns 1, 2, …, stand behind it, each after its parent."""
 
     token_ids: list[int]
-    parents: list[int]
-    probabilities: list[float]
+    parents: list[int]  # columns
+    probabilities: list[float]  # of each one's whole path, by the drafter's laws; never rising
 
     def first(self, count: int) -> DraftTree:
         """The `count` likeliest nodes: a tree, because nobody is likelier than its parent."""
@@ -146,12 +106,10 @@ class DraftTree:
 
     def chain(self) -> list[int]:
         """The nodes of the likeliest path, each the likeliest child of the one before, as indices of `token_ids`."""
-        chain, column = [], 0
-        for node, parent in enumerate(self.parents):
-            if parent == column:
-                chain.append(node)
-                column = node + 1
-        return chain
+        columns = [0]
+        while children := self.children[columns[-1]]:
+            columns.append(min(children.values()))
+        return [column - 1 for column in columns[1:]]
 
     def ancestors(self) -> torch.Tensor:
         """Which columns each column sees, itself included: bool [1 + n, 1 + n]."""
@@ -162,13 +120,7 @@ class DraftTree:
 
 
 def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
-    """The tree of the `budget` likeliest paths, best first, where positions are independent (DDTree, algorithm 1).
-
-    Args:
-        log_probs: For each position behind the anchor its best log-probabilities, falling.
-        token_ids: Whose they are.
-        budget: Nodes at most; fewer if there are not so many paths.
-    """
+    """The `budget` likeliest paths, best first, of independent positions; `log_probs` fall at each (DDTree, algorithm 1)."""
     tree = DraftTree([], [], [])
     # Minus the path's log-probability, its parent's, the parent's column, its position and its rank there.
     frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
@@ -188,118 +140,79 @@ def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence
     return tree
 
 
-# How much of the running mean the latest block is.
-RECENT = 0.25
-
-# A loser is tried again after so many places where it could have proposed.
-RETRY_AFTER = 16
+RECENT = 0.25  # how much of the running mean the latest block is
+RETRY_AFTER = 16  # places where a loser could have proposed, after which it is tried again
 
 
 class PromptLookup:
     """Proposes what followed the latest earlier occurrence of the text's last `ngram_size` tokens.
 
-    It proposes only as long as it pays: while its blocks have had at least as many tokens accepted as the drafter's, on
-    a running mean; otherwise it is tried once in a while. Verification is that of any proposal.
-
-    Args:
-        num_tokens: Tokens to propose.
-        ngram_size: Tokens that must have occurred before; fewer find more and worse matches.
+    It pays while its blocks have had at least as many tokens accepted as the drafter's, on a running mean; otherwise it
+    is tried once in a while.
     """
 
     def __init__(self, num_tokens: int, ngram_size: int) -> None:
-        self.num_tokens = num_tokens
-        self.ngram_size = ngram_size
-        self._texts: dict[int, list[int]] = {}
-        self._places: dict[int, dict[tuple[int, ...], int]] = {}  # n-gram -> where the token behind it stands
-        self._mean_accepted: dict[str, float] = {}
+        self.num_tokens, self.ngram_size = num_tokens, ngram_size
+        # For each row its text, and for each n-gram but the last one where the token behind it stands.
+        self._read: dict[int, tuple[list[int], dict[tuple[int, ...], int]]] = {}
+        self._mean_accepted: dict[bool, float] = {}  # of lookups (untried, they are tried) and of the drafter's blocks
         self._num_passed = 0
 
     def propose(self, rows: list[Row]) -> dict[int, list[int]]:
         """Proposals by place in `rows`, where the text's end occurred before and looking back pays."""
         found = {place: ids for place, row in enumerate(rows) if (ids := self._continue(row))}
-        return found if found and self._pays() else {}
+        if not found or self._mean_accepted.get(True, math.inf) >= self._mean_accepted.get(False, 0.0):
+            return found
+        self._num_passed = (self._num_passed + 1) % RETRY_AFTER
+        return {} if self._num_passed else found
 
     def record(self, is_lookup: bool, num_accepted: int) -> None:
         """Counts what was accepted of a block of either kind."""
-        source = "lookup" if is_lookup else "drafter"
-        mean = self._mean_accepted.get(source, float(num_accepted))
-        self._mean_accepted[source] = mean + RECENT * (num_accepted - mean)
-
-    def _pays(self) -> bool:
-        looked_up = self._mean_accepted.get("lookup", float("inf"))  # untried, it is tried
-        if looked_up >= self._mean_accepted.get("drafter", 0.0):
-            return True
-        self._num_passed = (self._num_passed + 1) % RETRY_AFTER
-        return self._num_passed == 0
+        mean = self._mean_accepted.get(is_lookup, float(num_accepted))
+        self._mean_accepted[is_lookup] = mean + RECENT * (num_accepted - mean)
 
     def _continue(self, row: Row) -> list[int] | None:
         """What stood behind the latest earlier occurrence of the row's end, repeated if it reaches that end."""
-        text = self._read(row)
-        begin = self._places[row.index].get(tuple(text[-self.ngram_size :]))
+        text, places = self._read.setdefault(row.index, ([], {}))
+        first_end = max(len(text), self.ngram_size)
+        text += row.new_ids[len(text) - len(row.prompt_ids) :] if text else row.prompt_ids.tolist() + row.new_ids
+        for end in range(first_end, len(text)):
+            places[tuple(text[end - self.ngram_size : end])] = end
+        begin = places.get(tuple(text[-self.ngram_size :]))
         if begin is None:
             return None
         period = len(text) - begin
         return [text[begin + i % period] for i in range(self.num_tokens)]
 
-    def _read(self, row: Row) -> list[int]:
-        """The row's text, with every n-gram of it but the last one in the table."""
-        if row.index not in self._texts:
-            self._texts[row.index], self._places[row.index] = row.prompt_ids.tolist(), {}
-            read_from = 0
-        else:
-            read_from = len(self._texts[row.index])
-        text = self._texts[row.index]
-        text += row.new_ids[len(text) - len(row.prompt_ids) :]
-        for end in range(max(read_from, self.ngram_size), len(text)):
-            self._places[row.index][tuple(text[end - self.ngram_size : end])] = end
-        return text
 
-
-# Forwards of each width that are timed, after some that are not: compiled ones are recorded and compared in them.
-REPEATS, UNTIMED = 5, 3
-
-# The one clock of the shipped code: it decides how long things take, never what is written.
-clock = time.perf_counter
-
-_measured: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, LatencyCurve]]]
-_measured = weakref.WeakKeyDictionary()
+REPEATS, UNTIMED = 5, 3  # timed forwards, after some in which compiled ones are recorded and compared
+clock = time.perf_counter  # the one clock of the shipped code
+_measured: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # curves by target, drafter and setting
 
 
 @dataclass(frozen=True)
 class LatencyCurve:
-    """Milliseconds of one verify step by its number of columns, of one draft, and of what a tree adds.
+    """Milliseconds of one verify step by its number of columns, of one draft, and of what a tree adds."""
 
-    Attributes:
-        widths: Columns, anchor included, rising from 1.
-        verify_ms: Milliseconds of the target's forward over so many.
-        draft_ms: Milliseconds of the drafter's.
-        machine: What they were measured on: device, dtype, threads, versions.
-        tree_ms: Milliseconds more of a step whose columns are a tree; `None`: not measured.
-
-    Example:
-        >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
-        >>> drafter.spec_generate(input_ids, target=target, latency_curve=curve)
-    """
-
-    widths: tuple[int, ...]
-    verify_ms: tuple[float, ...]
+    widths: tuple[int, ...]  # columns, anchor included, rising from 1
+    verify_ms: tuple[float, ...]  # of the target's forward over so many
     draft_ms: float
-    machine: dict[str, Any]
-    tree_ms: float | None = None
+    machine: dict[str, Any]  # what they were measured on: device, dtype, threads, versions
+    tree_ms: float | None = None  # more of a step whose columns are a tree; None: not measured
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip(self.widths, self.widths[1:], strict=False))
-        if not self.widths or self.widths[0] != 1 or not rising or len(self.widths) != len(self.verify_ms):
+        widths = list(self.widths)
+        if widths[:1] != [1] or widths != sorted(set(widths)) or len(widths) != len(self.verify_ms):
             raise ValueError(
-                f"A latency curve has the widths {list(self.widths)} for {len(self.verify_ms)} times: give one time for each "
-                "of rising widths from 1 on."
+                f"A latency curve has the widths {widths} for {len(self.verify_ms)} times: give one time for each of "
+                "rising widths from 1 on."
             )
         if not all(ms > 0 for ms in (*self.verify_ms, self.draft_ms)) or (self.tree_ms or 0.0) < 0:
             shortest = min(*self.verify_ms, self.draft_ms, self.tree_ms or 0.0)
             raise ValueError(f"A latency curve holds {shortest} ms: measure it again.")
 
     def verify(self, width: int) -> float:
-        """Milliseconds of `width` columns: between two measured widths on the line through them, beyond on the last one."""
+        """Milliseconds of `width` columns: on the line through the measured widths around it, or the last two."""
         if len(self.widths) == 1:
             return self.verify_ms[0]
         right = min(max(bisect_left(self.widths, width), 1), len(self.widths) - 1)
@@ -312,11 +225,7 @@ class LatencyCurve:
 
     @classmethod
     def from_json(cls, text: str) -> LatencyCurve:
-        """What `to_json` wrote.
-
-        Raises:
-            ValueError: if it is something else.
-        """
+        """What `to_json` wrote; raises ValueError if it is something else."""
         try:
             fields = json.loads(text)
             widths, verify_ms = tuple(map(int, fields["widths"])), tuple(map(float, fields["verify_ms"]))
@@ -359,95 +268,59 @@ def measured_curve(
     draft: Callable[[], torch.Tensor],
     verify_tree: Callable[[int], torch.Tensor] | None = None,
 ) -> LatencyCurve:
-    """The pair's curve in a `setting` (rows, length of the context, how it runs), measured if it was not before.
+    """The pair's curve over `widths`, rising from 1, measured if it was not before in this `setting`.
 
-    Args:
-        target: The target.
-        drafter: The drafter.
-        setting: What else the times depend on; hashable.
-        widths: To measure, rising from 1.
-        verify: Runs the target over so many columns and leaves everything as it was.
-        draft: Runs the drafter, likewise.
-        verify_tree: Grows a tree and runs the target over its columns.
+    A setting is what else the times depend on. `verify` runs the target over so many columns, `verify_tree` over those
+    of a tree, and `draft` the drafter; each leaves everything as it was.
     """
-    of_target = _measured.setdefault(target, weakref.WeakKeyDictionary())
-    of_pair = of_target.setdefault(drafter, {})
+    of_pair = _measured.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
     key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
     if key not in of_pair:
-        times = [_milliseconds(partial(verify, width)) for width in widths]
         # Wider is never faster: what says so is noise.
-        times = list(accumulate(times, max))
+        times = tuple(accumulate([_milliseconds(partial(verify, width)) for width in widths], max))
         tree_ms = None
         if verify_tree is not None:
             tree_ms = max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
-        of_pair[key] = LatencyCurve(
-            tuple(widths), tuple(times), _milliseconds(draft), machine(target, drafter), tree_ms
-        )
+        of_pair[key] = LatencyCurve(tuple(widths), times, _milliseconds(draft), machine(target, drafter), tree_ms)
     return of_pair[key]
 
 
 def _milliseconds(run: Callable[[], torch.Tensor]) -> float:
-    def timed() -> float:
+    times = []
+    for _ in range(UNTIMED + REPEATS):
         began = clock()
         run().flatten()[0].item()  # reading a value waits for the device
-        return 1e3 * (clock() - began)
-
-    for _ in range(UNTIMED):
-        timed()
-    return min(timed() for _ in range(REPEATS))  # what another process slows down is not the machine's
+        times.append(1e3 * (clock() - began))
+    return min(times[UNTIMED:])  # what another process slows down is not the machine's
 
 
-# What a running sum keeps of itself per step: about twenty steps count.
-DECAY = 0.95
-
-# Steps without a draft, after drafts did not pay, and drafts without a tree: few at first, more each time.
-SHORTEST_PAUSE = 8
-LONGEST_PAUSE = 256
-
-# Drafts pay as long as they give this share of what plain decoding gives in their time: below it, not by bad luck.
-MARGIN = 0.9
-
-# Steps of plain decoding by whose time a text begins with what drafts gave in the one before: a few bad blocks are bad luck.
-CREDIT = 16
-
-# What drafts gave before counts as so many times plain decoding at most: a text where they fail is soon found out.
-MOST_WORTH = 1.5
+DECAY = 0.95  # what a running sum keeps of itself per step: about twenty steps count
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256  # steps without a draft, or drafts without a tree, after those did not pay
+MARGIN = 0.9  # drafts pay that give this share of what plain decoding gives in their time: less is no bad luck
+CREDIT = 16  # steps by which what drafts gave in earlier texts counts in a new one: a few bad blocks are bad luck
+MOST_WORTH = 1.5  # times plain decoding that it counts as at most: a text where drafts fail is soon found out
 
 
+@dataclass
 class Pause:
-    """How often something is left out that did not pay: twice as often each time."""
+    """How long something is left out that did not pay: twice as long each time."""
 
-    def __init__(self) -> None:
-        self._length, self._left = SHORTEST_PAUSE, 0
-
-    @property
-    def is_shortest(self) -> bool:
-        """Whether the last try paid, or there was none."""
-        return self._length == SHORTEST_PAUSE
+    length: int = 0  # of the latest pause; 0 while tries pay
+    left: int = 0
 
     def is_over(self) -> bool:
         """Whether it is time to try again; a step of the pause passes if not."""
-        is_over, self._left = self._left == 0, max(0, self._left - 1)
-        return is_over
+        self.left -= 1
+        return self.left < 0
 
     def record(self, has_paid: bool) -> None:
         """Takes note of what a try gave."""
-        if has_paid:
-            self._length = SHORTEST_PAUSE
-        else:
-            self._left, self._length = self._length, min(2 * self._length, LONGEST_PAUSE)
-
-    def end(self) -> None:
-        """Tries in the next step."""
-        self._left = 0
-
-    def begin_text(self) -> None:
-        """Tries at once, or sooner than the text before would have: this one may be another matter."""
-        self._left = 0 if self.is_shortest else min(self._left, self._length // 2)
+        self.length = 0 if has_paid else min(max(2 * self.length, SHORTEST_PAUSE), LONGEST_PAUSE)
+        self.left = self.length
 
 
 class Habits:
-    """What one text teaches about a drafter for the next one: what drafts give, and how often to try what gave nothing."""
+    """What one text teaches about a drafter for the next: what drafts give, and how often to try what gave nothing."""
 
     _of: weakref.WeakKeyDictionary[Any, Habits] = weakref.WeakKeyDictionary()
 
@@ -461,116 +334,90 @@ class Habits:
         """The drafter's."""
         return cls._of.setdefault(drafter, cls())
 
-    @property
-    def drafts_pay(self) -> bool:
-        """Whether steps with a draft have given as much as plain decoding would have in their time, of late."""
-        return self._gained > MARGIN * self._plain
-
     def weigh_anew(self) -> None:
         """Counts the past like `CREDIT` steps; if drafts did not pay, like one: what is tried is judged by itself."""
-        if self.drafts.is_shortest:
-            self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
-        else:
+        if self.drafts.length:
             self._gained = self._plain = 1.0
+        else:
+            self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
 
     def record(self, gained: float, plain: float) -> None:
         """Takes note of a step with a draft: its tokens, and what plain decoding would have given in its time."""
         self._gained, self._plain = DECAY * self._gained + gained, DECAY * self._plain + plain
-        self.drafts.record(self.drafts_pay)
-        if not self.drafts_pay:
+        has_paid = self._gained > MARGIN * self._plain
+        self.drafts.record(has_paid)
+        if not has_paid:
             self.weigh_anew()
 
 
 class Pacer:
     """Chooses the width of each step by a latency curve and by how well the drafter's confidence has held.
 
-    Args:
-        curve: Of the pair, for this number of rows.
-        num_rows: Rows of the batch: a step gives each at least one token.
-        habits: Of earlier texts.
-        widths: The numbers of columns that a step may have; `None`: any.
+    A step gives each of `num_rows` at least one token, and `widths` are the numbers of columns that it may have.
     """
 
     def __init__(
-        self,
-        curve: LatencyCurve,
-        num_rows: int = 1,
-        habits: Habits | None = None,
-        widths: Sequence[int] | None = None,
+        self, curve: LatencyCurve, num_rows: int = 1, habits: Habits | None = None, widths: Sequence[int] | None = None
     ) -> None:
-        self.curve = curve
-        self._widths = None if widths is None else set(widths)
-        self.num_rows = num_rows
+        self.curve, self.num_rows = curve, num_rows
+        self._habits, self._widths = habits or Habits(), widths
+        for pause in (self._habits.drafts, self._habits.trees):
+            pause.left = min(pause.left, LONGEST_PAUSE // 2)  # this text may be another matter
+        self._habits.weigh_anew()
         # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
         self._tokens, self._milliseconds = float(num_rows), curve.verify(1)
         self._accepted, self._expected = 1.0, 1.0
-        self._is_drafted = self._is_tree = False
-        self._promised = 0.0
-        self._habits = habits or Habits()
-        self._drafts, self._trees = self._habits.drafts, self._habits.trees
-        self._drafts.begin_text()
-        self._trees.begin_text()
-        self._habits.weigh_anew()
-
-    @property
-    def rate(self) -> float:
-        """Tokens per millisecond of late, and never less than plain decoding gives."""
-        return max(self._tokens / self._milliseconds, self.num_rows / self.curve.verify(1))
-
-    @property
-    def calibration(self) -> float:
-        """Accepted proposals over those that the drafter's confidence promised, of late."""
-        return self._accepted / self._expected
+        # Of this step: whether it drafts, what a tree adds, and how many accepted proposals are expected.
+        self._is_drafted, self._tree_ms, self._promised = False, 0.0, 0.0
 
     def wants_draft(self, num_rows: int = 1) -> bool:
         """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
         if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
             self._tokens *= num_rows / self.num_rows
             self.num_rows = num_rows
-            self._drafts.end()
+            self._habits.drafts.left = 0
             self._habits.weigh_anew()
-        self._is_drafted, self._is_tree, self._promised = self._drafts.is_over(), False, 0.0
+        self._is_drafted, self._tree_ms, self._promised = self._habits.drafts.is_over(), 0.0, 0.0
         return self._is_drafted
 
     def wants_tree(self) -> bool:
         """Whether to grow a tree behind this draft. While a chain pays more, only now and then one is tried."""
-        return self._trees.is_over()
+        return self._habits.trees.is_over()
 
     def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
         """How many proposals to verify, and whether as a tree.
 
-        Args:
-            survival: For each drafted token, the chance that it stands by the drafter's confidence, summed over rows.
-            tree_survival: The same for the nodes of a tree, likeliest first.
+        By the chance that each token, or node, likeliest first, stands by the drafter's confidence, summed over rows.
         """
         count, gain = self._best(survival, 0.0)
-        num_nodes, gain_of_tree = self._best(tree_survival, self.curve.tree_ms or 0.0)
-        self._is_tree = gain_of_tree > gain
+        tree_ms = self.curve.tree_ms or 0.0
+        num_nodes, gain_of_tree = self._best(tree_survival, tree_ms)
+        is_tree = gain_of_tree > gain
         if tree_survival:
-            self._trees.record(self._is_tree)
-        if self._is_tree:
-            count, survival = num_nodes, tree_survival
+            self._habits.trees.record(is_tree)
+        if is_tree:
+            count, survival, self._tree_ms = num_nodes, tree_survival, tree_ms
         self._promised = sum(survival[:count])
-        return count, self._is_tree
+        return count, is_tree
 
     def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
-        """The number of columns that gains most over a single one, in tokens, and what it gains."""
+        """The number of proposals that gains most over none, in tokens, and what it gains."""
+        plain_ms = self.curve.verify(1)
+        rate = max(self._tokens / self._milliseconds, self.num_rows / plain_ms)  # never less than plain decoding's
+        calibration = self._accepted / self._expected
         best, best_gain, expected = 0, 0.0, 0.0
-        rate, calibration, free_ms = self.rate, self.calibration, self.curve.verify(1) - extra_ms
         for count, chance in enumerate(survival, start=1):
             expected += min(chance * calibration, self.num_rows)
-            if self._widths is not None and 1 + count not in self._widths and count < len(survival):
-                continue
-            gain = expected - rate * (self.curve.verify(1 + count) - free_ms)
-            if gain > best_gain:
+            gain = expected - rate * (self.curve.verify(1 + count) - (plain_ms - extra_ms))
+            may_be = self._widths is None or 1 + count in self._widths or count == len(survival)
+            if may_be and gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
 
     def record(self, num_proposals: int, num_accepted: int) -> None:
         """Takes note of a step: the proposals of each row, and how many stood in all rows."""
-        milliseconds = self.curve.verify(1 + num_proposals)
+        milliseconds = self.curve.verify(1 + num_proposals) + self._tree_ms
         milliseconds += self.curve.draft_ms if self._is_drafted else 0.0
-        milliseconds += (self.curve.tree_ms or 0.0) if self._is_tree else 0.0
         self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
         self._milliseconds = DECAY * self._milliseconds + milliseconds
         if self._is_drafted:
