@@ -1,14 +1,12 @@
 """What a text leaves in both models: keys, values and running states, appended in place and taken back by moving a length.
 
-Every layer of a `PreallocatedCache` keeps every position, also where the model attends through a sliding window: the mask
-holds the window, and a rollback never misses a position that slid out.
+Every layer keeps every position, also where the model attends through a sliding window: the mask holds the window, and a
+rollback never misses a position that slid out. Sequences of one length append at the end. In a ragged cache each forward is
+told the slots of its new columns: real ones right after the sequence's last, padding after them, to be overwritten.
 
-Sequences of one length append at the end. In a ragged cache each forward is told the slots of its new columns: real ones
-right after the sequence's last, padding after them, where the next forward overwrites it.
-
-A linear mixer (gated delta net, delta attention, short convolution) folds every column into a state of fixed size, from
-which rejected columns cannot be taken out. `HybridCache` keeps the state from before a verify step and lets the mixers
-alone read once more the columns that stand: a column's input depends only on columns before it, which stand too.
+A linear mixer (gated delta net, delta attention, short convolution) folds every column into a state of fixed size. After a
+rollback it takes its state from before the step and reads the columns that stand once more, alone among the modules: a
+column's input depends only on columns before it, which stand too.
 """
 
 from __future__ import annotations
@@ -129,27 +127,19 @@ class PreallocatedCache(Cache):
     Args:
         num_layers: Decoder layers of the model.
         capacity: Positions to allocate; the storage doubles when a text outgrows it.
-        batch_size: Rows that each have a length of their own. 1, the default, also serves rows of one length.
+        batch_size: Rows that each have a length of their own. 1 also serves rows of one length.
         num_rows: Rows to allocate, if more than the first forward has.
-
-    Example:
-        >>> cache = PreallocatedCache(num_layers=target.config.num_hidden_layers, capacity=4096)
-        >>> target(block_ids, past_key_values=cache, use_cache=True)
-        >>> cache.rollback(num_rejected)
     """
 
     def __init__(self, num_layers: int, capacity: int, batch_size: int = 1, num_rows: int | None = None) -> None:
         super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
         self._row_lengths = [0] * batch_size
 
-    def begin(self, batch_size: int) -> None:
-        """Forgets everything, for another batch in the same storage."""
-        self._set_lengths([0] * batch_size)
-
     def _storage(self) -> list[PreallocatedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
 
-    def _set_lengths(self, lengths: Sequence[int]) -> None:
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Takes the first `lengths` positions of the storage for the text, whatever was there."""
         self._row_lengths = list(lengths)
         for layer in self._storage():
             layer.slots, layer.length = None, max(lengths)
@@ -186,7 +176,7 @@ class PreallocatedCache(Cache):
 
     def advance(self, counts: Sequence[int]) -> None:
         """Counts what a forward wrote into the storage after each row's end as part of the row."""
-        self._set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
+        self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
 
     def rollback(self, counts: int | Sequence[int]) -> None:
         """Forgets the last `counts` positions of each row or of all, without a copy; ValueError for more than a row holds."""
@@ -195,7 +185,7 @@ class PreallocatedCache(Cache):
             raise ValueError(
                 f"Cannot roll back {counts} of {lengths} positions: give each row a count from 0 to that."
             )
-        self._set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
+        self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
 
     def _of_each_row(self, counts: int | Sequence[int]) -> list[int]:
         return [counts] * len(self._row_lengths) if isinstance(counts, int) else list(counts)
@@ -217,7 +207,7 @@ class PreallocatedCache(Cache):
             for row, source in enumerate(rows):
                 layer.keys[row, :, used] = theirs.keys[source, :, used]
                 layer.values[row, :, used] = theirs.values[source, :, used]
-        self._set_lengths(lengths)
+        self.set_lengths(lengths)
 
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
         """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
@@ -238,15 +228,19 @@ class PreallocatedCache(Cache):
             if layer.is_initialized:
                 index = to_device(index, layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-        self._set_lengths([self.lengths[row] for row in rows])
+        self.set_lengths([self.lengths[row] for row in rows])
 
     def reusable(self, length: int) -> int:
         """How many of a single row's first `length` positions the cache can go back to with `truncate`: all of them."""
         return length
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of a single row, also after a forward that failed half-way."""
-        self._set_lengths([length])
+        """Keeps the first `length` positions of a single row, also after a failed forward; ValueError if not `reusable`."""
+        if self.reusable(length) != length:
+            raise ValueError(
+                f"A cache with running states holds {self.lengths} positions and cannot go back to {length}: start a new one."
+            )
+        self.set_lengths([length])
 
 
 def is_supported() -> bool:
@@ -304,7 +298,9 @@ class RunningState:
         for count in sorted(set(num_kept) - {inputs.shape[1]}):
             rows = [row for row, kept in enumerate(num_kept) if kept == count]
             index = to_device(torch.tensor(rows), inputs.device)
-            self._take_rows(self._before, rows)
+            for held, before in zip(self._states, self._before, strict=True):
+                held.update(before)
+            self.layer.reorder_cache(index)
             if count:
                 self.mixer(**{**self._call, "hidden_states": inputs[:, :count].index_select(0, index)})
             for whole, held in zip(after, self._states, strict=True):
@@ -313,15 +309,6 @@ class RunningState:
                         whole[i] = cast(torch.Tensor, whole[i]).index_copy(0, index, state)
         for held, whole in zip(self._states, after, strict=True):
             held.update(whole)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`."""
-        self.forget()
-        self._take_rows(self._states, rows)
-
-    def _take_rows(self, source: list[dict[int, torch.Tensor | None]], rows: Sequence[int]) -> None:
-        for held, states in zip(self._states, source, strict=True):
-            held.update({i: None if s is None else chosen(s, 0, rows) for i, s in states.items()})
 
 
 class HybridCache(PreallocatedCache):
@@ -379,21 +366,14 @@ class HybridCache(PreallocatedCache):
         """`length` if that is all it holds, else 0: a running state has no earlier positions."""
         return length if self._num_recorded is not None and self.lengths == [length] else 0
 
-    def truncate(self, length: int) -> None:
-        """Keeps `length` positions; ValueError if that is not what `reusable` allows."""
-        if self.reusable(length) != length:
-            raise ValueError(
-                f"A cache with running states holds {self.lengths} positions and cannot go back to {length}: start a new one."
-            )
-        super().truncate(length)
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`; a single one goes on without slots or mask."""
         super().keep_rows(rows)
         if self._num_recorded is not None:
             self._num_recorded = 0
         for running in self._running:
-            running.keep_rows(rows)
+            running.forget()
+            running.layer.reorder_cache(torch.tensor(rows))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -564,7 +564,7 @@ class CompiledPair:
                     shelf,
                 )
         for cache in (loan.target_cache, loan.draft_cache):
-            cache.begin(num_rows)
+            cache.set_lengths([0] * num_rows)
         return loan
 
     def take_back(self, loan: Loan) -> None:
