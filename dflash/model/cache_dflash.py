@@ -121,128 +121,6 @@ class PreallocatedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name of transformers 4
 
 
-class PreallocatedCache(Cache):
-    """`past_key_values` of any softmax-attention model of transformers, 4.57 and 5.
-
-    Args:
-        num_layers: Decoder layers of the model.
-        capacity: Positions to allocate; the storage doubles when a text outgrows it.
-        batch_size: Rows that each have a length of their own. 1 also serves rows of one length.
-        num_rows: Rows to allocate, if more than the first forward has.
-    """
-
-    def __init__(self, num_layers: int, capacity: int, batch_size: int = 1, num_rows: int | None = None) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
-        self._row_lengths = [0] * batch_size
-
-    def _storage(self) -> list[PreallocatedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Takes the first `lengths` positions of the storage for the text, whatever was there."""
-        self._row_lengths = list(lengths)
-        for layer in self._storage():
-            layer.slots, layer.length = None, max(lengths)
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether rows have lengths of their own, so that every forward needs slots, positions and a mask."""
-        return len(self._row_lengths) > 1
-
-    @property
-    def lengths(self) -> list[int]:
-        """Valid positions of each row."""
-        return list(self._row_lengths) if self.is_ragged else [self.get_seq_length()]
-
-    def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
-        """Gives each column of the next forward a slot, [B, S] of bool is_real [B, S], whose row sums are `num_real`.
-
-        Real columns become part of their row. A slot is also the position of what stands in it.
-        """
-        host = torch.tensor([list(num_real), self._row_lengths])[..., None]
-        counts, starts = to_device(host, is_real.device).unbind()  # [B, 1] each
-        slots = starts + torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
-        self.place(slots, max(self._row_lengths) + slots.shape[1])
-        self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
-        return slots
-
-    def place(self, slots: torch.Tensor, num_keys: int) -> None:
-        """Gives the next forward's columns their slots [B, S] and the number of keys that it computes with.
-
-        The lengths stay as they are until `advance`.
-        """
-        for layer in self._storage():
-            layer.slots, layer.length = slots, num_keys - slots.shape[1]
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Counts what a forward wrote into the storage after each row's end as part of the row."""
-        self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
-
-    def rollback(self, counts: int | Sequence[int]) -> None:
-        """Forgets the last `counts` positions of each row or of all, without a copy; ValueError for more than a row holds."""
-        lengths, counts = self.lengths, self._of_each_row(counts)
-        if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
-            raise ValueError(
-                f"Cannot roll back {counts} of {lengths} positions: give each row a count from 0 to that."
-            )
-        self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
-
-    def _of_each_row(self, counts: int | Sequence[int]) -> list[int]:
-        return [counts] * len(self._row_lengths) if isinstance(counts, int) else list(counts)
-
-    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Keys and values of all layers, each with room for `capacity` positions at least."""
-        for layer in self._storage():
-            layer.reserve(capacity)
-        return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
-
-    def copy_rows(self, other: PreallocatedCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Takes `rows` of another cache, of which `lengths` positions each are in use, as all it holds."""
-        used = slice(max(lengths))
-        for layer, theirs in zip(self._storage(), other._storage(), strict=True):
-            if not theirs.is_initialized:
-                continue
-            if not layer.is_initialized:
-                layer.lazy_initialization(theirs.keys, theirs.values)
-            for row, source in enumerate(rows):
-                layer.keys[row, :, used] = theirs.keys[source, :, used]
-                layer.values[row, :, used] = theirs.values[source, :, used]
-        self.set_lengths(lengths)
-
-    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
-        """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
-        start = self.get_seq_length() - width
-        index = torch.tensor([start + column for column in columns])
-        kept = slice(start, start + len(columns))
-        for layer in self._storage():
-            if layer.is_initialized:  # else it reads another layer's
-                index = to_device(index, layer.keys.device)
-                layer.keys[:, :, kept] = layer.keys.index_select(2, index)
-                layer.values[:, :, kept] = layer.values.index_select(2, index)
-        self.rollback(width - len(columns))
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`; a single one goes on without slots or mask."""
-        index = torch.tensor(rows)
-        for layer in self._storage():
-            if layer.is_initialized:
-                index = to_device(index, layer.keys.device)
-                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-        self.set_lengths([self.lengths[row] for row in rows])
-
-    def reusable(self, length: int) -> int:
-        """How many of a single row's first `length` positions the cache can go back to with `truncate`: all of them."""
-        return length
-
-    def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of a single row, also after a failed forward; ValueError if not `reusable`."""
-        if self.reusable(length) != length:
-            raise ValueError(
-                f"A cache with running states holds {self.lengths} positions and cannot go back to {length}: start a new one."
-            )
-        self.set_lengths([length])
-
-
 def is_supported() -> bool:
     """Whether this transformers has a common form of running states."""
     return LinearAttentionLayer is not None
@@ -311,19 +189,79 @@ class RunningState:
             held.update(whole)
 
 
-class HybridCache(PreallocatedCache):
-    """A `PreallocatedCache` for a model some of whose layers are linear mixers: `mixers`, from `linear_mixers`.
+class PreallocatedCache(Cache):
+    """`past_key_values` of any model whose layers attend by softmax or are linear mixers.
 
-    A forward that may be rolled back runs inside `recording()`; a rollback right behind it takes back any number of its
-    columns, of each row.
+    With mixers, a forward that may be rolled back runs inside `recording()`, and a rollback right behind it takes back any
+    number of its columns, of each row.
+
+    Args:
+        num_layers: Decoder layers of the model.
+        capacity: Positions to allocate; the storage doubles when a text outgrows it.
+        batch_size: Rows that each have a length of their own. 1 also serves rows of one length.
+        num_rows: Rows to allocate, if more than the first forward has.
+        mixers: The model's, from `linear_mixers`.
     """
 
-    def __init__(self, mixers: Mapping[int, nn.Module], num_layers: int, capacity: int, batch_size: int = 1) -> None:
-        super().__init__(num_layers, capacity, batch_size)
-        self._running = [RunningState(mixer) for mixer in mixers.values()]
-        for index, running in zip(mixers, self._running, strict=True):
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        batch_size: int = 1,
+        num_rows: int | None = None,
+        mixers: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
+        self._row_lengths = [0] * batch_size
+        self._running = [RunningState(mixer) for mixer in (mixers or {}).values()]
+        for index, running in zip(mixers or {}, self._running, strict=True):
             self.layers[index] = running.layer
-        self._num_recorded: int | None = 0  # columns that can be rolled back; None: a forward has not come to its end
+        self._num_recorded: int | None = (
+            0  # columns that mixers can take back; None: a forward has not come to its end
+        )
+
+    def _storage(self) -> list[PreallocatedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Takes the first `lengths` positions of the storage for the text, whatever was there."""
+        self._row_lengths = list(lengths)
+        for layer in self._storage():
+            layer.slots, layer.length = None, max(lengths)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows have lengths of their own, so that every forward needs slots, positions and a mask."""
+        return len(self._row_lengths) > 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Valid positions of each row."""
+        return list(self._row_lengths) if self.is_ragged else [self.get_seq_length()]
+
+    def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
+        """Gives each column of the next forward a slot, [B, S] of bool is_real [B, S], whose row sums are `num_real`.
+
+        Real columns become part of their row. A slot is also the position of what stands in it.
+        """
+        host = torch.tensor([list(num_real), self._row_lengths])[..., None]
+        counts, starts = to_device(host, is_real.device).unbind()  # [B, 1] each
+        slots = starts + torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
+        self.place(slots, max(self._row_lengths) + slots.shape[1])
+        self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
+        return slots
+
+    def place(self, slots: torch.Tensor, num_keys: int) -> None:
+        """Gives the next forward's columns their slots [B, S] and the number of keys that it computes with.
+
+        The lengths stay as they are until `advance`.
+        """
+        for layer in self._storage():
+            layer.slots, layer.length = slots, num_keys - slots.shape[1]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Counts what a forward wrote into the storage after each row's end as part of the row."""
+        self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
 
     @contextmanager
     def recording(self, num_columns: int) -> Iterator[None]:
@@ -347,14 +285,19 @@ class HybridCache(PreallocatedCache):
         self._num_recorded = num_columns
 
     def rollback(self, counts: int | Sequence[int]) -> None:
-        """Forgets the last `counts` positions of each row or of all; ValueError for more than were recorded last."""
-        counts, num_recorded = self._of_each_row(counts), self._num_recorded or 0
-        if max(counts) > num_recorded:
+        """Forgets the last `counts` positions of each row or of all; ValueError for more than it holds or has recorded."""
+        lengths, num_recorded = self.lengths, self._num_recorded or 0
+        counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
+        if self._running and max(counts) > num_recorded:
             raise ValueError(
                 f"Cannot roll back {counts} positions: the linear layers' state was kept for the last "
                 f"{num_recorded} columns."
             )
-        super().rollback(counts)
+        if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
+            raise ValueError(
+                f"Cannot roll back {counts} of {lengths} positions: give each row a count from 0 to that."
+            )
+        self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
         self._num_recorded = None
         for running in self._running:
             if any(counts):
@@ -362,23 +305,67 @@ class HybridCache(PreallocatedCache):
             running.forget()
         self._num_recorded = 0
 
-    def reusable(self, length: int) -> int:
-        """`length` if that is all it holds, else 0: a running state has no earlier positions."""
-        return length if self._num_recorded is not None and self.lengths == [length] else 0
+    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of all layers, each with room for `capacity` positions at least."""
+        for layer in self._storage():
+            layer.reserve(capacity)
+        return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
+
+    def copy_rows(self, other: PreallocatedCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Takes `rows` of another cache, of which `lengths` positions each are in use, as all it holds."""
+        used = slice(max(lengths))
+        for layer, theirs in zip(self._storage(), other._storage(), strict=True):
+            if not theirs.is_initialized:
+                continue
+            if not layer.is_initialized:
+                layer.lazy_initialization(theirs.keys, theirs.values)
+            for row, source in enumerate(rows):
+                layer.keys[row, :, used] = theirs.keys[source, :, used]
+                layer.values[row, :, used] = theirs.values[source, :, used]
+        self.set_lengths(lengths)
+
+    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
+        """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
+        start = self.get_seq_length() - width
+        index = torch.tensor([start + column for column in columns])
+        kept = slice(start, start + len(columns))
+        for layer in self._storage():
+            if layer.is_initialized:  # else it reads another layer's
+                index = to_device(index, layer.keys.device)
+                layer.keys[:, :, kept] = layer.keys.index_select(2, index)
+                layer.values[:, :, kept] = layer.values.index_select(2, index)
+        self.rollback(width - len(columns))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows of the batch but `rows`; a single one goes on without slots or mask."""
-        super().keep_rows(rows)
-        if self._num_recorded is not None:
-            self._num_recorded = 0
+        index = torch.tensor(rows)
+        for layer in self._storage():
+            if layer.is_initialized:
+                index = to_device(index, layer.keys.device)
+                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
         for running in self._running:
             running.forget()
             running.layer.reorder_cache(torch.tensor(rows))
+        self._num_recorded = self._num_recorded and 0
+        self.set_lengths([self.lengths[row] for row in rows])
+
+    def reusable(self, length: int) -> int:
+        """How many of a single row's first `length` positions `truncate` can go back to: all, but running states have none."""
+        is_whole = self._num_recorded is not None and self.lengths == [length]
+        return length if is_whole or not self._running else 0
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` positions of a single row, also after a failed forward; ValueError if not `reusable`."""
+        if self.reusable(length) != length:
+            raise ValueError(
+                f"A cache with running states holds {self.lengths} positions and cannot go back to {length}: start a new one."
+            )
+        self.set_lengths([length])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on `device`. From memory that is not pinned CUDA would copy it once all else is done."""
-    if device.type != "cuda" or tensor.device == device:
+    if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -58,7 +58,7 @@ class DFlashAttn(Qwen3Attention):
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
         """What the block's rows read from [cached context, new context, block]."""
-        batch, num_rows = hidden_states.shape[:2]
+        num_rows = hidden_states.shape[1]
         key, value = self.keys_and_values(torch.cat([context, hidden_states], dim=1), position_embeddings)
         cos, sin = position_embeddings
         query = self._rotated(self.q_norm, self.q_proj(hidden_states), (cos[:, -num_rows:], sin[:, -num_rows:]))
@@ -76,7 +76,7 @@ class DFlashAttn(Qwen3Attention):
             kwargs.update(is_causal=False)
         dropout = self.attention_dropout if self.training else 0.0
         output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(output.reshape(batch, num_rows, -1))
+        return self.o_proj(output.flatten(2))
 
     def keys_and_values(
         self, states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -103,16 +103,12 @@ class DFlashAttn(Qwen3Attention):
             return attention_mask
         if attention_mask is None and self.sliding_window is None and not self.is_block_causal:
             return None
-        num_keys = key.shape[2]
-        start = num_keys - query.shape[2]
         # Slots stand for positions: the block follows its context without a gap, so distances are the same.
-        slots = torch.arange(num_keys, device=key.device)
-        blocks = torch.where(slots < start, -1, 0)
-        visible = sees(slots[start:, None], 0, start, slots, blocks, self.is_block_causal, self.sliding_window)[
-            None, None
-        ]
+        slots, start = torch.arange(key.shape[2], device=key.device), key.shape[2] - query.shape[2]
+        rows, blocks = slots[start:, None], torch.where(slots < start, -1, 0)
+        visible = sees(rows, 0, start, slots, blocks, self.is_block_causal, self.sliding_window)[None, None]
         if attention_mask is not None:
-            visible = visible & attention_mask[:, None, None, -num_keys:].bool()
+            visible = visible & attention_mask[:, None, None, -len(slots) :].bool()
         return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
 
 
@@ -288,16 +284,16 @@ class DFlashDraftModel(PreTrainedModel):
         """Hidden states of the block's rows; row i, through the target's head, proposes the token at its position.
 
         Args:
-            noise_embeds: The target's embedding rows of [anchor, mask, mask, …].
+            noise_embeds: The target's embedding rows of [anchor, mask, mask, …]; z-lab calls them `noise_embedding`.
             context_hidden_states: The target's tapped hidden states of the positions that `past_key_values` does not hold
-                yet, concatenated in the order of `target_layer_ids`.
+                yet, concatenated in the order of `target_layer_ids`; z-lab calls them `target_hidden`.
             position_ids: Of the new context, then of the block. Default: they follow what the cache holds.
             attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real token; or
                 4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
             past_key_values: Grows by C + N; the caller rolls the N rows of the block back.
             attn_implementation: Of this forward alone; default: the one the drafter was loaded with.
-            noise_embedding: z-lab's name for `noise_embeds`.
-            target_hidden: z-lab's name for `context_hidden_states`.
+            noise_embedding: As `noise_embeds`.
+            target_hidden: As `context_hidden_states`.
             kwargs: Passed on to the attention function.
 
         Raises:
@@ -329,22 +325,19 @@ class DFlashDraftModel(PreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _masks_by_layer_type(
-        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None, dtype: torch.dtype, implementation: str
-    ) -> dict[str, torch.Tensor | None]:
-        masks: dict[str, Any] = dict.fromkeys(self.config.layer_types, attention_mask)
-        if isinstance(attention_mask, dict):
-            masks = attention_mask
-        if "flash" in implementation and any(mask is not None and len(mask.shape) == 4 for mask in masks.values()):
-            raise ValueError(
-                f"attn_implementation={implementation!r} takes no 4-D attention_mask: load the drafter "
-                "with attn_implementation='sdpa'."
-            )
-
-        def is_boolean(mask: Any) -> bool:
-            return isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool
-
-        return {name: additive_mask(mask, dtype) if is_boolean(mask) else mask for name, mask in masks.items()}
+    def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
+        masks = dict.fromkeys(self.config.layer_types, attention_mask)
+        for layer_type in masks:
+            mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
+            is_dense = mask is not None and len(mask.shape) == 4
+            if is_dense and "flash" in implementation:
+                raise ValueError(
+                    f"attn_implementation={implementation!r} takes no 4-D attention_mask: load the drafter "
+                    "with attn_implementation='sdpa'."
+                )
+            is_boolean = is_dense and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+            masks[layer_type] = additive_mask(mask, dtype) if is_boolean else mask
+        return masks
 
     def step_masks(self, starts: torch.Tensor, width: int, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
         """The masks of a block of `width` rows from `starts` [B] on, by layer type: key k stands at position k."""
@@ -411,8 +404,7 @@ class DFlashDraftModel(PreTrainedModel):
         softmax(scores / temperature) of the row's candidates, then comes back with the tokens.
 
         Args:
-            hidden_states: The rows that propose, in order: all of a block, without the anchor's unless
-                `config.sample_from_anchor`.
+            hidden_states: All rows of a block, in order, without the anchor's unless `config.sample_from_anchor`.
             anchors: The tokens before the first proposal.
             head: As in `compute_logits`.
             temperature: Of the draws, above 0 if there are uniforms.
