@@ -156,10 +156,7 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def chunk_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' "sdpa" which, without a mask, lets the last keys be the queries' own: a prompt's later chunk.
-
-    Such a chunk needs no mask then, where the device has a kernel for that.
-    """
+    """As "sdpa", but without a mask the last keys are the queries' own: a prompt's later chunk needs no mask then."""
     width, num_keys = query.shape[2], key.shape[2]
     if attention_mask is not None or width == num_keys or kwargs.get("is_causal") is False:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)

@@ -161,19 +161,16 @@ class RunningState:
         self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
 
     def record(self, thread: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook: keeps what the mixer is called with by `thread`."""
+        """A forward pre-hook: keeps what `thread` calls the mixer with. Another may generate on the model too."""
         if threading.get_ident() == thread:
             self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
 
     @torch.no_grad()
     def rewind(self, num_kept: Sequence[int]) -> None:
-        """As if each row had been given only its first `num_kept` columns in the recorded step.
-
-        Rows that keep equally many are replayed together; a row that keeps all of them is right already.
-        """
+        """As if each row had been given only its first `num_kept` columns in the recorded step."""
         inputs = self._call["hidden_states"]  # [B, S, D]
         after = [dict(held) for held in self._states]
-        for count in sorted(set(num_kept) - {inputs.shape[1]}):
+        for count in sorted(set(num_kept) - {inputs.shape[1]}):  # rows that keep equally many are replayed together
             rows = [row for row, kept in enumerate(num_kept) if kept == count]
             index = to_device(torch.tensor(rows), inputs.device)
             for held, before in zip(self._states, self._before, strict=True):
@@ -190,17 +187,11 @@ class RunningState:
 
 
 class PreallocatedCache(Cache):
-    """`past_key_values` of any model whose layers attend by softmax or are linear mixers.
+    """`past_key_values` of any model whose layers attend by softmax or are linear mixers (`linear_mixers`).
 
-    With mixers, a forward that may be rolled back runs inside `recording()`, and a rollback right behind it takes back any
-    number of its columns, of each row.
-
-    Args:
-        num_layers: Decoder layers of the model.
-        capacity: Positions to allocate; the storage doubles when a text outgrows it.
-        batch_size: Rows that each have a length of their own. 1 also serves rows of one length.
-        num_rows: Rows to allocate, if more than the first forward has.
-        mixers: The model's, from `linear_mixers`.
+    It has room for `capacity` positions, which doubles when a text outgrows it, of `num_rows` rows or those of the first
+    forward. With a `batch_size` above 1 each row has a length of its own. With mixers, a forward that may be rolled back
+    runs inside `recording()`, and a rollback right behind it takes back any number of its columns, of each row.
     """
 
     def __init__(
@@ -213,12 +204,11 @@ class PreallocatedCache(Cache):
     ) -> None:
         super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
         self._row_lengths = [0] * batch_size
-        self._running = [RunningState(mixer) for mixer in (mixers or {}).values()]
-        for index, running in zip(mixers or {}, self._running, strict=True):
+        self._running = {index: RunningState(mixer) for index, mixer in (mixers or {}).items()}
+        for index, running in self._running.items():
             self.layers[index] = running.layer
-        self._num_recorded: int | None = (
-            0  # columns that mixers can take back; None: a forward has not come to its end
-        )
+        # Columns that mixers can take back; None: a forward has not come to its end.
+        self._num_recorded: int | None = 0
 
     def _storage(self) -> list[PreallocatedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
@@ -240,9 +230,9 @@ class PreallocatedCache(Cache):
         return list(self._row_lengths) if self.is_ragged else [self.get_seq_length()]
 
     def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
-        """Gives each column of the next forward a slot, [B, S] of bool is_real [B, S], whose row sums are `num_real`.
+        """Slots [B, S], which are positions too, of the next forward's columns, of which is_real [B, S] join their rows.
 
-        Real columns become part of their row. A slot is also the position of what stands in it.
+        `num_real` are its row sums, as the host knows them.
         """
         host = torch.tensor([list(num_real), self._row_lengths])[..., None]
         counts, starts = to_device(host, is_real.device).unbind()  # [B, 1] each
@@ -252,10 +242,7 @@ class PreallocatedCache(Cache):
         return slots
 
     def place(self, slots: torch.Tensor, num_keys: int) -> None:
-        """Gives the next forward's columns their slots [B, S] and the number of keys that it computes with.
-
-        The lengths stay as they are until `advance`.
-        """
+        """Gives the next forward its columns' slots [B, S] and its number of keys; lengths stay as they are until `advance`."""
         for layer in self._storage():
             layer.slots, layer.length = slots, num_keys - slots.shape[1]
 
@@ -265,13 +252,10 @@ class PreallocatedCache(Cache):
 
     @contextmanager
     def recording(self, num_columns: int) -> Iterator[None]:
-        """Makes the forward inside the `with`, of `num_columns` columns, one that can be rolled back; 0: none of it can.
-
-        Hooks listen to this thread alone, so two threads may generate on one model.
-        """
+        """Makes the forward inside the `with`, of `num_columns` columns, one that can be rolled back; 0: none of it can."""
         self._num_recorded = None
         handles = []
-        for running in self._running:
+        for running in self._running.values():
             running.forget()
             if num_columns:
                 running.keep()
@@ -299,7 +283,7 @@ class PreallocatedCache(Cache):
             )
         self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
         self._num_recorded = None
-        for running in self._running:
+        for running in self._running.values():
             if any(counts):
                 running.rewind([num_recorded - count for count in counts])
             running.forget()
@@ -343,10 +327,10 @@ class PreallocatedCache(Cache):
             if layer.is_initialized:
                 index = to_device(index, layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-        for running in self._running:
+        for running in self._running.values():
             running.forget()
             running.layer.reorder_cache(torch.tensor(rows))
-        self._num_recorded = self._num_recorded and 0
+        self._num_recorded = None if self._num_recorded is None else 0
         self.set_lengths([self.lengths[row] for row in rows])
 
     def reusable(self, length: int) -> int:

@@ -189,10 +189,7 @@ class CandidateSelector(nn.Module):
         anchors: torch.Tensor,  # [B, 1]
         choose: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The path's tokens [B, R], and each row's candidates and their scores [B, R, K] behind the path.
-
-        `choose(scores [B, K], row)` says which candidate comes next, [B].
-        """
+        """The path's tokens [B, R], the candidates and their scores [B, R, K]; `choose` takes scores [B, K] and the row."""
         logits, candidate_ids = (part.to(hidden_states.device) for part in logits.topk(self.top_k, dim=-1))
         projected = self.hidden_projection(hidden_states)  # [B, R, rank]
         previous, path, scores = anchors[:, 0].to(hidden_states.device), [], []
@@ -399,17 +396,11 @@ class DFlashDraftModel(PreTrainedModel):
     ) -> Any:
         """The tokens that rows of `last_hidden_state` propose behind their anchor: `verification_dflash.Proposals`.
 
-        A drafter without a selector proposes each row's argmax, at a temperature too. One with a selector walks from the
-        anchor: greedily, or drawing each token by its uniform where there are `uniforms`; the law that it drew from,
-        softmax(scores / temperature) of the row's candidates, then comes back with the tokens.
-
-        Args:
-            hidden_states: All rows of a block, in order, without the anchor's unless `config.sample_from_anchor`.
-            anchors: The tokens before the first proposal.
-            head: As in `compute_logits`.
-            temperature: Of the draws, above 0 if there are uniforms.
-            uniforms: A number in [0, 1) for each row, float64; `None` draws nothing.
-            with_confidences: Also say how likely each token is by the law that it was chosen from.
+        The rows are those of a block in order, without the anchor's unless `config.sample_from_anchor`. A drafter without
+        a selector proposes each row's argmax, at a temperature too. One with a selector walks from the anchor: greedily, or
+        drawing each token by its uniform in [0, 1), float64, where there are `uniforms`; the law that it drew from,
+        softmax(scores / temperature) of the row's candidates, then comes back with the tokens. `with_confidences` also says
+        how likely each token is by the law that it was chosen from.
         """
         from .verification_dflash import Proposals, pick
 
