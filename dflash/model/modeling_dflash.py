@@ -105,8 +105,9 @@ class DFlashAttn(Qwen3Attention):
             return None
         # Slots stand for positions: the block follows its context without a gap, so distances are the same.
         slots, start = torch.arange(key.shape[2], device=key.device), key.shape[2] - query.shape[2]
-        rows, blocks = slots[start:, None], torch.where(slots < start, -1, 0)
-        visible = sees(rows, 0, start, slots, blocks, self.is_block_causal, self.sliding_window)[None, None]
+        blocks = torch.where(slots < start, -1, 0)
+        rows, own = slots[start:, None], blocks[start:, None]
+        visible = sees(rows, own, start, slots, blocks, self.is_block_causal, self.sliding_window)[None, None]
         if attention_mask is not None:
             visible = visible & attention_mask[:, None, None, -len(slots) :].bool()
         return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
