@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import LateDevice
 from tiny_models import make_prompt, make_target
 from transformers import DynamicCache, PreTrainedModel
 
@@ -205,3 +206,15 @@ def test_ragged_rollback_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Cannot roll back \[1, 2\] of \[2, 1\]"):
         cache.rollback([1, 2])
     assert cache.lengths == [2, 1]
+
+
+def test_a_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known bug: lengths went to the device from memory that is not pinned, so each prompt's chunk waited for the last."""
+    cache = PreallocatedCache(1, 8, batch_size=2)
+    device, is_real = LateDevice(), torch.tensor([[True, True], [False, True]])
+    is_real._place = "device"
+    device.install(monkeypatch)
+    with device:
+        slots = cache.plan(is_real, [2, 1])
+    assert device.faults == []
+    assert slots.tolist() == [[0, 1], [1, 0]]

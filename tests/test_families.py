@@ -25,7 +25,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
-from dflash.model.cache_dflash import LINEAR_TYPES, HybridCache, is_supported
+from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache, is_supported
 from dflash.model.decoding_dflash import Conversation
 from dflash.model.step_dflash import Pair, decoder_layers
 
@@ -196,7 +196,7 @@ def test_a_rewound_state_equals_one_that_never_saw_the_rest(name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
 
 
-def states_of(cache: HybridCache) -> list[torch.Tensor]:
+def states_of(cache: PreallocatedCache) -> list[torch.Tensor]:
     """All running states of a cache."""
     layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
     states = [s for layer in layers for held in (layer.conv_states, layer.recurrent_states) for s in held.values()]

@@ -286,8 +286,9 @@ def test_two_dimensional_mask_hides_padding(overrides: dict[str, Any], implement
     mask[:, :4] = 0
     longer = torch.cat([torch.zeros(1, 3, dtype=torch.long), mask], dim=1)
     for given in (mask, mask.bool(), longer):
-        got = outputs(drafter, block, features, attention_mask=given)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+        for cache in (None, PreallocatedCache(2, 40)):
+            got = outputs(drafter, block, features, attention_mask=given, past_key_values=cache)
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

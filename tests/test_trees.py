@@ -23,7 +23,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, spec_generate
-from dflash.model.attention_dflash import causal_visibility, target_sees, written_out
+from dflash.model.attention_dflash import target_sees, written_out
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.proposals_dflash import DraftTree, grow_tree
 
@@ -126,12 +126,12 @@ def test_who_sees_whom(window: int | None) -> None:
 
 def test_a_chain_sees_what_causal_rows_see() -> None:
     ancestors, depths = torch.ones(5, 5, dtype=torch.bool).tril(), torch.arange(5)
-    slots = torch.arange(6, 11)[None]
+    distance = torch.arange(6, 11)[:, None] - torch.arange(11)
     for window in (None, 4):
-        expected = causal_visibility(slots, torch.arange(11)[None], window)
+        expected = ((distance >= 0) & (distance < (window or 99)))[None]
         for columns in (ancestors, None):
             sees = target_sees(6 + depths[None], columns, window)
-            assert torch.equal(written_out(sees, 1, 5, 11, slots.device), expected)
+            assert torch.equal(written_out(sees, 1, 5, 11, distance.device), expected)
 
 
 def test_kept_columns_move_together() -> None:

@@ -1,10 +1,7 @@
-"""Who sees whom, and how a block attends: one mask for decoding and training, for the target and the drafter.
+"""Who sees whom, and how a block attends: one rule for decoding and training.
 
 A mask is a predicate `(batch, head, query, key) -> bool` over tensors of indices. It is written out densely for SDPA, or
 handed to flex attention, which evaluates it inside its kernel and takes the length of the context from the device.
-
-Under a dense mask transformers copies keys and values once per query head of a group (`repeat_kv`). `grouped_attention`
-does not: the queries of a group become more rows of one head, and every key is read where it lies.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -46,37 +44,16 @@ _lock = threading.Lock()
 _inside: dict[int, list[str]] = {}  # by a config's identity: the attention of the forwards that run on it
 
 
-def block_visibility(
-    query_positions: torch.Tensor,  # [B, Q]
-    key_positions: torch.Tensor,  # [B, K]
-    query_blocks: torch.Tensor,  # [B, Q] which block a row belongs to
-    key_blocks: torch.Tensor,  # [B, K] likewise, -1 for a context key
-    anchors: torch.Tensor,  # [B, Q] position of the row's anchor
-    is_causal: bool,
-    window: int | None,
-) -> torch.Tensor:  # bool [B, Q, K]
-    """What the drafter's rows see: `sees` for each pair of a row and a key."""
-    return sees(
-        query_positions[:, :, None],
-        query_blocks[:, :, None],
-        anchors[:, :, None],
-        key_positions[:, None],
-        key_blocks[:, None],
-        is_causal,
-        window,
-    )
-
-
 def sees(
     query_position: torch.Tensor,
     query_block: torch.Tensor | int,
-    anchor: torch.Tensor,
+    anchor: torch.Tensor | int,
     key_position: torch.Tensor,
-    key_block: torch.Tensor,
+    key_block: torch.Tensor,  # negative: context
     is_causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Whether a row sees a key, as numbers or as tensors that broadcast.
+    """Whether a row sees a key, of tensors that broadcast.
 
     A row sees the context strictly before its anchor and the rows of its own block (only those not after it, if
     `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
@@ -91,10 +68,9 @@ def sees(
 
 
 def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) -> Predicate:
-    """What a block of `width` rows per sequence sees in layer `layer_idx`, where key k stands at position k.
+    """What a block of `width` rows from positions `starts` [B] on sees in layer `layer_idx`: key k stands at position k.
 
-    Its rows stand at the positions from `starts` [B] on. Of these alone the predicate asks: the compiler cannot write what
-    is put together of several tensors into the kernel.
+    It asks of `starts` alone: the compiler cannot write what is put together of several tensors into the kernel.
     """
     is_causal, window = config.is_layer_causal(layer_idx), config.layer_window(layer_idx)
 
@@ -107,12 +83,8 @@ def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) ->
     return predicate
 
 
-def target_sees(
-    positions: torch.Tensor,  # [B, S] of the columns
-    ancestors: torch.Tensor | None,
-    window: int | None,
-) -> Predicate:
-    """What the target's columns see: key k at position k up to their own position and, with a `window`, less than it away.
+def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window: int | None) -> Predicate:
+    """What the target's columns at positions [B, S] see: key k at position k up to their own, less than `window` away.
 
     The columns of a tree lie at the keys from its anchor's position on, whatever their positions; each sees the text and,
     of the tree, its `ancestors`: bool [S, S], itself included.
@@ -140,10 +112,9 @@ def written_out(
     predicate: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device
 ) -> torch.Tensor:
     """The predicate for every query and key, bool [B, S, K]."""
-    batch = torch.arange(batch_size, device=device)[:, None, None]
-    query = torch.arange(width, device=device)[:, None]
-    visible = predicate(batch, None, query, torch.arange(num_keys, device=device))
-    return visible.expand(batch_size, width, num_keys)
+    shape = batch_size, width, num_keys
+    batch, query, key = (torch.arange(size, device=device) for size in shape)
+    return predicate(batch[:, None, None], None, query[:, None], key).expand(shape)
 
 
 def step_mask(
@@ -154,7 +125,7 @@ def step_mask(
     window: int | None,
     dtype: torch.dtype | None,
 ) -> Any:
-    """The predicate as an additive mask [B, 1, S, K] of `dtype` or, if that is `None`, as flex attention's block mask."""
+    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as flex attention's block mask."""
     if dtype is not None:
         return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
     indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)
@@ -175,17 +146,6 @@ def step_mask(
     )
 
 
-def causal_visibility(
-    query_positions: torch.Tensor,  # [B, Q]
-    key_positions: torch.Tensor,  # [B, K]
-    window: int | None,
-) -> torch.Tensor:  # bool [B, Q, K]
-    """What a target's columns see: what is not after them, and less than `window` positions away."""
-    distance = query_positions[:, :, None] - key_positions[:, None, :]
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
-
-
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where visible, the dtype's minimum elsewhere: the one form that SDPA and eager attention both read."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
@@ -193,79 +153,56 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
+def chunk_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """As "sdpa", but without a mask the last keys are the queries' own: a prompt's later chunk needs no mask then."""
+    width, num_keys = query.shape[2], key.shape[2]
+    if attention_mask is not None or width == num_keys or kwargs.get("is_causal") is False:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+    is_shared, bias = query.shape[1] != key.shape[1], causal_lower_right(width, num_keys)
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=kwargs.get("scaling"), enable_gqa=is_shared
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
 def grouped_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, S, E]
-    key: torch.Tensor,  # [B, G, K, E], G divides H
-    value: torch.Tensor,  # likewise
-    attention_mask: torch.Tensor | None,  # [B or 1, 1, S, K]
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # [B, S, H, E]
-    """What transformers' "sdpa" gives, up to rounding: exactly that where there is no mask or no group to share."""
-    num_shared = query.shape[1] // key.shape[1]
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """As `chunk_attention`, but under a mask [B or 1, 1, S, K] keys and values are not copied for each head of a group.
+
+    The queries [B, H, S, E] of a group become more rows of one head of the keys [B, G, K, E]: [B, S, H, E], up to rounding.
+    """
+    (batch, heads, width, size), num_shared = query.shape, query.shape[1] // key.shape[1]
     is_plain = attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[1] != 1
     if is_plain or num_shared == 1 or kwargs.get("position_bias") is not None:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    assert attention_mask is not None
-    batch, heads, width, size = query.shape
+        return chunk_attention(module, query, key, value, attention_mask, **kwargs)
     output = functional.scaled_dot_product_attention(
         query.reshape(batch, -1, num_shared * width, size),
         key,
         value,
         attn_mask=attention_mask.repeat(1, 1, num_shared, 1),
-        dropout_p=dropout,
-        scale=scaling,
+        dropout_p=kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
     )
     return output.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
 
 
 def flex_step_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, S, E]
-    key: torch.Tensor,  # [B, G, K, E]
-    value: torch.Tensor,
-    attention_mask: Any,  # a block mask
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # [B, S, H, E]
-    """Attention that reads the keys in use alone; to be compiled."""
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention under a block mask, which reads the keys in use alone; to be compiled."""
     _, heads, width, size = query.shape
     # The output takes the query's strides: token by token, as the next product reads it, there is nothing to copy.
     rows = query.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     query = rows.as_strided(query.shape, (width * heads * size, size, heads * size, 1))
     is_short = query.device.type == "cuda" and key.shape[2] <= MOST_KEYS_UNDIVIDED
+    options, scale = UNDIVIDED if is_short else None, kwargs.get("scaling")
     output: Any = flex_attention(
-        query,
-        key,
-        value,
-        block_mask=attention_mask,
-        scale=scaling,
-        enable_gqa=True,
-        kernel_options=UNDIVIDED if is_short else None,
+        query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True, kernel_options=options
     )
     return output.transpose(1, 2).contiguous(), None
-
-
-def chunk_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of a prompt's later chunk: no mask over what lies before it, where the device has a kernel for that."""
-    if attention_mask is None and query.shape[2] < key.shape[2]:
-        attention_mask = causal_lower_right(query.shape[2], key.shape[2])
-        is_shared = query.shape[1] != key.shape[1]
-        output = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"), enable_gqa=is_shared
-        )
-        return output.transpose(1, 2).contiguous(), None
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
 def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
@@ -304,8 +241,8 @@ def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
 ALL_ATTENTION_FUNCTIONS.register(FLEX, flex_step_attention)
+ALL_ATTENTION_FUNCTIONS.register(CHUNK, chunk_attention)
 # An additive mask, made once per forward: SDPA would make one of a bool mask in every layer.
 ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 ALL_MASK_ATTENTION_FUNCTIONS.register(FLEX, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-ALL_ATTENTION_FUNCTIONS.register(CHUNK, chunk_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(CHUNK, _chunk_mask)

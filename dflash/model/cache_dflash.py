@@ -1,18 +1,12 @@
 """What a text leaves in both models: keys, values and running states, appended in place and taken back by moving a length.
 
-A `PreallocatedCache` serves any softmax-attention model of transformers (4.57 and 5.x) as `past_key_values`. Every
-layer keeps every position, also where the model attends through a sliding window: the mask holds the window, and a
-rollback then never misses a position that slid out. It knows nothing about drafters or blocks.
+Every layer keeps every position, also where the model attends through a sliding window: the mask holds the window, and a
+rollback never misses a position that slid out. Sequences of one length append at the end. In a ragged cache each forward is
+told the slots of its new columns: real ones right after the sequence's last, padding after them, to be overwritten.
 
-One sequence, or sequences that are always equally long, append at the end. Sequences of different lengths (`is_ragged`)
-have a plan made before each forward: it gives every new column a slot, real ones right after the sequence's last,
-padding after them, where the next forward overwrites it. A step whose lengths are on the device gives the slots itself
-(`PreallocatedLayer.lent`).
-
-A linear mixer (gated delta net, delta attention, short convolution) folds every column it reads into a state of fixed
-size, from which rejected columns cannot be taken out again. `HybridCache` keeps the state from before a verify step, and
-the columns that stand are read once more, by the linear mixers alone: a column's input depends only on columns before it,
-which stand too. transformers 4 has no common form of such states; `is_supported` says so.
+A linear mixer (gated delta net, delta attention, short convolution) folds every column into a state of fixed size. After a
+rollback it takes its state from before the step and reads the columns that stand once more, alone among the modules: a
+column's input depends only on columns before it, which stand too.
 """
 
 from __future__ import annotations
@@ -20,10 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -35,12 +31,13 @@ LINEAR_TYPES = ("linear_attention", "conv")
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Storage [B, G, capacity, E] of one layer, of which the first `length` positions are in use."""
+    """Storage [B, G, capacity, E] of one layer, of which the first `length` positions are in use.
+
+    `slots` [B, S] say where the next columns go; `None`: to the end.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
-    is_compileable = False
-    is_sliding = False
     is_croppable = True
 
     def __init__(self, capacity: int, num_rows: int | None = None) -> None:
@@ -48,7 +45,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.capacity = capacity
         self.num_rows = num_rows  # None: those of the first keys
         self.length = 0
-        self.slots: torch.Tensor | None = None  # [B, S] where the next columns go; None: at the end
+        self.slots: torch.Tensor | None = None
 
     @classmethod
     def lent(cls, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> PreallocatedLayer:
@@ -60,16 +57,16 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Allocates on the device and in the dtype of the first keys; values may have another head size."""
-        value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
 
         def zeros(states: torch.Tensor) -> torch.Tensor:
             # Zeros, because a masked slot has weight 0, and 0 times NaN is NaN.
             shape = (self.num_rows or len(states), states.shape[1], self.capacity, states.shape[3])
-            with torch.inference_mode(False):  # it may be written after inference mode has ended
-                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-        self.keys, self.values, self.is_initialized = zeros(key_states), zeros(value_states), True
+        with torch.inference_mode(False):  # it may be written after inference mode has ended
+            self.keys, self.values = zeros(key_states), zeros(key_states if value_states is None else value_states)
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -79,8 +76,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[2]
         self.length = end  # read no more here: after flex attention, torch's compiler may forget that it was set
-        if end > self.capacity:
-            self.grow(max(end, 2 * self.capacity))
+        self.reserve(end)
         rows = len(key_states)
         if self.slots is None:
             self.keys[:rows, :, start:end] = key_states
@@ -93,36 +89,18 @@ class PreallocatedLayer(CacheLayerMixin):
             self.values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
         return self.keys[:rows, :, :end], self.values[:rows, :, :end]
 
-    def grow(self, capacity: int) -> None:
-        """Makes room for `capacity` positions and keeps what is there. Doubling keeps appending linear in all."""
-        old_keys, old_values, used = self.keys, self.values, self.capacity
-        self.capacity, self.num_rows = capacity, len(old_keys)
-        self.lazy_initialization(old_keys, old_values)
-        self.keys[:, :, :used] = old_keys
-        self.values[:, :, :used] = old_values
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`: one copy of the storage."""
-        if self.is_initialized:
-            index = to_device(torch.tensor(rows), self.keys.device)
-            self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
-
-    def copy_rows(self, other: PreallocatedLayer, rows: Sequence[int], length: int) -> None:
-        """Takes the first `length` positions of another layer's `rows` as its own first rows."""
-        if not other.is_initialized:
-            return
-        if not self.is_initialized:
-            self.lazy_initialization(other.keys, other.values)
-        for row, theirs in enumerate(rows):
-            self.keys[row, :, :length] = other.keys[theirs, :, :length]
-            self.values[row, :, :length] = other.values[theirs, :, :length]
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` positions at least, doubling it: then appending is linear in all."""
+        if length > self.capacity:
+            added = max(length - self.capacity, self.capacity)
+            with torch.inference_mode(False):
+                self.keys = functional.pad(self.keys, (0, 0, 0, added))
+                self.values = functional.pad(self.values, (0, 0, 0, added))
+            self.capacity += added
 
     def crop(self, max_length: int) -> None:
         """The spelling of transformers: keeps `max_length` positions or, if negative, drops so many. 0 changes nothing."""
-        if max_length > 0:
-            self.length = min(self.length, max_length)
-        else:
-            self.length = max(0, self.length + max_length)
+        self.length = min(self.length, max_length) if max_length > 0 else max(0, self.length + max_length)
 
     def reset(self) -> None:
         """Forgets everything; the storage stays."""
@@ -140,151 +118,16 @@ class PreallocatedLayer(CacheLayerMixin):
         """-1: it grows."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """-1: it grows (the name of transformers 4)."""
-        return -1
-
-
-class PreallocatedCache(Cache):
-    """One `PreallocatedLayer` per decoder layer, room for `capacity` positions at first.
-
-    Args:
-        num_layers: Decoder layers of the model.
-        capacity: Positions to allocate; the storage doubles when a text outgrows it.
-        batch_size: Rows that each have a length of their own. 1, the default, also serves rows of one length.
-        num_rows: Rows to allocate, if more than the first forward has.
-
-    Example:
-        >>> cache = PreallocatedCache(num_layers=target.config.num_hidden_layers, capacity=4096)
-        >>> target(block_ids, past_key_values=cache, use_cache=True)
-        >>> cache.rollback(num_rejected)
-    """
-
-    def __init__(self, num_layers: int, capacity: int, batch_size: int = 1, num_rows: int | None = None) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
-        self._row_lengths = [0] * batch_size
-
-    def begin(self, batch_size: int) -> None:
-        """Forgets everything, for another batch in the same storage."""
-        self._row_lengths = [0] * batch_size
-        for layer in self._storage():
-            layer.reset()
-
-    def _storage(self) -> list[PreallocatedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether rows have lengths of their own, so that every forward needs a plan, positions and a mask."""
-        return len(self._row_lengths) > 1
-
-    @property
-    def lengths(self) -> list[int]:
-        """Valid positions of each row."""
-        return list(self._row_lengths) if self.is_ragged else [self.get_seq_length()]
-
-    def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
-        """Gives each column of the next forward a slot, [B, S] of bool is_real [B, S], whose row sums are `num_real`.
-
-        Real columns become part of their row. A slot is also the position of what stands in it.
-        """
-        counts = torch.tensor(num_real, device=is_real.device)[:, None]  # [B, 1]
-        places = torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
-        slots = places + torch.tensor(self._row_lengths, device=is_real.device)[:, None]
-        longest = max(self._row_lengths)
-        for layer in self._storage():
-            layer.slots, layer.length = slots, longest
-        self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
-        return slots
-
-    def copy_rows(self, other: PreallocatedCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Takes `rows` of another cache, of which `lengths` positions each are in use, as all it holds."""
-        self._row_lengths = list(lengths)
-        for layer, theirs in zip(self._storage(), other._storage(), strict=True):
-            layer.copy_rows(theirs, rows, max(lengths))
-            layer.length = max(lengths)
-
-    def place(self, slots: torch.Tensor, num_keys: int) -> None:
-        """Gives the next forward's columns their slots [B, S] and the number of keys that it computes with.
-
-        The lengths stay as they are until `advance`.
-        """
-        for layer in self._storage():
-            layer.slots, layer.length = slots, num_keys - slots.shape[1]
-
-    def rollback(self, counts: int | Sequence[int]) -> None:
-        """Forgets the last `counts` positions, of each row or of all: no copy, no synchronisation.
-
-        Raises:
-            ValueError: if a count is negative or more than the row holds.
-        """
-        lengths = self.lengths
-        counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
-        if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
-            raise ValueError(
-                f"Cannot roll back {counts} of {lengths} positions: give each row a count from 0 to that."
-            )
-        self._row_lengths = [held - n for held, n in zip(lengths, counts, strict=True)]
-        if not self.is_ragged:
-            for layer in self._storage():
-                layer.length -= counts[0]
-
-    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Keys and values of all layers, each with room for `capacity` positions at least."""
-        for layer in self._storage():
-            if layer.capacity < capacity:
-                layer.grow(max(capacity, 2 * layer.capacity))
-        return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Counts what a forward wrote into the storage after each row's end as part of the row."""
-        self._row_lengths = [held + count for held, count in zip(self.lengths, counts, strict=True)]
-        for layer in self._storage():
-            layer.length = max(self._row_lengths)
-
-    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
-        """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
-        start = self.get_seq_length() - width
-        index = torch.tensor([start + column for column in columns])
-        for layer in self._storage():
-            if not layer.is_initialized:  # it reads another layer's
-                continue
-            index = to_device(index, layer.keys.device)
-            kept = slice(start, start + len(columns))
-            layer.keys[:, :, kept] = layer.keys.index_select(2, index)
-            layer.values[:, :, kept] = layer.values.index_select(2, index)
-        self.rollback(width - len(columns))
-
-    def reusable(self, length: int) -> int:
-        """How many of a single row's first `length` positions the cache can go back to with `truncate`: all of them."""
-        return length
-
-    def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of a single row, also after a forward that failed half-way."""
-        self._row_lengths = [length]
-        for layer in self._storage():
-            layer.length = length
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`; a single one goes on without plan or mask."""
-        self._row_lengths = [self._row_lengths[row] for row in rows]
-        for layer in self._storage():
-            layer.keep_rows(rows)
-            if not self.is_ragged:
-                layer.slots, layer.length = None, self._row_lengths[0]
+    get_max_cache_shape = get_max_length  # the name of transformers 4
 
 
 def is_supported() -> bool:
-    """Whether this transformers keeps running states in its caches."""
+    """Whether this transformers has a common form of running states."""
     return LinearAttentionLayer is not None
 
 
 def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int, nn.Module]:
-    """The modules with a running state, by index of the decoder layer they are in.
-
-    Raises:
-        ValueError: if a layer shows none, or more than one candidate.
-    """
+    """The modules with a running state, by index of their decoder layer; ValueError if a layer does not show exactly one."""
     mixers = {}
     for index, layer_type in enumerate(layer_types):
         if layer_type not in LINEAR_TYPES:
@@ -305,152 +148,208 @@ class RunningState:
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
         self.layer: Any = LinearAttentionLayer()  # where the model reads and writes the state
+        self._states: list[dict[int, torch.Tensor | None]] = [self.layer.conv_states, self.layer.recurrent_states]
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what was kept and recorded: the call holds the cache, which would keep itself alive."""
         self._before: list[dict[int, torch.Tensor | None]] = []
         self._call: dict[str, Any] = {}
 
-    def _states(self) -> list[dict[int, torch.Tensor | None]]:
-        return [self.layer.conv_states, self.layer.recurrent_states]
-
     def keep(self) -> None:
         """Keeps the state as it is now. Copies, because mixers write some of it in place."""
-        self._call = {}
-        self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states()]
+        self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
 
-    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook: keeps what the mixer is called with."""
-        self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
-
-    def forget_call(self) -> None:
-        """Lets go of what was recorded."""
-        self._call, self._before = {}, []
+    def record(self, thread: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook: keeps what `thread` calls the mixer with. Another may generate on the model too."""
+        if threading.get_ident() == thread:
+            self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
 
     @torch.no_grad()
     def rewind(self, num_kept: Sequence[int]) -> None:
-        """As if each row had been given only its first `num_kept` columns in the recorded step.
-
-        Rows that keep equally many are replayed together; a row that keeps all of them is right already.
-        """
+        """As if each row had been given only its first `num_kept` columns in the recorded step."""
         inputs = self._call["hidden_states"]  # [B, S, D]
-        after = [dict(held) for held in self._states()]
-        for count in sorted(set(num_kept) - {inputs.shape[1]}):
+        after = [dict(held) for held in self._states]
+        for count in sorted(set(num_kept) - {inputs.shape[1]}):  # rows that keep equally many are replayed together
             rows = [row for row, kept in enumerate(num_kept) if kept == count]
-            for held, before in zip(self._states(), self._before, strict=True):
-                held.update({i: None if s is None else s[rows] for i, s in before.items()})
+            index = to_device(torch.tensor(rows), inputs.device)
+            for held, before in zip(self._states, self._before, strict=True):
+                held.update(before)
+            self.layer.reorder_cache(index)
             if count:
-                self.mixer(**{**self._call, "hidden_states": inputs[rows, :count]})
-            for whole, held in zip(after, self._states(), strict=True):
+                self.mixer(**{**self._call, "hidden_states": inputs[:, :count].index_select(0, index)})
+            for whole, held in zip(after, self._states, strict=True):
                 for i, state in held.items():
                     if state is not None:
-                        index = torch.tensor(rows, device=state.device)
                         whole[i] = cast(torch.Tensor, whole[i]).index_copy(0, index, state)
-        for held, whole in zip(self._states(), after, strict=True):
+        for held, whole in zip(self._states, after, strict=True):
             held.update(whole)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`."""
-        self.forget_call()
-        for held in self._states():
-            held.update({i: None if s is None else s[list(rows)] for i, s in held.items()})
 
+class PreallocatedCache(Cache):
+    """`past_key_values` of any model whose layers attend by softmax or are linear mixers (`linear_mixers`).
 
-class HybridCache(PreallocatedCache):
-    """A `PreallocatedCache` for a model some of whose layers are linear mixers.
-
-    A forward that may be rolled back runs inside `recording()`; a rollback right behind it takes back any number of its
-    columns, of each row.
-
-    Args:
-        mixers: The model's linear mixers by layer index, from `linear_mixers`.
-        num_layers: Decoder layers of the model.
-        capacity: Positions to allocate at first.
-        batch_size: Rows that each have a length of their own.
+    It has room for `capacity` positions, which doubles when a text outgrows it, of `num_rows` rows or those of the first
+    forward. With a `batch_size` above 1 each row has a length of its own. With mixers, a forward that may be rolled back
+    runs inside `recording()`, and a rollback right behind it takes back any number of its columns, of each row.
     """
 
-    def __init__(self, mixers: Mapping[int, nn.Module], num_layers: int, capacity: int, batch_size: int = 1) -> None:
-        super().__init__(num_layers, capacity, batch_size)
-        self._running = {index: RunningState(mixer) for index, mixer in mixers.items()}
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        batch_size: int = 1,
+        num_rows: int | None = None,
+        mixers: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
+        self._row_lengths = [0] * batch_size
+        self._running = {index: RunningState(mixer) for index, mixer in (mixers or {}).items()}
         for index, running in self._running.items():
             self.layers[index] = running.layer
-        self._num_recorded = 0
-        self._is_whole = True
+        # Columns that mixers can take back; None: a forward has not come to its end.
+        self._num_recorded: int | None = 0
+
+    def _storage(self) -> list[PreallocatedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Takes the first `lengths` positions of the storage for the text, whatever was there."""
+        self._row_lengths = list(lengths)
+        for layer in self._storage():
+            layer.slots, layer.length = None, max(lengths)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows have lengths of their own, so that every forward needs slots, positions and a mask."""
+        return len(self._row_lengths) > 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Valid positions of each row."""
+        return list(self._row_lengths) if self.is_ragged else [self.get_seq_length()]
+
+    def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
+        """Slots [B, S], which are positions too, of the next forward's columns, of which is_real [B, S] join their rows.
+
+        `num_real` are its row sums, as the host knows them.
+        """
+        host = torch.tensor([list(num_real), self._row_lengths])[..., None]
+        counts, starts = to_device(host, is_real.device).unbind()  # [B, 1] each
+        slots = starts + torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
+        self.place(slots, max(self._row_lengths) + slots.shape[1])
+        self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
+        return slots
+
+    def place(self, slots: torch.Tensor, num_keys: int) -> None:
+        """Gives the next forward its columns' slots [B, S] and its number of keys; lengths stay as they are until `advance`."""
+        for layer in self._storage():
+            layer.slots, layer.length = slots, num_keys - slots.shape[1]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Counts what a forward wrote into the storage after each row's end as part of the row."""
+        self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
 
     @contextmanager
     def recording(self, num_columns: int) -> Iterator[None]:
-        """Makes the forward inside the `with`, of `num_columns` columns, one that can be rolled back; 0: none of it can.
-
-        Hooks listen to this thread alone, so two threads may generate on one model.
-        """
-        thread = threading.get_ident()
-        self._num_recorded, self._is_whole = 0, False
+        """Makes the forward inside the `with`, of `num_columns` columns, one that can be rolled back; 0: none of it can."""
+        self._num_recorded = None
         handles = []
-
-        def recorder(running: RunningState) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                if threading.get_ident() == thread:
-                    running.record(module, args, kwargs)
-
-            return hook
-
         for running in self._running.values():
-            running.forget_call()
+            running.forget()
             if num_columns:
                 running.keep()
-                handles.append(running.mixer.register_forward_pre_hook(recorder(running), with_kwargs=True))
+                hook = partial(running.record, threading.get_ident())
+                handles.append(running.mixer.register_forward_pre_hook(hook, with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        self._num_recorded, self._is_whole = num_columns, True
+        self._num_recorded = num_columns
 
     def rollback(self, counts: int | Sequence[int]) -> None:
-        """Forgets the last `counts` positions, of each row or of all.
-
-        Raises:
-            ValueError: if a count is negative, more than the row holds, or more than the last recorded forward gave.
-        """
-        lengths = self.lengths
+        """Forgets the last `counts` positions of each row or of all; ValueError for more than it holds or has recorded."""
+        lengths, num_recorded = self.lengths, self._num_recorded or 0
         counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
-        if max(counts) > self._num_recorded:
+        if self._running and max(counts) > num_recorded:
             raise ValueError(
                 f"Cannot roll back {counts} positions: the linear layers' state was kept for the last "
-                f"{self._num_recorded} columns."
+                f"{num_recorded} columns."
             )
-        super().rollback(counts)
-        self._is_whole = False
+        if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
+            raise ValueError(
+                f"Cannot roll back {counts} of {lengths} positions: give each row a count from 0 to that."
+            )
+        self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
+        self._num_recorded = None
         for running in self._running.values():
             if any(counts):
-                running.rewind([self._num_recorded - count for count in counts])
-            running.forget_call()  # it holds this cache, which would keep itself alive
-        self._num_recorded, self._is_whole = 0, True
+                running.rewind([num_recorded - count for count in counts])
+            running.forget()
+        self._num_recorded = 0
+
+    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of all layers, each with room for `capacity` positions at least."""
+        for layer in self._storage():
+            layer.reserve(capacity)
+        return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
+
+    def copy_rows(self, other: PreallocatedCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Takes `rows` of another cache, of which `lengths` positions each are in use, as all it holds."""
+        used = slice(max(lengths))
+        for layer, theirs in zip(self._storage(), other._storage(), strict=True):
+            if not theirs.is_initialized:
+                continue
+            if not layer.is_initialized:
+                layer.lazy_initialization(theirs.keys, theirs.values)
+            for row, source in enumerate(rows):
+                layer.keys[row, :, used] = theirs.keys[source, :, used]
+                layer.values[row, :, used] = theirs.values[source, :, used]
+        self.set_lengths(lengths)
+
+    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
+        """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
+        start = self.get_seq_length() - width
+        index = torch.tensor([start + column for column in columns])
+        kept = slice(start, start + len(columns))
+        for layer in self._storage():
+            if layer.is_initialized:  # else it reads another layer's
+                index = to_device(index, layer.keys.device)
+                layer.keys[:, :, kept] = layer.keys.index_select(2, index)
+                layer.values[:, :, kept] = layer.values.index_select(2, index)
+        self.rollback(width - len(columns))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forgets all rows of the batch but `rows`; a single one goes on without slots or mask."""
+        index = torch.tensor(rows)
+        for layer in self._storage():
+            if layer.is_initialized:
+                index = to_device(index, layer.keys.device)
+                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        for running in self._running.values():
+            running.forget()
+            running.layer.reorder_cache(torch.tensor(rows))
+        self._num_recorded = None if self._num_recorded is None else 0
+        self.set_lengths([self.lengths[row] for row in rows])
 
     def reusable(self, length: int) -> int:
-        """`length` if that is all it holds, else 0: a running state has no earlier positions."""
-        return length if self._is_whole and self.lengths == [length] else 0
+        """How many of a single row's first `length` positions `truncate` can go back to: all, but running states have none."""
+        is_whole = self._num_recorded is not None and self.lengths == [length]
+        return length if is_whole or not self._running else 0
 
     def truncate(self, length: int) -> None:
-        """Keeps `length` positions, which must be all.
-
-        Raises:
-            ValueError: if it is not what `reusable` allows.
-        """
+        """Keeps the first `length` positions of a single row, also after a failed forward; ValueError if not `reusable`."""
         if self.reusable(length) != length:
             raise ValueError(
                 f"A cache with running states holds {self.lengths} positions and cannot go back to {length}: start a new one."
             )
-        super().truncate(length)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`; a single one goes on without plan or mask."""
-        super().keep_rows(rows)
-        self._num_recorded = 0
-        for running in self._running.values():
-            running.keep_rows(rows)
+        self.set_lengths([length])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on `device`. From memory that is not pinned CUDA would copy it once all else is done."""
-    if device.type != "cuda" or tensor.device == device:
+    if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -1,11 +1,8 @@
 """The DFlash drafter: a few Qwen3 layers whose keys and values also hold the target's own hidden states.
 
-Dimensions used in the comments: B batch, C new context positions, N block rows (anchor included), K keys seen,
-L tapped layers, D hidden size, H/G heads and key/value heads, E head size, W window, V vocabulary, R rows that propose.
-For training, N counts the rows of all blocks of a sequence and `attention_mask` says who sees whom; there is no other
-difference.
-
-This file is the network and nothing else: it does not draft, verify, sample or load a target.
+Dimensions: B batch, C new context positions, N block rows (anchor included), K keys seen, S positions, L tapped layers,
+D hidden size, H/G heads and key/value heads, E head size, W window, V vocabulary, R rows that propose. For training, N
+counts the rows of all blocks of a sequence and `attention_mask` says who sees whom; there is no other difference.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
     Qwen3MLP,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
@@ -31,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .attention_dflash import additive_mask, block_visibility, draft_sees, grouped_attention, step_mask
+from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
 from .configuration_dflash import DFlashConfig
 
 
@@ -39,36 +37,17 @@ from .configuration_dflash import DFlashConfig
 MALFORMED = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
 
 
-class DFlashAttn(nn.Module):
-    """Attention of the block's rows over [context, block].
-
-    Context rows enter as keys and values alone. (`set_attn_implementation` of transformers greps the source of
-    classes named *Attention* for one version's spelling of the dispatch; hence the name.)
-    """
+class DFlashAttn(Qwen3Attention):
+    """Attention of the block's rows over [context, block]. Context rows enter as keys and values alone."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        # Attention functions take causality from this attribute when no mask is given, and default to True. A block
-        # that is causal or windowed says so in its mask, so here the answer is no.
+        super().__init__(config, layer_idx)
+        # Attention functions take causality from this attribute when no mask is given. A block that is causal or
+        # windowed says so in its mask, so here the answer is no.
         self.is_causal = False
         self.is_block_causal = config.is_layer_causal(layer_idx)
-        self.window = config.layer_window(layer_idx)
 
-        heads, groups, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,  # [B, N, D]
         context: torch.Tensor,  # [B, C, D]
@@ -79,12 +58,11 @@ class DFlashAttn(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
         """What the block's rows read from [cached context, new context, block]."""
-        batch, num_rows = hidden_states.shape[:2]
-        states = torch.cat([context, hidden_states], dim=1)  # [B, C + N, D]
-        key, value = self.keys_and_values(states, position_embeddings)
-        query = self.q_norm(self.q_proj(hidden_states).view(batch, num_rows, -1, self.head_dim)).transpose(1, 2)
-        cos, sin = (part.unsqueeze(1)[:, :, -num_rows:] for part in position_embeddings)  # [B, 1, N, E]
-        query = (query * cos + rotate_half(query) * sin).to(value.dtype)
+        num_rows = hidden_states.shape[1]
+        key, value = self.keys_and_values(torch.cat([context, hidden_states], dim=1), position_embeddings)
+        cos, sin = position_embeddings
+        query = self._rotated(self.q_norm, self.q_proj(hidden_states), (cos[:, -num_rows:], sin[:, -num_rows:]))
+        query = query.to(value.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
@@ -92,67 +70,54 @@ class DFlashAttn(nn.Module):
         if implementation == "sdpa" and past_key_values is not None:  # one block behind all that it has cached
             attend = grouped_attention
         if "flash" in implementation:  # these kernels take a causal block and a window as arguments, and no 4-D mask
-            kwargs.update(is_causal=self.is_block_causal, sliding_window=self.window)
+            kwargs.update(is_causal=self.is_block_causal, sliding_window=self.sliding_window)
         else:
             attention_mask = self._decoding_mask(attention_mask, query, key)
             kwargs.update(is_causal=False)
-        output, _ = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(batch, num_rows, -1))
+        dropout = self.attention_dropout if self.training else 0.0
+        output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(output.flatten(2))
 
     def keys_and_values(
-        self,
-        states: torch.Tensor,  # [B, S, D]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, S, E]
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, G, S, E] each
-        """What the rows of context and block are seen by."""
-        batch, length = states.shape[:2]
-        key = self.k_norm(self.k_proj(states).view(batch, length, -1, self.head_dim)).transpose(1, 2)
-        value = self.v_proj(states).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, S, E]
+        self, states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What rows [B, S, D] of context and block are seen by, [B, G, S, E] each."""
+        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         # Under autocast norms come out in their weights' dtype, and not every attention takes two.
-        return (key * cos + rotate_half(key) * sin).to(value.dtype), value
+        return self._rotated(self.k_norm, self.k_proj(states), position_embeddings).to(value.dtype), value
 
-    def _decoding_mask(
-        self, attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The additive mask of one block behind its context, `None` where every row sees every key.
+    def _rotated(
+        self, norm: nn.Module, projected: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Heads [B, H, S, E] of projected [B, S, H * E], normed and turned by their positions."""
+        heads = norm(projected.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, S, E]
+        return heads * cos + rotate_half(heads) * sin
 
-        A 4-D `attention_mask` is taken as it is. A 2-D one (1 = a real token) hides context keys; it may be longer
-        than the keys, whose last ones it then describes.
+    def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+        """The additive mask of one block behind its context; `None`: every row sees every key.
+
+        A 4-D `attention_mask` is taken as it is. A 2-D one may be longer than the keys, whose last ones it then describes.
         """
         if attention_mask is not None and len(attention_mask.shape) == 4:  # a tensor, or flex attention's block mask
             return attention_mask
-        if attention_mask is None and self.window is None and not self.is_block_causal:
+        if attention_mask is None and self.sliding_window is None and not self.is_block_causal:
             return None
-        num_rows, num_keys = query.shape[2], key.shape[2]
         # Slots stand for positions: the block follows its context without a gap, so distances are the same.
-        slots = torch.arange(num_keys, device=key.device)[None]  # [1, K]
-        start = num_keys - num_rows
+        slots, start = torch.arange(key.shape[2], device=key.device), key.shape[2] - query.shape[2]
         blocks = torch.where(slots < start, -1, 0)
-        rows = slots[:, start:]
-        visible = block_visibility(
-            rows, slots, blocks[:, start:], blocks, torch.full_like(rows, start), self.is_block_causal, self.window
-        )
+        rows, own = slots[start:, None], blocks[start:, None]
+        visible = sees(rows, own, start, slots, blocks, self.is_block_causal, self.sliding_window)[None, None]
         if attention_mask is not None:
-            visible = visible & attention_mask[:, None, -num_keys:].bool()
-        return additive_mask(visible[:, None], query.dtype)
+            visible = visible & attention_mask[:, None, None, -len(slots) :].bool()
+        return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
 
 
 class GroupedDynamicCausalConv(nn.Module):
     """DFlash2: mixes each row of a block with the rows just before it, once before a sublayer and once behind it.
 
-    Row i becomes the sum over taps t of (base[t] + delta[i, t]) * row i - t, channel by channel; nothing stands before
-    a block's first row. The deltas of both sides are projected from the sublayer's input and shared by the channels of
-    a group.
+    Row i becomes the sum over taps t of (base[t] + delta[i, t]) * row i - t, channel by channel; nothing stands before a
+    block's first row. The deltas of both sides come from the sublayer's input, and a group's channels share them.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -190,27 +155,15 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, N, D]
-        context: torch.Tensor,  # [B, C, D]
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        implementation: str,
-        **kwargs: Any,
-    ) -> torch.Tensor:  # [B, N, D]
-        """The block's rows after attention and MLP, each with its residual."""
+    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+        """The block's rows [B, N, D] after attention and MLP, each with its residual; `inputs` are the attention's."""
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(
-                rows, context, position_embeddings, attention_mask, past_key_values, implementation, **kwargs
-            )
+            return self.self_attn(rows, context, *inputs, **kwargs)
 
         rows = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + (
-            attend(rows) if self.attention_conv is None else self.attention_conv(rows, attend)
-        )
+        rows = attend(rows) if self.attention_conv is None else self.attention_conv(rows, attend)
+        hidden_states = hidden_states + rows
         rows = self.post_attention_layernorm(hidden_states)
         return hidden_states + (self.mlp(rows) if self.mlp_conv is None else self.mlp_conv(rows, self.mlp))
 
@@ -237,10 +190,7 @@ class CandidateSelector(nn.Module):
         anchors: torch.Tensor,  # [B, 1]
         choose: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The path's tokens [B, R], and each row's candidates and their scores [B, R, K] behind the path.
-
-        `choose(scores [B, K], row)` says which candidate comes next, [B].
-        """
+        """The path's tokens [B, R], the candidates and their scores [B, R, K]; `choose` takes scores [B, K] and the row."""
         logits, candidate_ids = (part.to(hidden_states.device) for part in logits.topk(self.top_k, dim=-1))
         projected = self.hidden_projection(hidden_states)  # [B, R, rank]
         previous, path, scores = anchors[:, 0].to(hidden_states.device), [], []
@@ -251,13 +201,9 @@ class CandidateSelector(nn.Module):
         return torch.stack(path, dim=1), candidate_ids, torch.stack(scores, dim=1)
 
     def scores(
-        self,
-        projected: torch.Tensor,  # [B, rank]
-        logits: torch.Tensor,  # [B, K]
-        candidate_ids: torch.Tensor,  # [B, K]
-        previous: torch.Tensor,  # [B]
-    ) -> torch.Tensor:  # [B, K]
-        """The scores of one row's candidates behind the token `previous`."""
+        self, projected: torch.Tensor, logits: torch.Tensor, candidate_ids: torch.Tensor, previous: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [B, K] of candidates with logits [B, K] behind tokens previous [B], given projected [B, rank]."""
         state = self.predecessor_codebook[previous] * projected
         return logits + (self.successor_codebook[candidate_ids] * state[:, None]).sum(dim=-1)
 
@@ -275,6 +221,7 @@ class DFlashDraftModel(PreTrainedModel):
     """
 
     config: DFlashConfig
+    d2t: torch.Tensor | None
     config_class = DFlashConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -300,13 +247,10 @@ class DFlashDraftModel(PreTrainedModel):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
-        self.lm_head: nn.Linear | None = None
-        self.d2t: torch.Tensor | None
-        self.register_buffer("d2t", None)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            # The i-th token that the own head says is token i + d2t[i] of the target.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        size = config.draft_vocab_size
+        self.lm_head = None if size is None else nn.Linear(config.hidden_size, size, bias=False)
+        # The i-th token that the own head says is token i + d2t[i] of the target.
+        self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
         self.gradient_checkpointing = False
         if config.reader is not None:
             self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
@@ -339,18 +283,16 @@ class DFlashDraftModel(PreTrainedModel):
         """Hidden states of the block's rows; row i, through the target's head, proposes the token at its position.
 
         Args:
-            noise_embeds: The target's embedding rows of [anchor, mask, mask, …], [B, N, D].
-            context_hidden_states: The target's tapped hidden states of the positions that `past_key_values` does not
-                hold yet, concatenated in the order of `target_layer_ids`, [B, C, L * D].
-            position_ids: Absolute positions of the new context, then of the block, [B, C + N]. Default: they follow
-                what the cache holds.
-            attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real
-                token; or 4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
-            past_key_values: Projected context of earlier steps. It grows by C + N; the caller rolls the N rows of the
-                block back.
-            attn_implementation: Attention of this forward alone; default: the one the drafter was loaded with.
-            noise_embedding: z-lab's name for `noise_embeds`.
-            target_hidden: z-lab's name for `context_hidden_states`.
+            noise_embeds: The target's embedding rows of [anchor, mask, mask, …]; z-lab calls them `noise_embedding`.
+            context_hidden_states: The target's tapped hidden states of the positions that `past_key_values` does not hold
+                yet, concatenated in the order of `target_layer_ids`; z-lab calls them `target_hidden`.
+            position_ids: Of the new context, then of the block. Default: they follow what the cache holds.
+            attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real token; or
+                4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
+            past_key_values: Grows by C + N; the caller rolls the N rows of the block back.
+            attn_implementation: Of this forward alone; default: the one the drafter was loaded with.
+            noise_embedding: As `noise_embeds`.
+            target_hidden: As `context_hidden_states`.
             kwargs: Passed on to the attention function.
 
         Raises:
@@ -376,60 +318,38 @@ class DFlashDraftModel(PreTrainedModel):
         implementation = attn_implementation or self.config._attn_implementation
         masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            mask = masks[layer_type]
             hidden_states = layer(
-                hidden_states,
-                context,
-                position_embeddings,
-                masks[layer_type],
-                past_key_values,
-                implementation,
-                **kwargs,
+                hidden_states, context, position_embeddings, mask, past_key_values, implementation, **kwargs
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _masks_by_layer_type(
-        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None, dtype: torch.dtype, implementation: str
-    ) -> dict[str, torch.Tensor | None]:
-        masks = (
-            attention_mask
-            if isinstance(attention_mask, dict)
-            else dict.fromkeys(set(self.config.layer_types), attention_mask)
-        )
-        if "flash" in implementation and any(mask is not None and len(mask.shape) == 4 for mask in masks.values()):
-            raise ValueError(
-                f"attn_implementation={implementation!r} takes no 4-D attention_mask: load the drafter "
-                "with attn_implementation='sdpa'."
-            )
-        return {
-            name: additive_mask(mask, dtype)
-            if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool
-            else mask
-            for name, mask in masks.items()
-        }
+    def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
+        masks = dict.fromkeys(self.config.layer_types, attention_mask)
+        for layer_type in masks:
+            mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
+            is_dense = mask is not None and len(mask.shape) == 4
+            if is_dense and "flash" in implementation:
+                raise ValueError(
+                    f"attn_implementation={implementation!r} takes no 4-D attention_mask: load the drafter "
+                    "with attn_implementation='sdpa'."
+                )
+            is_boolean = is_dense and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+            masks[layer_type] = additive_mask(mask, dtype) if is_boolean else mask
+        return masks
 
     def step_masks(self, starts: torch.Tensor, width: int, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
-        """The masks of one block of `width` rows per sequence, from `starts` [B] on, by layer type: key k stands at position k."""
-        dtype = None if is_flex else self.hidden_norm.weight.dtype
-        return {
-            layer_type: step_mask(
-                draft_sees(self.config, layer, starts, width),
-                starts,
-                width,
-                num_keys,
-                self.config.layer_window(layer),
-                dtype,
-            )
-            for layer, layer_type in enumerate(self.config.layer_types)
-            if layer_type not in self.config.layer_types[:layer]
-        }
+        """The masks of a block of `width` rows from `starts` [B] on, by layer type: key k stands at position k."""
+        config, dtype = self.config, None if is_flex else self.hidden_norm.weight.dtype
+        masks: dict[str, Any] = {}
+        for layer, layer_type in enumerate(config.layer_types):
+            if layer_type not in masks:
+                visible = draft_sees(config, layer, starts, width)
+                masks[layer_type] = step_mask(visible, starts, width, num_keys, config.layer_window(layer), dtype)
+        return masks
 
-    def absorb(
-        self,
-        context_hidden_states: torch.Tensor,  # [B, C, L * D]
-        position_ids: torch.Tensor,  # [B, C]
-        past_key_values: Cache,
-    ) -> None:
-        """Puts keys and values of new context into the cache, without a block that reads it."""
+    def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, past_key_values: Cache) -> None:
+        """Puts keys and values of new context [B, C, L * D] at positions [B, C] into the cache, without a block behind."""
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
         position_embeddings = self.rotary_emb(context, position_ids)
         for layer_idx, layer in enumerate(self.layers):
@@ -448,16 +368,11 @@ class DFlashDraftModel(PreTrainedModel):
         return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
 
     def compute_logits(
-        self,
-        hidden_states: torch.Tensor,  # [B, R, D]
-        head: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:  # [B, R, V]
-        """The drafter's logits over the target's vocabulary, of rows of `last_hidden_state`.
+        self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Logits [B, R, V] over the target's vocabulary of rows [B, R, D] of `last_hidden_state`, by the target's `head`.
 
-        Args:
-            hidden_states: The rows.
-            head: The target's head, from [B, R, D] to [B, R, V]. A checkpoint with a head of its own uses that one;
-                tokens that it cannot say have -inf.
+        A checkpoint with a head of its own uses that one; tokens that it cannot say have -inf.
         """
         logits = head(hidden_states) if self.lm_head is None else self.lm_head(hidden_states)
         if self.config.output_multiplier is not None:
@@ -483,53 +398,39 @@ class DFlashDraftModel(PreTrainedModel):
     ) -> Any:
         """The tokens that rows of `last_hidden_state` propose behind their anchor: `verification_dflash.Proposals`.
 
-        A drafter without a selector proposes each row's argmax, at a temperature too. One with a selector walks from
-        the anchor: greedily, or drawing each token by its uniform where there are `uniforms`; the law that it drew
-        from, softmax(scores / temperature) of the row's candidates, then comes back with the tokens.
-
-        Args:
-            hidden_states: The rows that propose, in order: all of a block, without the anchor's unless
-                `config.sample_from_anchor`.
-            anchors: The tokens before the first proposal.
-            head: As in `compute_logits`.
-            temperature: Of the draws, above 0 if there are uniforms.
-            uniforms: A number in [0, 1) for each row, float64; `None` draws nothing.
-            with_confidences: Also say how likely each token is by the law that it was chosen from.
+        The rows are those of a block in order, without the anchor's unless `config.sample_from_anchor`. A drafter without
+        a selector proposes each row's argmax, at a temperature too. One with a selector walks from the anchor: greedily, or
+        drawing each token by its uniform in [0, 1), float64, where there are `uniforms`; the law that it drew from,
+        softmax(scores / temperature) of the row's candidates, then comes back with the tokens. `with_confidences` also says
+        how likely each token is by the law that it was chosen from.
         """
         from .verification_dflash import Proposals, pick
 
-        logits = self.compute_logits(hidden_states, head)
+        logits, device, confidences = self.compute_logits(hidden_states, head), anchors.device, None
         if self.candidate_selector is None:
             token_ids = logits.argmax(dim=-1)
             best = logits.gather(-1, token_ids[..., None])
-            confidences = None
             if with_confidences:  # the likeliest one's share, without a copy of the logits in float32
                 confidences = (logits - best).exp().sum(dim=-1, dtype=torch.float32).reciprocal()
             is_finite = best.isfinite().all(dim=-1).all(dim=-1)
-            return Proposals(token_ids.to(anchors.device), confidences=confidences, is_finite=is_finite)
-
-        def choose(scores: torch.Tensor, row: int) -> torch.Tensor:
-            return (
-                scores.argmax(dim=-1)
-                if uniforms is None
-                else pick(chances(scores), uniforms[:, row].to(scores.device))
-            )
+            return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
             return (scores.double() / temperature).softmax(dim=-1)
 
+        def choose(scores: torch.Tensor, row: int) -> torch.Tensor:
+            if uniforms is None:
+                return scores.argmax(dim=-1)
+            return pick(chances(scores), uniforms[:, row].to(scores.device))
+
         path, candidate_ids, scores = self.candidate_selector(hidden_states, logits, anchors, choose)
-        confidences = None
         if with_confidences:
-            is_chosen = candidate_ids == path[..., None]
-            confidences = (scores.float().softmax(dim=-1) * is_chosen).sum(dim=-1)
+            confidences = (scores.float().softmax(dim=-1) * (candidate_ids == path[..., None])).sum(dim=-1)
         is_finite = scores.amax(dim=-1).isfinite().all(dim=-1)
-        proposals = Proposals(path.to(anchors.device), confidences=confidences, is_finite=is_finite)
+        proposals = Proposals(path.to(device), confidences=confidences, is_finite=is_finite)
         if uniforms is None:
             return proposals
-        return replace(
-            proposals, candidate_ids=candidate_ids.to(anchors.device), probabilities=chances(scores).to(anchors.device)
-        )
+        return replace(proposals, candidate_ids=candidate_ids.to(device), probabilities=chances(scores).to(device))
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""

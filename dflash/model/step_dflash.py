@@ -33,7 +33,6 @@ from transformers.utils import logging
 from .attention_dflash import CHUNK, FLEX, GROUPED, attention_of, step_attention, step_mask, target_sees
 from .cache_dflash import (
     LINEAR_TYPES,
-    HybridCache,
     PreallocatedCache,
     PreallocatedLayer,
     chosen,
@@ -481,7 +480,7 @@ class CompiledPair:
                 draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, room, num_rows, size)
                 loan = Loan(size, room, pair.new_cache(room, num_rows, size), draft_cache, shelf)
         for cache in (loan.target_cache, loan.draft_cache):
-            cache.begin(num_rows)
+            cache.set_lengths([0] * num_rows)
         return loan
 
     def take_back(self, loan: Loan) -> None:
@@ -638,9 +637,7 @@ class Pair:
 
     def new_cache(self, capacity: int, num_rows: int = 1, num_allocated: int | None = None) -> PreallocatedCache:
         """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
-        if self._mixers:
-            return HybridCache(self._mixers, self.num_layers, capacity, num_rows)
-        return PreallocatedCache(self.num_layers, capacity, num_rows, num_allocated)
+        return PreallocatedCache(self.num_layers, capacity, num_rows, num_allocated, self._mixers)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
@@ -682,7 +679,7 @@ class Pair:
         to_keep = torch.arange(width - num_logits, width) if self.layout.shares_keys else num_logits
         is_chunk = start and num_logits < width and not cache.is_ragged
         attending: Any = step_attention(self.target, CHUNK) if is_chunk else nullcontext()
-        with self._recording(cache, width if num_logits == width else 0), attending:
+        with cache.recording(width if num_logits == width else 0), attending:
             logits, features = tapped_forward(
                 self.target,
                 self.layout.taps,
@@ -751,7 +748,7 @@ class Pair:
         else:
             ancestors, depths = _tree_tensors(tree, width, token_ids.device)
             positions = (start + depths)[None]
-        with self._recording(cache, width), step_attention(self.target):
+        with cache.recording(width), step_attention(self.target):
             place = Place(positions, cache, num_keys, ancestors)
             logits, features = verify(self.target, self.layout, token_ids, place)
         if cache.is_ragged:
@@ -910,9 +907,6 @@ class Pair:
         keys = cache.storage(0)[0]
         return f"{kind} of {rows}", shape, tuple(keys[0].shape[:3]) if keys else None
 
-    def _recording(self, cache: PreallocatedCache, num_columns: int) -> Any:
-        return cache.recording(num_columns) if isinstance(cache, HybridCache) else nullcontext()
-
     def _read(self, features: torch.Tensor) -> torch.Tensor:
         """Features where the drafter is and in its dtype."""
         return features.to(self.drafter.device, self.drafter.dtype)
@@ -1027,7 +1021,7 @@ def _rope_of_images(target: PreTrainedModel) -> Any:
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-# Targets that mix them with linear layers, and whose linear layers are known to replay exactly (`recurrent_dflash`).
+# Targets that mix them with linear layers, and whose linear layers are known to replay exactly.
 HYBRID_FAMILIES = {
     "kimi_linear",
     "lfm2",

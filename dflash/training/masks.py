@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dflash.model.attention_dflash import additive_mask, causal_visibility, sees
+from dflash.model.attention_dflash import additive_mask, sees, target_sees, written_out
 from dflash.model.configuration_dflash import DFlashConfig
 
 from .block_attention import BLOCKWISE
@@ -63,8 +63,10 @@ def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: to
 
     Padding is a document too, so that no row sees nothing.
     """
-    positions = positions_in_documents(document_ids)
-    visible = causal_visibility(positions, positions, window)
+    length, device = document_ids.shape[1], document_ids.device
+    visible = written_out(
+        target_sees(torch.arange(length, device=device)[None], None, window), 1, length, length, device
+    )
     return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
 
 
