@@ -258,7 +258,18 @@ def test_rows_that_are_done_leave_once_a_smaller_class_fits(pair: Pair, monkeypa
 @pytest.mark.parametrize("place", [19, 24, 31])
 def test_stop_strings_inside_a_block(pair: Pair, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: they are looked for on the host, while the device goes on."""
-    monkeypatch.setattr(Row, "text", None)
+    text, on_host, rows_on_host = Row.text, Row.on_host.func, list[Row]()
+
+    def noted(row: Row) -> Row:
+        rows_on_host.append(on_host(row))
+        return rows_on_host[-1]
+
+    def text_on_host(row: Row) -> torch.Tensor:
+        assert any(row is one for one in rows_on_host)
+        return text(row)
+
+    monkeypatch.setattr(Row, "on_host", property(noted))
+    monkeypatch.setattr(Row, "text", text_on_host)
     tokenizer: PreTrainedTokenizerBase = make_tokenizer()
     string = "".join(tokenizer.convert_ids_to_tokens(pair.text[0, place - 2 : place].tolist()))
     blocks = pair.both(pair.prompts(1), stop_strings=string, tokenizer=tokenizer, script=[4])

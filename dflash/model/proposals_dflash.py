@@ -120,7 +120,7 @@ class DraftTree:
 
 
 def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
-    """The `budget` likeliest paths, best first, of independent positions; `log_probs` fall at each (DDTree, algorithm 1)."""
+    """The `budget` likeliest paths, best first, of independent positions; `log_probs` fall (DDTree, algorithm 1)."""
     tree = DraftTree([], [], [])
     # Minus the path's log-probability, its parent's, the parent's column, its position and its rank there.
     frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []

@@ -358,8 +358,8 @@ class Verifier:
         """The target's choices [B, N] by scores [B, N, V] of columns that stand `depths` tokens behind the anchor."""
         if self.noise is None:
             return choose_greedy(scores)
-        uniforms = self.uniforms(rows, max(depths) + 1, torch.device("cpu"))[:, depths]
-        return (self.sampler(scores.device) or choose_sampled)(scores, to_device(uniforms, scores.device))
+        uniforms = [self.noise(row.index, len(row.new_ids), max(depths) + 1)[depths] for row in rows]
+        return (self.sampler(scores.device) or choose_sampled)(scores, to_device(torch.stack(uniforms), scores.device))
 
     def _process(self, scores: torch.Tensor, rows: list[Row], proposals: Proposals, rule: str) -> torch.Tensor:
         """The processors' scores [B, n + 1, V]: in one call if none looks at the prefix, else column by column.
