@@ -6,7 +6,6 @@ handed to flex attention, which evaluates it inside its kernel and takes the len
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,9 +32,6 @@ KEY_BLOCK = 128
 MOST_KEYS_UNDIVIDED = 4096
 UNDIVIDED: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
 
-# The inverse of a block mask serves gradients alone. Older versions of torch always make it.
-_takes_q_blocks = "compute_q_blocks" in inspect.signature(BlockMask.from_kv_blocks).parameters
-NO_INVERSE: dict[str, Any] = {"compute_q_blocks": False} if _takes_q_blocks else {}
 
 # `(batch, head, query, key) -> bool`, of index tensors that broadcast.
 Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -142,7 +138,7 @@ def step_mask(
         BLOCK_SIZE=KEY_BLOCK,
         mask_mod=predicate,
         seq_lengths=(width, num_keys),
-        **NO_INVERSE,
+        compute_q_blocks=False,  # they serve gradients alone
     )
 
 

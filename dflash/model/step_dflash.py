@@ -70,10 +70,8 @@ COMPARED_CALLS = (1, 3)
 # Before a compilation was measured here: the seconds that it takes, and the share of an eager step's time that it saves.
 EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
-# What Inductor is told for CUDA: fuse whatever saves a byte, and launch small kernels that stand side by side as one.
-FUSION: dict[str, Any] = {"score_fusion_memory_threshold": 1}
-if torch.__version__ >= "2.13":  # before, it was an experiment
-    FUSION["combo_kernels"] = True
+# What Inductor is told for CUDA: record graphs, fuse whatever saves a byte, launch small kernels that stand side by side as one.
+CUDA_OPTIONS = {"triton.cudagraphs": True, "score_fusion_memory_threshold": 1, "combo_kernels": True}
 
 # Names of what the compiler watches of the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
@@ -553,12 +551,12 @@ class CompiledPair:
             # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
             code = function.__code__.replace()
             own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            options = compile_options(self._device)
-            if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that knows the option
-                options["guard_filter_fn"] = _guards_on_inputs
+            options: dict[str, Any] = {"guard_filter_fn": _guards_on_inputs}
+            if self._device.type == "cuda":
+                options |= CUDA_OPTIONS
             dynamic = False if self.is_static else None
             self._functions[kind] = torch.compile(
-                own, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options or None
+                own, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options
             )
         return self._functions[kind]
 
@@ -928,16 +926,6 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
     if compile == "auto":
         pair.weigh()
     return pair
-
-
-def compile_options(device: torch.device) -> dict[str, Any]:
-    """What `torch.compile` is told for a device, of what this torch knows."""
-    if device.type != "cuda":
-        return {}
-    from torch._inductor import list_options
-
-    known = list_options()
-    return {"triton.cudagraphs": True, **{name: value for name, value in FUSION.items() if name in known}}
 
 
 def _why_not(target: Any, drafter: Any) -> str | None:
