@@ -299,3 +299,24 @@ _READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     ASSISTANT: _read_assistant,
     DEEPSPEC: _read_deepspec,
 }
+
+
+def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
+    """Refuses a local folder that is no checkpoint, or whose files `DFlashDraftModel` does not read."""
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(name):
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
+    files = sorted(os.listdir(folder))
+    if "mask_embedding.pt" in files:
+        raise ValueError(
+            f"{name} holds mask_embedding.pt, a mask row of its own that DFlashDraftModel does not read: serve this "
+            "checkpoint with an engine that does."
+        )
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth")) and file != "training_args.bin"]
+    if pickles and not weights_only and not any(file.endswith(".safetensors") for file in files):
+        raise ValueError(
+            f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
+            "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."
+        )

@@ -7,7 +7,6 @@ counts the rows of all blocks of a sequence and `attention_mask` says who sees w
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -463,12 +462,12 @@ class DFlashDraftModel(PreTrainedModel):
             OSError: for a folder that holds no checkpoint.
         """
         name = str(pretrained_model_name_or_path)
-        _check_folder(name, os.path.join(name, kwargs.get("subfolder") or ""), kwargs.get("weights_only"))
         if not kwargs.get("weights_only"):
             kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
         if cls.config_class.reader is not None:
+            cls.config_class.reader.check_folder(name, kwargs.get("subfolder") or "", kwargs.get("weights_only"))
             kwargs.setdefault("key_mapping", dict(cls.config_class.reader.TENSOR_NAMES))
         try:
             loaded: Any = super().from_pretrained(
@@ -501,26 +500,6 @@ class DFlashDraftModel(PreTrainedModel):
                 "config.json does not belong to its weights."
             )
         return (model, info) if wants_info else model
-
-
-def _check_folder(name: str, folder: str, weights_only: bool | None) -> None:
-    """Refuses a local folder that is no checkpoint, or whose files this class does not read."""
-    if not os.path.isdir(name):
-        return
-    if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
-    files = sorted(os.listdir(folder))
-    if "mask_embedding.pt" in files:
-        raise ValueError(
-            f"{name} holds mask_embedding.pt, a mask row of its own that DFlashDraftModel does not read: serve this "
-            "checkpoint with an engine that does."
-        )
-    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth")) and file != "training_args.bin"]
-    if pickles and not weights_only and not any(file.endswith(".safetensors") for file in files):
-        raise ValueError(
-            f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
-            "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."
-        )
 
 
 # Both lines run in remote code too, so that a model loaded from a checkpoint ships its code again when saved.
