@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_prompt
+from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_prompt, make_target
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, SynthIDTextWatermarkLogitsProcessor
 
 from dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
@@ -182,6 +182,40 @@ def test_a_processor_that_leaves_no_token_is_named(tiny_target: PreTrainedModel,
         spec_generate(
             make_drafter(), tiny_target, make_prompt(), max_new_tokens=9, temperature=0.0, logits_processor=processors
         )
+
+
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "top-k": {"temperature": 1.0, "top_k": 20},
+    "top-p": {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+    "block": {"temperature": 1.0, "verification": "block"},
+    "tree": {"temperature": 0.0, "draft_tree": 8},
+    "sampled tree": {"temperature": 1.0, "draft_tree": 8},
+    "adaptive": {"temperature": 0.0, "adaptive": True},
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", DECODING)
+@pytest.mark.parametrize("name", ["target", "drafter"])
+def test_a_model_whose_logits_are_no_numbers_is_named(name: str, mode: str, value: float) -> None:
+    """Promise: one sentence says which model, and nothing is written that its logits decided."""
+    target, drafter = make_target(), make_drafter()
+    weight = target.get_output_embeddings().weight if name == "target" else drafter.norm.weight
+    with torch.no_grad():
+        weight[3] = value
+    blocks = generate_blocks(drafter, target, make_prompt(), max_new_tokens=40, **DECODING[mode])
+    written: list[int] = []
+
+    def read() -> None:
+        for block in blocks:
+            written.extend(block.token_ids)
+
+    with pytest.raises(ValueError, match=f"The {name}'s logits are NaN or infinite") as raised:
+        read()
+    assert "\n" not in str(raised.value)
+    assert len(written) == (name == "drafter")  # the prompt's token is the target's own
 
 
 def test_processors_with_a_state_are_refused(tiny_target: PreTrainedModel) -> None:

@@ -198,7 +198,8 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     before = cumulative.gather(-1, index) - size
     rest = ((uniforms[..., None] * cumulative[..., -1:] - before) / size).clamp(0.0, 1.0).squeeze(-1)
     chunk = chunks.gather(-2, index[..., None].expand(*index.shape, VOCABULARY_CHUNK)).squeeze(-2)
-    return index.squeeze(-1) * VOCABULARY_CHUNK + pick(chunk.double(), rest)
+    token_ids = index.squeeze(-1) * VOCABULARY_CHUNK + pick(chunk.double(), rest)
+    return token_ids.clamp(max=logits.shape[-1] - 1)  # of NaN, too, a token
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -207,7 +208,7 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # Scaled by the sum as it was computed, and kept below it, so that rounding cannot push a pick past the last token.
     total = cumulative[..., -1:]
     drawn = torch.minimum(uniforms[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
+    return torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)  # if NaN
 
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
