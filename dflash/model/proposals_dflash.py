@@ -367,18 +367,21 @@ class Pacer:
         # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
         self._tokens, self._milliseconds = float(num_rows), curve.verify(1)
         self._accepted, self._expected = 1.0, 1.0
-        # Of this step: whether it drafts, what a tree adds, and how many accepted proposals are expected.
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """A step without a draft, until `choose` says otherwise."""
+        # Whether it drafts, what a tree adds, and how many accepted proposals are expected.
         self._is_drafted, self._tree_ms, self._promised = False, 0.0, 0.0
 
     def wants_draft(self, num_rows: int = 1) -> bool:
-        """Whether to draft in this step for so many rows. While drafts do not pay, only now and then one is tried."""
+        """Whether to draft in the next step for so many rows. While drafts do not pay, only now and then one is tried."""
         if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
             self._tokens *= num_rows / self.num_rows
             self.num_rows = num_rows
             self._habits.drafts.left = 0
             self._habits.weigh_anew()
-        self._is_drafted, self._tree_ms, self._promised = self._habits.drafts.is_over(), 0.0, 0.0
-        return self._is_drafted
+        return self._habits.drafts.is_over()
 
     def wants_tree(self) -> bool:
         """Whether to grow a tree behind this draft. While a chain pays more, only now and then one is tried."""
@@ -397,7 +400,7 @@ class Pacer:
             self._habits.trees.record(is_tree)
         if is_tree:
             count, survival, self._tree_ms = num_nodes, tree_survival, tree_ms
-        self._promised = sum(survival[:count])
+        self._is_drafted, self._promised = True, sum(survival[:count])
         return count, is_tree
 
     def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
@@ -425,3 +428,4 @@ class Pacer:
         if self._promised:
             self._accepted = DECAY * self._accepted + num_accepted
             self._expected = DECAY * self._expected + self._promised
+        self.begin_step()
