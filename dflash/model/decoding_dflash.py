@@ -100,9 +100,7 @@ class Conversation:
         """Raises ValueError if the caches are those of other models."""
         if self._models is not None and (self._models[0] is not target or self._models[1] is not drafter):
             name = type(self._models[0]).__name__
-            raise ValueError(
-                f"The conversation was begun with another {name} or another drafter: start a new Conversation()."
-            )
+            raise ValueError(f"The conversation was begun with another {name} or another drafter: start a new one.")
 
     def open(self, pair: Pair, token_ids: torch.Tensor, max_new_tokens: int) -> int:
         """Makes the caches ready for token_ids [B, S] and what follows; how many of those they hold, which are not all."""
@@ -182,9 +180,8 @@ class Conversation:
     def commit(self, features: torch.Tensor, num_kept: list[int], text: list[int], columns: list[int] | None) -> None:
         """Keeps what a verify step computed, features [B, 1 + n, L * D], for each row's first `num_kept` columns.
 
-        Those were computed after text that stands: the anchor and all kept tokens but the last, whose keys and values
-        the next forward computes, with it as the anchor. Of a tree, whose columns are no chain, `columns` stand. `text` holds
-        the first row's new tokens, those of this step included.
+        Those stand for the anchor and all kept tokens but the last, which is the next forward's anchor. Of a tree `columns`
+        stand. `text` holds the first row's new tokens, those of this step included.
         """
         width = features.shape[1]
         if columns is None:
@@ -208,7 +205,7 @@ class Conversation:
         return self.waiting[0]
 
     def step_context(self, pair: Pair, block_size: int) -> Context:
-        """`next_context` of a compiled step: what it has no columns for, the drafter reads now, without a block after it."""
+        """`next_context` of a compiled step; what it has no columns for, the drafter reads now, without a block."""
         context = self.next_context()
         if context.features.shape[1] > pair.num_columns(block_size) or not any(self.draft_cache.lengths):
             pair.absorb(context, self.draft_cache)
@@ -242,8 +239,7 @@ class Proposer:
         most = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
         self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, most)  # of a whole block
         self._num_nodes: Any = min(request.draft_tree, most)
-        looks_up = request.num_looked_up is not None
-        self._lookup = PromptLookup(request.num_looked_up, request.ngram_size) if looks_up else None
+        self._lookup = PromptLookup(request.num_looked_up, request.ngram_size) if request.num_looked_up else None
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
         self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked ahead
@@ -272,11 +268,7 @@ class Proposer:
         return proposals.with_lookups(found) if found else proposals
 
     def propose_ahead(self, step: Step, rows: list[Row]) -> None:
-        """Launches the draft after a step that the host has not read, if it needs nothing but what is on the device.
-
-        Raises:
-            NotCompiledError: where that cannot be done.
-        """
+        """Launches the draft after a step that the host has not read; NotCompiledError if it needs the host."""
         request, pacer, memory, verdict = self.request, self._pacer, self.memory, step.verdict
         if self._lookup is not None or self.noise is not None or request.draft_tree or pacer is None:
             raise NotCompiledError
@@ -303,8 +295,8 @@ class Proposer:
 
     def record(self, proposals: Proposals, num_accepted: Sequence[int]) -> None:
         """Takes note of how many of each row's proposals stood."""
+        self._num_accepted += sum(num_accepted)
         for place, count in enumerate(num_accepted):
-            self._num_accepted += count
             if self._lookup is not None:
                 self._lookup.record(place in proposals.looked_up, count)
         num_proposals = proposals.token_ids.shape[1]
@@ -312,7 +304,13 @@ class Proposer:
             self._pacer.record(num_proposals, sum(num_accepted))
         self._num_steps += num_proposals > 0
         if num_proposals and self._num_steps == INACTIVE_STEPS and not self._num_accepted:
-            _warn_inactive(self.pair)
+            drafter, target = self.pair.drafter, self.pair.target
+            logger.warning(
+                f"{INACTIVE_STEPS} blocks were verified and not one drafted token was accepted: the text is right, but "
+                f"nothing is gained. Likely causes: {drafter.config._name_or_path or 'the drafter'} was trained for another "
+                f"target than {target.config._name_or_path or type(target).__name__}, the prompt does not use the chat template "
+                "it was trained with (thinking on or off), or its target_layer_ids or mask_token_id are wrong."
+            )
 
     def _draft(self, rows: list[Row], anchors: torch.Tensor) -> Drafted:
         """One forward of the drafter, after which its cache holds context alone."""
@@ -384,7 +382,7 @@ class Proposer:
         )
 
     def _measure(self, anchors: torch.Tensor, classes: Sequence[int] | None) -> LatencyCurve:
-        """The pair's curve over widths of these `classes`; `None`: over powers of two and the widest that there may be."""
+        """The pair's curve over widths of these `classes`; `None`: over powers of two and the widest."""
         block_size, draft_tree = self.request.block_size, self.request.draft_tree
         proposing = self.pair.drafter.get_parameter("norm.weight").expand(1, block_size - 1, -1)
 
@@ -486,8 +484,7 @@ class Decoder:
     def commit(self, step: Step) -> list[Block]:
         """Writes what a step gives each row, up to where its text stops, and keeps what it computed of that.
 
-        Raises:
-            ValueError: if the logits of one of the models are NaN or infinite.
+        Logits of either model that are NaN or infinite raise ValueError.
         """
         self.proposer.read_ahead()  # it was launched later: once it is read, this step is there too
         proposals, blocks, num_kept = step.proposals, [], []
@@ -540,7 +537,7 @@ class Decoder:
         compiled, request, proposer = self.pair.compiled, self.request, self.proposer
         if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
             return False
-        if request.num_looked_up is not None or request.adaptive or request.draft_tree or proposer.noise is not None:
+        if request.num_looked_up or request.adaptive or request.draft_tree or proposer.noise is not None:
             return False  # the drafter's likeliest block is not always what is verified
         if not compiled.is_static:  # compiling takes long there: one function serves the default, three all the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
@@ -557,10 +554,9 @@ class Decoder:
         return self.accept(proposals, *self.verify(proposals))
 
     def _launch_whole(self, after: Step | None) -> Step:
-        """A whole step `after` one that the host has not read, if there is such a step.
+        """A whole step `after` one, if any, that the host has not read.
 
-        Raises:
-            NotCompiledError: if it can run only eagerly, or after a step that says more on the host than on the device.
+        What can run only eagerly, or follows a step that says more on the host, raises NotCompiledError.
         """
         self._began = clock()
         memory, pair, request = self.memory, self.pair, self.request
@@ -658,13 +654,4 @@ def _broken(pair: Pair, name: str) -> ValueError:
     return ValueError(
         f"The {name}'s logits are NaN or infinite ({type(model).__name__} in {str(model.dtype).removeprefix('torch.')}): load "
         "it in bfloat16 or float32, or check its weights."
-    )
-
-
-def _warn_inactive(pair: Pair) -> None:
-    logger.warning(
-        f"{INACTIVE_STEPS} blocks were verified and not one drafted token was accepted: the text is right, but nothing is "
-        f"gained. Likely causes: {pair.drafter.config._name_or_path or 'the drafter'} was trained for another target than "
-        f"{pair.target.config._name_or_path or type(pair.target).__name__}, the prompt does not use the chat template it was "
-        "trained with (thinking on or off), or its target_layer_ids or mask_token_id are wrong."
     )
