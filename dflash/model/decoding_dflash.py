@@ -226,9 +226,7 @@ class Drafted:
     """A draft that was launched, and the numbers by which the host chooses among its tokens, on their way to it."""
 
     proposals: Any  # the likeliest tokens; `None`: a tree is grown
-    read: Any = (
-        None  # waits for each row's confidences, or for a tree's best tokens; `None`: there is nothing to choose
-    )
+    read: Any = None  # waits for each row's confidences, or a tree's best tokens; `None`: nothing is to be chosen
 
 
 class Proposer:
@@ -276,10 +274,8 @@ class Proposer:
         # After a pause the drafter has more to read than this step's context.
         if not self._is_wanted or memory.waiting:
             raise NotCompiledError
-        starts = (
-            to_device(torch.tensor(memory.target_cache.lengths), request.input_ids.device) - step.features.shape[1]
-        )
-        written, anchors = verdict.num_written, verdict.anchors
+        lengths = to_device(torch.tensor(memory.target_cache.lengths), request.input_ids.device)
+        starts, written, anchors = lengths - step.features.shape[1], verdict.num_written, verdict.anchors
         state = State(anchors, starts + written, step.features, written)
         hidden_states = self.pair.draft_compiled(state, memory.draft_cache, request.block_size, 1)
         self._ahead = self._begin_choice(hidden_states, anchors)
@@ -529,8 +525,6 @@ class Decoder:
             num_written = max(len(row.new_ids) for row in self.rows)
             compiled.weigh(seconds, (self.request.max_new_tokens / num_written - 1) * self._num_steps)
 
-    # -- whole steps
-
     @property
     def is_fused(self) -> bool:
         """Whether draft, verification and acceptance run as one compiled function."""
@@ -651,7 +645,6 @@ def _num_live(rows: list[Row]) -> int:
 
 def _broken(pair: Pair, name: str) -> ValueError:
     model = getattr(pair, name)
-    return ValueError(
-        f"The {name}'s logits are NaN or infinite ({type(model).__name__} in {str(model.dtype).removeprefix('torch.')}): load "
-        "it in bfloat16 or float32, or check its weights."
-    )
+    kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
+    remedy = "load it in bfloat16 or float32, or check its weights"
+    return ValueError(f"The {name}'s logits are NaN or infinite ({kind} in {dtype}): {remedy}.")
