@@ -286,7 +286,7 @@ def held(conversation: Conversation) -> dict[str, Any]:
         layers = [layer for layer in cache.layers if length]  # lent storage is there before there is text
         tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
         state[f"{name} states"] = [tensor[:1, :, :length].clone() for tensor in tensors]
-    waiting = [conversation.next_context()] if conversation._waiting else []
+    waiting = [conversation.next_context()] if conversation.waiting else []
     state["waiting"] = [(context.num_real, context.is_real.tolist()) for context in waiting]
     state["waiting states"] = [context.features.clone() for context in waiting]
     return state
@@ -315,7 +315,7 @@ def test_caches_are_what_was_yielded(pair: Pair, script: list[int]) -> None:
             assert block == expected[place][0]
             assert_same(held(kept), expected[place][1])
         assert kept.target_cache.lengths == [len(kept.token_ids)]
-        num_waiting = sum(context.num_real[0] for context in kept._waiting)
+        num_waiting = sum(context.num_real[0] for context in kept.waiting)
         assert kept._num_read + num_waiting == len(kept.token_ids)
         assert kept.draft_cache.lengths == [kept._num_read]
     assert place + 1 == len(expected)
@@ -344,7 +344,7 @@ def test_a_conversation_goes_on_compiled_and_eagerly(pair: Pair, compiled: tuple
     conversation, so_far = Conversation(), pair.prompts(1)
     for compile in compiled:
         blocks = list(pair.blocks(so_far, compile=compile, conversation=conversation))
-        assert bool(conversation.num_lent_rows) or not compile
+        assert (conversation.loan is not None) or not compile
         assert conversation.num_reused == (0 if so_far.shape[1] == LENGTHS[0] else so_far.shape[1] - 1)
         so_far = torch.cat([so_far, torch.tensor([[t for block in blocks for t in block.token_ids]])], dim=1)
         assert torch.equal(so_far, pair.text[:, : so_far.shape[1]])
@@ -376,7 +376,7 @@ def test_a_conversation_goes_on_after_a_stop_and_after_an_error(pair: Pair, stop
             list(pair.blocks(prompt, compile=compile, conversation=failed, stopping_criteria=[_Fails(stop)]))
         states.append(held(stopped))
         assert not failed.token_ids
-        assert not failed.num_lent_rows
+        assert failed.loan is None
         for conversation in (stopped, failed):
             so_far = pair.text[:, :33]
             again = [t for b in pair.blocks(so_far, compile=compile, conversation=conversation) for t in b.token_ids]
@@ -448,7 +448,7 @@ def test_storage_is_lent_again_only_as_it_was(pair: Pair, monkeypatch: pytest.Mo
     conversation = Conversation()
     list(other.blocks(other.prompts(1), conversation=conversation, **asked))
     list(other.blocks(other.prompts(1), conversation=conversation, compile=False, **asked | {"max_new_tokens": 150}))
-    assert conversation.target_cache.layers[0].capacity > conversation._loan.capacity  # type: ignore[union-attr]
+    assert conversation.target_cache.layers[0].capacity > conversation.loan.capacity  # type: ignore[union-attr]
     del conversation
     gc.collect()
     check()
