@@ -863,8 +863,8 @@ class Pair:
 
         `grow` makes a draft tree of so many columns; `None`: no trees.
         """
-        target_cache, draft_cache = caches
-        num_rows, length = len(anchors), max(target_cache.lengths)
+        (target_cache, draft_cache), num_rows = caches, len(anchors)
+        length = max(target_cache.lengths)
 
         def run(width: int) -> torch.Tensor:
             logits, _ = self.verify(anchors.expand(-1, width), target_cache)
@@ -1008,18 +1008,8 @@ def _rope_of_images(target: PreTrainedModel) -> Any:
 # Layer types of transformers whose keys and values can be rolled back by a length.
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
-
 # Targets that mix them with linear layers, and whose linear layers are known to replay exactly.
-HYBRID_FAMILIES = {
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "olmo_hybrid",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-}
-
+HYBRID_FAMILIES = {"kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 # Rotary embeddings that change with the length of the text.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
@@ -1053,44 +1043,29 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
             f"{name} is not a causal language model (it has no language-model head to generate with): load the target by "
             "AutoModelForCausalLM.from_pretrained."
         )
-    config = target.config.get_text_config(decoder=True)
-    _check_layers(target)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind in LENGTH_DEPENDENT_ROPE:
-            raise ValueError(
-                f"{name} has rope_type={kind!r}, whose rotation depends on the longest position of a forward: a block and "
-                "single tokens would be rotated differently and the text could differ. Use target.generate."
-            )
+    reason = _why_not_lossless(target)
+    if reason is not None:
+        raise ValueError(f"{name} {reason}, so DFlash would not be lossless on it. Use target.generate.")
     if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
             f"{name} has a prompt-learning adapter, whose virtual tokens only its own generate adds: merge or unload it."
         )
-
     # The property that says so has two names, one of which warns.
     if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
         raise ValueError(
             f"{name} is being trained with gradient checkpointing, which keeps no cache: call its eval() first."
         )
-
-    own = drafter.config
-    if own.hidden_size != config.hidden_size:
-        raise ValueError(
-            f"The drafter's hidden_size is {own.hidden_size} and the target's is {config.hidden_size}: this drafter was "
-            "trained for another target."
-        )
-    if own.vocab_size and own.vocab_size != config.vocab_size:  # one dialect does not say it
-        raise ValueError(
-            f"The drafter's vocab_size is {own.vocab_size} and the target's is {config.vocab_size}: this drafter was "
-            "trained for another target, or the target's embedding was resized."
-        )
-    num_layers = len(decoder_layers(target))
-    if own.num_target_layers is not None and own.num_target_layers != num_layers:
-        raise ValueError(
-            f"The drafter was trained for a target of {own.num_target_layers} layers and this one has {num_layers}: use "
-            "the target that the drafter's card names."
-        )
+    own, config, num_layers = drafter.config, target.config.get_text_config(decoder=True), len(decoder_layers(target))
+    for what, mine, theirs in (
+        ("hidden_size", own.hidden_size, config.hidden_size),
+        ("vocab_size", own.vocab_size or config.vocab_size, config.vocab_size),  # one dialect does not say it
+        ("num_target_layers", own.num_target_layers or num_layers, num_layers),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"The drafter's {what} is {mine} and the target's is {theirs}: use the target that the drafter's card names "
+                "(this drafter was trained for another target, or the target's embedding was resized)."
+            )
     if own.target_layer_ids[-1] >= num_layers - 1:
         raise ValueError(
             f"target_layer_ids={own.target_layer_ids} reaches the last of the target's {num_layers} layers or beyond: "
@@ -1098,38 +1073,31 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         )
 
 
-def _check_layers(target: PreTrainedModel) -> None:
-    """Raises ValueError if what the target keeps of its text cannot be rolled back exactly."""
-    name = type(target).__name__
+def _why_not_lossless(target: PreTrainedModel) -> str | None:
+    """What of the target makes a block another text than its single tokens, or cannot be rolled back exactly."""
     config = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in LENGTH_DEPENDENT_ROPE:
+            return f"has rope_type={kind!r}, whose rotation depends on the longest position of a forward"
     types = set(getattr(config, "layer_types", None) or ())
     others = types - ATTENTION_TYPES
     if config.model_type in HYBRID_FAMILIES and others <= set(LINEAR_TYPES) and types & ATTENTION_TYPES:
-        if not is_supported():
-            raise ValueError(
-                f"{name} keeps a recurrent state ({', '.join(sorted(others))}) that transformers {__version__} cannot roll back "
-                "behind rejected tokens: install transformers 5, or use target.generate."
-            )
-        return
+        state = (
+            f"keeps a recurrent state ({', '.join(sorted(others))}) that transformers {__version__} cannot roll back"
+        )
+        return None if is_supported() else f"{state} behind rejected tokens (transformers 5 can)"
     others |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
     if others or getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a state of its text ({', '.join(sorted(others)) or 'stateful'}) that cannot be rolled back "
-            "exactly behind rejected tokens: DFlash would not be lossless on it. Use target.generate."
-        )
+        state = ", ".join(sorted(others)) or "stateful"
+        return f"keeps a state of its text ({state}) that cannot be rolled back exactly behind rejected tokens"
     supports_caches = getattr(target, "_supports_default_dynamic_cache", None)
     if supports_caches is not None and not supports_caches():
-        raise ValueError(
-            f"{name} keeps its text in a cache of its own, which cannot be rolled back behind rejected tokens. Use "
-            "target.generate."
+        return "keeps its text in a cache of its own, which cannot be rolled back behind rejected tokens"
+    streams, keys = getattr(config, "altup_num_inputs", None), getattr(config, "index_topk", None)
+    if streams is not None:
+        return (
+            f"carries altup_num_inputs={streams} streams of hidden states from layer to layer, and a drafter reads one"
         )
-    if getattr(config, "altup_num_inputs", None) is not None:
-        raise ValueError(
-            f"{name} carries altup_num_inputs={config.altup_num_inputs} streams of hidden states from layer to layer, and a "
-            "drafter reads one. Use target.generate."
-        )
-    if getattr(config, "index_topk", None) is not None:
-        raise ValueError(
-            f"{name} attends to the index_topk={config.index_topk} keys that an indexer picks, and may pick others for a "
-            "block than for single tokens: DFlash would not be lossless on it. Use target.generate."
-        )
+    return None if keys is None else f"attends to the index_topk={keys} keys that an indexer picks, others for a block"
