@@ -432,6 +432,21 @@ def test_storage_is_lent_to_one_text_after_another(pair: Pair) -> None:
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+def test_a_conversation_that_begins_anew_eagerly_keeps_nothing_lent(pair: Pair) -> None:
+    """Promise: what compiled steps run on later is lent to it, and not caches of its own that pass for it."""
+    conversation, other = Conversation(), pair.prompts(1).flip(-1)
+    list(pair.blocks(pair.prompts(1), conversation=conversation))
+    assert conversation.loan is not None
+    list(pair.blocks(other, conversation=conversation, compile=False))
+    assert conversation.loan is None
+    found = [token_id for block in pair.blocks(other, conversation=conversation) for token_id in block.token_ids]
+    assert (
+        found == greedy(pair.target, other, max_new_tokens=NEW_TOKENS, eos_token_id=None)[0, other.shape[1] :].tolist()
+    )
+    assert conversation.loan is not None
+    assert conversation.target_cache is conversation.loan.target_cache
+
+
 def test_storage_is_lent_again_only_as_it_was(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: neither what eager steps let grow nor what held another dtype reaches the next text."""
     monkeypatch.setattr(step_dflash, "SMALLEST_CAPACITY", 64)

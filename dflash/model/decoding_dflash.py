@@ -136,6 +136,7 @@ class Conversation:
             self._return = weakref.finalize(self, compiled.take_back, self.loan)
             self._return.atexit = False
         else:
+            self.close(has_failed=False)
             self.target_cache = pair.new_cache(length, num_rows)
             self.draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, length, num_rows)
 
@@ -289,17 +290,17 @@ class Proposer:
         """Drops a draft that was launched for rows that have left."""
         self._ahead = self._is_wanted = None
 
-    def record(self, proposals: Proposals, num_accepted: Sequence[int]) -> None:
+    def record(self, proposals: Proposals, blocks: Sequence[Block]) -> None:
         """Takes note of how many of each row's proposals stood."""
-        self._num_accepted += sum(num_accepted)
-        for place, count in enumerate(num_accepted):
-            if self._lookup is not None:
-                self._lookup.record(place in proposals.looked_up, count)
+        num_accepted = sum(block.num_accepted for block in blocks)
+        self._num_accepted += num_accepted
+        for block in blocks if self._lookup is not None else ():
+            self._lookup.record(block.is_lookup, block.num_accepted)
         num_proposals = proposals.token_ids.shape[1]
         if self._pacer is not None and proposals.looked_up:
             self._pacer.begin_step()  # nothing is said of drafts
         elif self._pacer is not None:
-            self._pacer.record(num_proposals, sum(num_accepted))
+            self._pacer.record(num_proposals, num_accepted)
         self._num_steps += num_proposals > 0
         if num_proposals and self._num_steps == INACTIVE_STEPS and not self._num_accepted:
             drafter, target = self.pair.drafter, self.pair.target
@@ -498,7 +499,7 @@ class Decoder:
             is_lookup, num_proposals = place in proposals.looked_up, proposals.token_ids.shape[1]
             blocks.append(Block(kept, num_proposals, num_accepted, is_prefill, row.index, is_lookup, **wanted))
         self._keep(step, num_kept)
-        self.proposer.record(proposals, [block.num_accepted for block in blocks])
+        self.proposer.record(proposals, blocks)
         self.anchors = to_device(step.verdict.anchors, self.request.input_ids.device)
         live = [place for place, row in enumerate(self.rows) if not row.is_done]
         if len(live) < len(self.rows) and (not live or self.memory.keep_rows(self.pair, live)):

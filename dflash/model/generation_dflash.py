@@ -128,7 +128,7 @@ def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> di
     inputs, num_rows, mask, target = {}, len(request.input_ids), request.attention_mask, request.target
     for name, value in model_inputs.items():
         # Types that are all zero mean text; transformers 5 passes an empty dict of encoded images where there is none.
-        is_text = name.endswith("token_type_ids") and not bool(value.any())
+        is_text = name.endswith("token_type_ids") and value is not None and not bool(value.any())
         if name not in PREPARED and value is not None and not is_text and not (isinstance(value, dict) and not value):
             inputs[name] = value
     if not inputs:
