@@ -22,14 +22,8 @@ DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target
 # Doubled too, but only where they say something: the value beside a field is the one that means "absent".
 OPTIONAL_FIELDS: dict[str, Any] = {
     "sample_from_anchor": False,
-    "draft_vocab_size": None,
-    "input_embedding_scale": None,
-    "output_multiplier": None,
-    "final_logit_softcapping": None,
-    "conv_kernel_size": None,
-    "conv_group_size": None,
-    "selector_rank": None,
-    "selector_top_k": None,
+    **dict.fromkeys(("draft_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")),
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
 }
 
 # Fields that change what a drafter computes and that this class does not compute: running without them would be
@@ -223,20 +217,18 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of "
-                "the target's embedding matrix that never occurs in text."
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of the "
+                "target's embedding that never occurs in text."
             )
-        ids = self.target_layer_ids
+        ids, depth = self.target_layer_ids, self.num_target_layers
         if ids is not None:
             if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
+                # Engines read the columns of fc in this order, and some sort the ids.
+                raise ValueError(f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats.")
+            # The last layer's output is normed in transformers and raw in engines.
+            if depth is not None and ids[-1] >= depth - 1:
                 raise ValueError(
-                    f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats: engines read the "
-                    "columns of fc in this order, and some sort the ids."
-                )
-            if self.num_target_layers is not None and ids[-1] >= self.num_target_layers - 1:
-                raise ValueError(
-                    f"target_layer_ids={ids} reaches the last of {self.num_target_layers} target layers: its output is "
-                    f"normed in transformers and raw in engines. Use ids up to {self.num_target_layers - 2}."
+                    f"target_layer_ids={ids} reaches the last of {depth} target layers: use ids up to {depth - 2}."
                 )
         self._check_variants()
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
@@ -257,9 +249,7 @@ class DFlashConfig(Qwen3Config):
                 raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")
         size = self.conv_group_size
         if size is not None and self.hidden_size % size:
-            raise ValueError(
-                f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: take both as trained."
-            )
+            raise ValueError(f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: correct one.")
         for name in ("selector_top_k", "draft_vocab_size"):
             value = getattr(self, name)
             if value is not None and value > self.vocab_size:
@@ -326,10 +316,7 @@ def _rope_fields(
     """`(rope_theta, rope_scaling)` out of either spelling; `parameters` wins, as in transformers 5."""
     if parameters:
         if any(isinstance(value, dict) for value in parameters.values()):
-            raise ValueError(
-                f"rope_parameters={parameters} differ by layer type: a drafter has one rotary embedding for all layers, so "
-                "write rope_theta and rope_type at the top of rope_parameters."
-            )
+            raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
         theta = parameters.get("rope_theta", theta)
         scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if scaling is not None and scaling.get("rope_type", scaling.get("type", "default")) == "default":
@@ -345,10 +332,7 @@ def _rope_fields(
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name in DIALECT_FIELDS:
         if fields.get(name):
-            raise ValueError(
-                f"{name}={fields[name]!r} is how another tool writes a checkpoint: read its folder by the package's "
-                "from_pretrained, or give layer_types, sliding_window and target_layer_ids."
-            )
+            raise ValueError(f"{name}={fields[name]!r} is another tool's: read it by the package's from_pretrained.")
     for name, absent in UNSUPPORTED_FIELDS.items():
         if fields.get(name) not in absent:
             raise ValueError(
