@@ -71,7 +71,7 @@ def assert_refused(target: Any, drafter: Any, phrases: list[str], input_ids: Any
     [
         ({"hidden_size": 64}, ["hidden_size is 64", "target's is 32"]),
         ({"vocab_size": 128}, ["vocab_size is 128", "target's is 96"]),
-        ({"num_target_layers": 6}, ["num_target_layers is 6", "this one has 4"]),
+        ({"num_target_layers": 6}, ["num_target_layers is 6", "target's is 4"]),
         ({"num_target_layers": None, "target_layer_ids": [0, 3]}, ["[0, 3]", "up to layer 2"]),
         ({"num_target_layers": None, "target_layer_ids": [0, 7]}, ["[0, 7]", "up to layer 2"]),
     ],

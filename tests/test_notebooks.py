@@ -45,7 +45,7 @@ SAID = {
         r"my-llama: the same text: True",
         r"my-qwen3: the same text: True",
         r"works +vLLM",
-        r"trained for a target of 8 layers and this one has 12",
+        r"num_target_layers is 8 and the target's is 12",
         r"target_layer_ids = \[1, 2, 3, 4, 7\]",
         r"rope_theta",
     ],

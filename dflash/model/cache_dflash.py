@@ -134,10 +134,7 @@ def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int
             continue
         found = [child for child in layers[index].children() if getattr(child, "layer_idx", None) == index]
         if len(found) != 1:
-            raise ValueError(
-                f"Layer {index} is of type {layer_type!r} and shows {len(found)} modules with layer_idx={index}, so its "
-                "state cannot be replayed: use target.generate."
-            )
+            raise ValueError(f"Layer {index}, a {layer_type}, shows {len(found)} states, not 1: use target.generate.")
         mixers[index] = found[0]
     return mixers
 
@@ -273,14 +270,9 @@ class PreallocatedCache(Cache):
         lengths, num_recorded = self.lengths, self._num_recorded or 0
         counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
         if self._running and max(counts) > num_recorded:
-            raise ValueError(
-                f"Cannot roll back {counts} positions: the linear layers' state was kept for the last "
-                f"{num_recorded} columns."
-            )
+            raise ValueError(f"Cannot roll back {counts} positions: linear layers recorded {num_recorded}.")
         if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
-            raise ValueError(
-                f"Cannot roll back {counts} of {lengths} positions: give each row a count from 0 to that."
-            )
+            raise ValueError(f"Cannot roll back {counts} of {lengths} positions: give each row a count up to that.")
         self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
         self._num_recorded = None
         for running in self._running.values():
@@ -341,9 +333,7 @@ class PreallocatedCache(Cache):
     def truncate(self, length: int) -> None:
         """Keeps the first `length` positions of a single row, also after a failed forward; ValueError if not `reusable`."""
         if self.reusable(length) != length:
-            raise ValueError(
-                f"A cache with running states holds {self.lengths} positions and cannot go back to {length}: start a new one."
-            )
+            raise ValueError(f"Running states of {self.lengths} positions cannot go back to {length}: use a new one.")
         self.set_lengths([length])
 
 

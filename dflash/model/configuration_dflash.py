@@ -22,14 +22,8 @@ DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target
 # Doubled too, but only where they say something: the value beside a field is the one that means "absent".
 OPTIONAL_FIELDS: dict[str, Any] = {
     "sample_from_anchor": False,
-    "draft_vocab_size": None,
-    "input_embedding_scale": None,
-    "output_multiplier": None,
-    "final_logit_softcapping": None,
-    "conv_kernel_size": None,
-    "conv_group_size": None,
-    "selector_rank": None,
-    "selector_top_k": None,
+    **dict.fromkeys(("draft_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")),
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
 }
 
 # Fields that change what a drafter computes and that this class does not compute: running without them would be
@@ -67,47 +61,33 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[
     z-lab/dflash `build_target_layer_ids`).
     """
     if num_target_layers < 2:
-        raise ValueError(
-            f"num_target_layers={num_target_layers}: a target needs at least 2 layers, because its last one is never "
-            "tapped. Choose a deeper target."
-        )
+        raise ValueError(f"num_target_layers={num_target_layers}: the last layer is never tapped, so use at least 2.")
     last = max(num_target_layers - 3, min(1, num_target_layers - 2))
     first = min(1, last)
     if num_taps == 1:
         return [num_target_layers // 2 if num_target_layers // 2 < num_target_layers - 1 else last]
-    spread = (round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps))
-    return sorted(set(spread))
+    return sorted({round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)})
 
 
-# What fields have to be if they are there, and what is said of another value.
-KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("block_size", "mask_token_id", "num_target_layers"),
-        is_whole_number,
-        "not a whole number: write it without quotes",
-    ),
-    (("is_causal",), lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
-    (
-        ("target_layer_ids",),
+# What a field has to be if it is there, and what is said of another value.
+_WHOLE = (is_whole_number, "not a whole number: write it without quotes")
+_COUNT = (lambda value: is_whole_number(value) and value > 0, "not a whole number above 0: leave it out for none")
+_NUMBER = (is_number, "not a number: write it without quotes, or leave it out")
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers"), _WHOLE),
+    "is_causal": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
+    "target_layer_ids": (
         lambda value: all(map(is_whole_number, value)),
         "not a list of layer numbers: write it as [1, 9, 17]",
     ),
-    (
-        ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "draft_vocab_size"),
-        lambda value: is_whole_number(value) and value > 0,
-        "not a whole number above 0: leave it out for none",
-    ),
-    (
-        ("input_embedding_scale", "output_multiplier"),
-        is_number,
-        "not a number: write it without quotes, or leave it out",
-    ),
-    (
-        ("final_logit_softcapping",),
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size"), _COUNT),
+    **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size"), _COUNT),
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), _NUMBER),
+    "final_logit_softcapping": (
         lambda value: is_number(value) and value > 0,
         "not a number above 0: write it without quotes, or leave it out",
     ),
-)
+}
 
 
 class DFlashConfig(Qwen3Config):
@@ -115,29 +95,22 @@ class DFlashConfig(Qwen3Config):
 
     Args:
         block_size: Rows of a block, anchor included (N).
-        mask_token_id: Id of the target's vocabulary that fills the block behind the anchor; it never occurs in text.
-        target_layer_ids: 0-based decoder layers of the target whose outputs are the context features, strictly
-            ascending; id i is `hidden_states[i + 1]` of transformers. Default: the paper's spread over
-            `num_target_layers`.
-        num_target_layers: Depth of the target. The last layer is never tapped: engines disagree on what it holds.
-        is_causal: Causality inside the block for every layer. `None` (the published default): full layers see the
-            whole block, sliding layers are causal in it.
+        mask_token_id: Id of the target's vocabulary that fills the block after the anchor; it never occurs in text.
+        target_layer_ids: Tapped layers of the target, 0-based and ascending: id i is `hidden_states[i + 1]`.
+        num_target_layers: Depth of the target, over which `target_layer_ids` spread by default. The last is never tapped.
+        is_causal: Causality inside the block. `None` (the published default): sliding layers are causal, full ones are not.
         dflash_config: The nested copy of the above that published checkpoints hold. Read, checked, and written back.
         rope_theta: Base of the rotary embedding, the spelling of transformers 4.
         rope_scaling: Scaling of the rotary embedding, the spelling of transformers 4.
         rope_parameters: Both of them in the spelling of transformers 5, which wins where both are given.
-        kwargs: Fields of `Qwen3Config`, and those of `OPTIONAL_FIELDS`:
+        kwargs: Fields of `Qwen3Config` (`vocab_size` is the target's; 0: unknown), and those of `OPTIONAL_FIELDS`:
 
-            - `sample_from_anchor`: The anchor's row proposes a token too, the one behind it, so that every row proposes
-              the next token; else a row proposes the token at its own place and the anchor's row proposes none.
+            - `sample_from_anchor`: Every row, the anchor's too, proposes the token after it; else the token at its place.
             - `draft_vocab_size`: Tokens that the drafter's own head can say, if it has one.
-            - `input_embedding_scale`: The drafter reads raw rows of the target's embedding, times this. `None`: it
-              reads what the embedding's forward gives.
+            - `input_embedding_scale`: The drafter reads raw embedding rows times this; else what the embedding gives.
             - `output_multiplier`, `final_logit_softcapping`: What is done to the head's logits, in this order.
             - `conv_kernel_size`, `conv_group_size`: DFlash2's convolutions inside the block.
             - `selector_rank`, `selector_top_k`: DFlash2's choice among the most probable tokens.
-
-    `vocab_size` is the target's; 0 where a checkpoint does not say it.
 
     Raises:
         ValueError: for a value that no drafter can run with, with the value and the remedy.
@@ -222,9 +195,9 @@ class DFlashConfig(Qwen3Config):
             fields, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{name}: config.json holds no object: fetch or write the file again.") from error
-        return (
-            fields if cls.reader is None else cls.reader.portable_fields(fields, cls.reader.tensor_names(name))
-        ), unused
+        if cls.reader is not None:
+            fields = cls.reader.portable_fields(fields, cls.reader.tensor_names(name))
+        return fields, unused
 
     @property
     def num_proposals(self) -> int:
@@ -236,31 +209,26 @@ class DFlashConfig(Qwen3Config):
 
         `transformers` builds a default instance of every configuration class, so absence is the model's to refuse.
         """
-        for names, is_right, what in KINDS:
-            for name in names:
-                value = getattr(self, name, None)
-                if value is not None and not is_right(value):
-                    raise ValueError(f"{name}={value!r} is {what}.")
+        for name, (is_right, what) in KINDS.items():
+            value = getattr(self, name, None)
+            if value is not None and not is_right(value):
+                raise ValueError(f"{name}={value!r} is {what}.")
         if self.num_proposals < 1:
-            raise ValueError(
-                f"block_size={self.block_size}: a block is the anchor and at least one drafted token; use 2 or more."
-            )
+            raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of "
-                "the target's embedding matrix that never occurs in text."
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of the "
+                "target's embedding that never occurs in text."
             )
-        ids = self.target_layer_ids
+        ids, depth = self.target_layer_ids, self.num_target_layers
         if ids is not None:
             if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
+                # Engines read the columns of fc in this order, and some sort the ids.
+                raise ValueError(f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats.")
+            # The last layer's output is normed in transformers and raw in engines.
+            if depth is not None and ids[-1] >= depth - 1:
                 raise ValueError(
-                    f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats: engines read the "
-                    "columns of fc in this order, and some sort the ids."
-                )
-            if self.num_target_layers is not None and ids[-1] >= self.num_target_layers - 1:
-                raise ValueError(
-                    f"target_layer_ids={ids} reaches the last of {self.num_target_layers} target layers: its output is "
-                    f"normed in transformers and raw in engines. Use ids up to {self.num_target_layers - 2}."
+                    f"target_layer_ids={ids} reaches the last of {depth} target layers: use ids up to {depth - 2}."
                 )
         self._check_variants()
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
@@ -279,23 +247,18 @@ class DFlashConfig(Qwen3Config):
             values = getattr(self, one), getattr(self, other)
             if (values[0] is None) != (values[1] is None):
                 raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")
-        if self.conv_group_size is not None and self.hidden_size % self.conv_group_size:
-            raise ValueError(
-                f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}: take both from the "
-                "drafter's training run."
-            )
+        size = self.conv_group_size
+        if size is not None and self.hidden_size % size:
+            raise ValueError(f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: correct one.")
         for name in ("selector_top_k", "draft_vocab_size"):
             value = getattr(self, name)
             if value is not None and value > self.vocab_size:
-                raise ValueError(
-                    f"{name}={value} is more than the target's vocab_size={self.vocab_size}: a drafter chooses among the target's "
-                    "tokens."
-                )
-        target_hidden_size = getattr(self, "target_hidden_size", None)
-        if target_hidden_size not in (None, self.hidden_size):
+                raise ValueError(f"{name}={value} is more than the target's tokens, vocab_size={self.vocab_size}.")
+        width = getattr(self, "target_hidden_size", None)
+        if width not in (None, self.hidden_size):
             raise ValueError(
-                f"target_hidden_size={target_hidden_size} differs from hidden_size={self.hidden_size}: a drafter that reads "
-                "a target of another width is not supported. Serve this checkpoint with an engine that reads it."
+                f"target_hidden_size={width} differs from hidden_size={self.hidden_size}, which is not supported: serve "
+                "this drafter with an engine that reads it."
             )
 
     def _doubled(self) -> dict[str, Any]:
@@ -322,9 +285,7 @@ class DFlashConfig(Qwen3Config):
             fields.pop(name, None)
         if fields.get("architectures") and self.conv_kernel_size is not None:
             fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build the convolutions
-        theta, scaling = _rope_fields(
-            fields.get("rope_theta"), fields.get("rope_scaling"), fields.get("rope_parameters")
-        )
+        theta, scaling = _rope_fields(*map(fields.get, ("rope_theta", "rope_scaling", "rope_parameters")))
         fields["rope_theta"], fields["rope_scaling"] = theta, scaling
         fields["rope_parameters"] = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
         return fields
@@ -344,8 +305,7 @@ def _agreed(name: str, top_level: Any, nested: dict[str, Any]) -> Any:
     top_level, inner = (list(value) if isinstance(value, tuple) else value for value in (top_level, inner))
     if top_level is not None and inner is not None and top_level != inner:
         raise ValueError(
-            f"{name} is {top_level} at the top level and {inner} in dflash_config: engines read one or the other, so "
-            "write the same value in both."
+            f"{name} is {top_level} at the top level and {inner} in dflash_config: write one value in both."
         )
     return inner if top_level is None else top_level
 
@@ -355,12 +315,8 @@ def _rope_fields(
 ) -> tuple[float, dict[str, Any] | None]:
     """`(rope_theta, rope_scaling)` out of either spelling; `parameters` wins, as in transformers 5."""
     if parameters:
-        by_layer = [name for name, value in parameters.items() if isinstance(value, dict)]
-        if by_layer:
-            raise ValueError(
-                f"rope_parameters differ by layer type ({', '.join(by_layer)}): a drafter has one rotary embedding for all "
-                "its layers. Write rope_theta and rope_type at the top of rope_parameters."
-            )
+        if any(isinstance(value, dict) for value in parameters.values()):
+            raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
         theta = parameters.get("rope_theta", theta)
         scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     if scaling is not None and scaling.get("rope_type", scaling.get("type", "default")) == "default":
@@ -368,7 +324,7 @@ def _rope_fields(
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
     if kind is not None and kind not in ROPE_INIT_FUNCTIONS:
         raise ValueError(
-            f"rope_type={kind!r} is not known to transformers: use one of default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
+            f"rope_type={kind!r} is unknown: use one of default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
         )
     return (10000.0 if theta is None else float(theta)), scaling
 
@@ -376,16 +332,11 @@ def _rope_fields(
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name in DIALECT_FIELDS:
         if fields.get(name):
-            raise ValueError(
-                f"{name}={fields[name]!r} is how another tool writes a checkpoint: read its folder by the package's "
-                "from_pretrained, or give layer_types, sliding_window and target_layer_ids."
-            )
+            raise ValueError(f"{name}={fields[name]!r} is another tool's: read it by the package's from_pretrained.")
     for name, absent in UNSUPPORTED_FIELDS.items():
-        value = fields.get(name)
-        if value not in absent:
+        if fields.get(name) not in absent:
             raise ValueError(
-                f"{name}={value!r} is not supported by this version of DFlashDraftModel, and a drafter that needs it "
-                "would propose nothing useful without it. Serve this checkpoint with an engine that reads it."
+                f"{name}={fields[name]!r} is not supported: serve this drafter with an engine that reads it."
             )
 
 

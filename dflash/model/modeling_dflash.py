@@ -32,10 +32,6 @@ from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees
 from .configuration_dflash import DFlashConfig
 
 
-# What reading a malformed checkpoint raises where nobody expected it.
-MALFORMED = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
-
-
 class DFlashAttn(Qwen3Attention):
     """Attention of the block's rows over [context, block]. Context rows enter as keys and values alone."""
 
@@ -236,10 +232,7 @@ class DFlashDraftModel(PreTrainedModel):
         config.check()  # fields may have been set after the config was made
         for name in ("mask_token_id", "target_layer_ids"):
             if getattr(config, name) is None:
-                raise ValueError(
-                    f"The drafter's config holds no {name}, at the top level or in dflash_config: take it from the "
-                    "drafter's training run and write it into config.json."
-                )
+                raise ValueError(f"The drafter's config holds no {name}: write that of its training run.")
         self.fc = nn.Linear(len(config.target_layer_ids or ()) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -300,10 +293,7 @@ class DFlashDraftModel(PreTrainedModel):
         noise_embeds = noise_embedding if noise_embeds is None else noise_embeds
         context_hidden_states = target_hidden if context_hidden_states is None else context_hidden_states
         if noise_embeds is None or context_hidden_states is None:
-            raise ValueError(
-                "DFlashDraftModel.forward needs noise_embeds (the block) and context_hidden_states (the target's tapped "
-                "states). To write text, call spec_generate."
-            )
+            raise ValueError("forward needs noise_embeds and context_hidden_states; for text, call spec_generate.")
         # The target may run in another dtype; norms keep the drafter's own, also when its matrices are quantised.
         dtype = self.hidden_norm.weight.dtype
         hidden_states = noise_embeds.to(dtype)
@@ -317,10 +307,8 @@ class DFlashDraftModel(PreTrainedModel):
         implementation = attn_implementation or self.config._attn_implementation
         masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            mask = masks[layer_type]
-            hidden_states = layer(
-                hidden_states, context, position_embeddings, mask, past_key_values, implementation, **kwargs
-            )
+            inputs = context, position_embeddings, masks[layer_type], past_key_values, implementation
+            hidden_states = layer(hidden_states, *inputs, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
@@ -329,10 +317,7 @@ class DFlashDraftModel(PreTrainedModel):
             mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
             is_dense = mask is not None and len(mask.shape) == 4
             if is_dense and "flash" in implementation:
-                raise ValueError(
-                    f"attn_implementation={implementation!r} takes no 4-D attention_mask: load the drafter "
-                    "with attn_implementation='sdpa'."
-                )
+                raise ValueError(f"attn_implementation={implementation!r} takes no 4-D mask: load it with 'sdpa'.")
             is_boolean = is_dense and isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
             masks[layer_type] = additive_mask(mask, dtype) if is_boolean else mask
         return masks
@@ -452,13 +437,11 @@ class DFlashDraftModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`; what does not fill the network exactly is refused.
-
-        Weights are read from safetensors; from a pickle only with `weights_only=True`.
+        """As `PreTrainedModel.from_pretrained`; weights are read from a pickle only with `weights_only=True`.
 
         Raises:
             ValueError: for missing, unexpected or misshapen tensors (a drafter with random tensors would run and
-                propose nothing), and for a weights file that cannot be read.
+                propose nothing), and for a file that cannot be read.
             OSError: for a folder that holds no checkpoint.
         """
         name = str(pretrained_model_name_or_path)
@@ -474,27 +457,22 @@ class DFlashDraftModel(PreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
         except Exception as error:
-            kind = type(error).__name__
-            if isinstance(error, MALFORMED) or kind.startswith("StrictDataclass"):
-                reason = (str(error).strip().splitlines() or [""])[0]
-                raise ValueError(
-                    f"{name} cannot be read ({kind}: {reason}): correct its config.json or fetch the checkpoint again; "
-                    "`dflash check` says what is wrong with it."
-                ) from error
-            if kind != "SafetensorError":
+            kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
+            # What reading a malformed checkpoint raises where nobody expected it.
+            malformed = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
+            if not isinstance(error, malformed) and not kind.startswith(("StrictDataclass", "SafetensorError")):
                 raise
             raise ValueError(
-                f"The weights of {name} cannot be read ({error}): the file is truncated or not safetensors; fetch it again."
+                f"{name} cannot be read ({kind}: {reason}): its config.json is wrong or its weights are truncated; correct or "
+                "fetch it again. `dflash check` says what is wrong with it."
             ) from error
         model, info = loaded
         if getattr(model, "_weight_conversions", None):  # transformers 5 would save under the names that it read
             kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
             model._weight_conversions = kept
-        faults = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        if any(faults.values()):
-            listed = "; ".join(
-                f"{key.replace('_', ' ')}: {', '.join(names)}" for key, names in faults.items() if names
-            )
+        keys = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
+        if keys:
+            listed = "; ".join(f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}" for key in keys)
             raise ValueError(
                 f"{name} does not fill a DFlash drafter exactly ({listed}): it is another kind of checkpoint, or its "
                 "config.json does not belong to its weights."
@@ -502,5 +480,5 @@ class DFlashDraftModel(PreTrainedModel):
         return (model, info) if wants_info else model
 
 
-# Both lines run in remote code too, so that a model loaded from a checkpoint ships its code again when saved.
+# In remote code too, so that a model loaded from a checkpoint ships its code again when saved.
 DFlashDraftModel.register_for_auto_class("AutoModel")

@@ -46,14 +46,12 @@ from .verification_dflash import Sampler, Verdict, choose_greedy, verify_match
 
 logger = logging.get_logger(__name__)
 
-# What torch.compile hands the graphs to.
-BACKEND = "inductor"
+BACKEND = "inductor"  # what torch.compile hands the graphs to
 
 # Kinds of device that compute while the host goes on. There shapes are few, and steps are launched before the last is read.
 ASYNCHRONOUS = ("cuda",)
 
-# Kinds of device whose compiled steps attend by flex attention.
-FLEX_DEVICES = ("cuda",)
+FLEX_DEVICES = ("cuda",)  # kinds of device whose compiled steps attend by flex attention
 
 # Sequences and columns of compiled steps on such devices: the next larger is taken. Capacities double from the smallest.
 ROW_CLASSES = (1, 2, 4, 8, 16)
@@ -310,27 +308,18 @@ class Shape:
 
 
 def whole_step(
-    models: tuple[Any, Any, Layout],
+    models: tuple[Any, Any, Layout],  # the target, a drafter whose proposals need nothing but its logits, the layout
     state: State,
-    storages: tuple[Storage, Storage],
+    storages: tuple[Storage, Storage],  # the target's and the drafter's
     shape: Shape,
-    drawn: tuple[torch.Tensor, torch.Tensor] | None,
-    compared: Sequence[torch.Tensor] | None = None,
+    drawn: tuple[torch.Tensor, torch.Tensor] | None,  # uniforms [B, n + 1] and a `Sampler`'s settings; None: greedy
+    compared: Sequence[torch.Tensor] | None = None,  # what the step gave before
 ) -> tuple[torch.Tensor, ...]:
     """Drafts a block for each sequence, verifies and accepts it.
 
-    Args:
-        models: The target, a drafter whose proposals need nothing but its logits, and the target's layout.
-        state: Where the sequences stand.
-        storages: The target's and the drafter's.
-        shape: What is fixed.
-        drawn: Uniforms [B, n + 1] and the settings of a [`Sampler`]; `None`: greedy.
-        compared: What the step gave before: its proposals are verified and the logits of its choices given, because others
-            may be equally likely.
-
-    Returns:
-        How many proposals stand, the target's choices, the proposals, the drafter's hidden states, the context features and
-        the logits of the choices.
+    Gives how many proposals stand, the target's choices, the proposals, the drafter's hidden states, the context features
+    and the logits of the choices. The proposals that are `compared` are verified, and the logits of the choices beside them
+    given, because others may be equally likely.
     """
     target, drafter, layout = models
     hidden_states = draft_lent(drafter, target, shape.block_size, state, storages[1])
@@ -359,15 +348,6 @@ class Loan:
     target_cache: PreallocatedCache
     draft_cache: PreallocatedCache
     shelf: list[Loan]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether eager steps have left the storage as it was: they may let it grow, or keep fewer rows."""
-        layers: list[Any] = [*self.target_cache.layers, *self.draft_cache.layers]
-        return all(
-            layer.capacity == self.capacity and (not layer.is_initialized or len(layer.keys) == self.num_rows)
-            for layer in layers
-        )
 
 
 class NotCompiledError(Exception):
@@ -437,11 +417,8 @@ class CompiledPair:
     def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
         """Begins to compile under "auto" once eager steps have lost as much time as compiling is expected to take.
 
-        So it is decided at most twice as badly as by who knows what is still to come ("ski rental").
-
-        Args:
-            seconds: What an eager step took; `None`: a text begins.
-            num_left: Steps that the text may still take. In mid-text it has to be long enough to pay by itself.
+        So it costs at most twice what it would if the future were known ("ski rental"). `seconds` is what an eager step took;
+        `None`: a text begins. In mid-text the `num_left` steps that it may still take have to pay by themselves.
         """
         cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
         if seconds is not None:
@@ -472,43 +449,37 @@ class CompiledPair:
         room = max(SMALLEST_CAPACITY, 1 << (capacity - 1).bit_length())
         with self.lock:
             shelf = self._shelf.setdefault((size, room), [])
-            if shelf:
-                loan = shelf.pop()
-            else:
+            if not shelf:
                 draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, room, num_rows, size)
-                loan = Loan(size, room, pair.new_cache(room, num_rows, size), draft_cache, shelf)
+                shelf.append(Loan(size, room, pair.new_cache(room, num_rows, size), draft_cache, shelf))
+            loan = shelf.pop()
         for cache in (loan.target_cache, loan.draft_cache):
             cache.set_lengths([0] * num_rows)
         return loan
 
     def take_back(self, loan: Loan) -> None:
-        """For the next text. A shelf for models that have changed since is nobody's any more."""
+        """For the next text, unless eager steps have let it grow or kept fewer rows. Changed models have another shelf."""
+        layers: list[Any] = [*loan.target_cache.layers, *loan.draft_cache.layers]
         with self.lock:
-            if loan.is_whole:
+            if all(
+                layer.capacity == loan.capacity and (not layer.is_initialized or len(layer.keys) == loan.num_rows)
+                for layer in layers
+            ):
                 loan.shelf.append(loan)
 
     # -- what runs compiled
 
     def run(self, models: Any, key: Any, function: Callable[..., Any], given: Callable[[Any], Sequence[Any]]) -> Any:
-        """What the compiled `function` gives, the caller's own.
+        """What `function`, compiled, gives for the arguments `given(None)`, or NotCompiledError if it can run only eagerly.
 
-        The first time, and on CUDA once more when its graph is replayed, it is compared with what the function gives eagerly.
-
-        Args:
-            models: The target and the drafter.
-            key: Names what runs, with its shapes.
-            function: Of tensors in lent storage: to run it twice is to run it once.
-            given: Its arguments; to run eagerly, of the compiled function's outputs, else of `None`.
-
-        Raises:
-            NotCompiledError: if it can run only eagerly.
+        The first time, and on CUDA once more when its graph is replayed, it is compared with what the function gives eagerly
+        for `given(output)`: it writes into lent storage, so to run it twice is to run it once. `key` names it and its shapes.
         """
         if not self.is_active or _is_watched(*models):
             raise NotCompiledError(key)
         is_first = key not in self._num_calls
         if is_first and not self._num_calls:
-            # transformers 5 installs what gives hidden states in the first forward that asks for them, under a lock that
-            # cannot be captured.
+            # transformers 5 hooks its layers when hidden states are first asked for, under a lock that cannot be captured.
             some_id = torch.zeros(1, 1, dtype=torch.long, device=self._device)
             models[0](input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
             self._models = _state_of(*models)
@@ -521,10 +492,8 @@ class CompiledPair:
                 output = self.function(key, function)(*given(None))
                 if self.is_static:  # the next run of the graph overwrites them
                     output = tree_map(torch.clone, output)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
-            if "CUDA error" in str(error) or "device-side assert" in str(error):
+            if isinstance(error, torch.OutOfMemoryError) or re.search("CUDA error|device-side assert", str(error)):
                 raise
             first_line = str(error).strip().partition("\n")[0]
             self.give_up(f"{key[0]} does not compile ({type(error).__name__}: {first_line})")
@@ -551,13 +520,9 @@ class CompiledPair:
             # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
             code = function.__code__.replace()
             own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            options: dict[str, Any] = {"guard_filter_fn": _guards_on_inputs}
-            if self._device.type == "cuda":
-                options |= CUDA_OPTIONS
-            dynamic = False if self.is_static else None
-            self._functions[kind] = torch.compile(
-                own, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options
-            )
+            options = {"guard_filter_fn": _guards_on_inputs, **(CUDA_OPTIONS if self._device.type == "cuda" else {})}
+            settings: Any = {"fullgraph": True, "dynamic": False if self.is_static else None, "options": options}
+            self._functions[kind] = torch.compile(own, backend=BACKEND, **settings)
         return self._functions[kind]
 
     @contextmanager
@@ -593,9 +558,8 @@ class CompiledPair:
         taken = []
         for tensor in tensors:
             padded = functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, rows - len(tensor)])
-            taken.append(
-                padded.flatten().view(padded.shape)
-            )  # strides of a fresh tensor, also of one that was cut out
+            # Strides of a fresh tensor, also of one that was cut out.
+            taken.append(padded.flatten().view(padded.shape))
             if rows > 1 and not self.is_static:
                 torch._dynamo.mark_dynamic(taken[-1], 0)
         return taken
@@ -691,7 +655,7 @@ class Pair:
             # own first. Else the model has found them itself.
             given = self._prompt_inputs.get("position_ids")
             self._lag = int(self._rope.rope_deltas if given is None else given[-3:].max() + 1 - width)
-        return logits[:, -num_logits:], self._read(features)
+        return logits[:, -num_logits:], features.to(self.drafter.device, self.drafter.dtype)
 
     def verify(
         self, token_ids: torch.Tensor, cache: PreallocatedCache, tree: DraftTree | None = None
@@ -706,7 +670,23 @@ class Pair:
             self.compiled.num_steps += 1
             with suppress(NotCompiledError):
                 return self._verify_compiled(self.compiled, token_ids, cache, tree)
-        return self._verify_eagerly(token_ids, cache, tree)
+        (num_rows, width), device = token_ids.shape, token_ids.device
+        start, num_keys, ancestors = cache.get_seq_length(), max(cache.lengths) + width, None
+        if cache.is_ragged:
+            starts = to_device(torch.tensor(cache.lengths), device)
+            positions = starts[:, None] + torch.arange(width, device=device)
+            cache.place(positions, num_keys)
+        elif tree is None:
+            positions = torch.arange(start, start + width, device=device)[None]
+        else:
+            ancestors, depths = _tree_tensors(tree, width, device)
+            positions = (start + depths)[None]
+        with cache.recording(width), step_attention(self.target):
+            place = Place(positions, cache, num_keys, ancestors)
+            logits, features = verify(self.target, self.layout, token_ids, place)
+        if cache.is_ragged:
+            cache.advance([width] * num_rows)
+        return logits, features.to(self.drafter.device, self.drafter.dtype)
 
     def _verify_compiled(
         self, compiled: CompiledPair, token_ids: torch.Tensor, cache: PreallocatedCache, tree: DraftTree | None
@@ -719,8 +699,8 @@ class Pair:
         def given(output: Any) -> tuple[Any, ...]:
             shape = _tree_tensors(tree, size, device) if has_shape else None
             storage = compiled.storage(cache, max(lengths) + size, output is not None)
-            padded = functional.pad(token_ids, (0, size - width))
-            ids, starts = compiled.inputs(cache, padded, self._lengths(cache, device))
+            starts = to_device(torch.tensor(lengths), device)
+            ids, starts = compiled.inputs(cache, functional.pad(token_ids, (0, size - width)), starts)
             if shape is not None and not compiled.is_static:
                 for tensor, dims in ((ids, [1]), (shape[0], [0, 1]), (shape[1], [0])):
                     torch._dynamo.mark_dynamic(tensor, dims)
@@ -730,28 +710,8 @@ class Pair:
         key = self._key(kind, cache, (size, tree is not None))
         logits, features = compiled.run((self.target, self.drafter), key, verify_lent, given)
         cache.advance([width] * len(lengths))
-        return logits[: len(lengths), :width], self._read(features[: len(lengths), :width])
-
-    def _verify_eagerly(
-        self, token_ids: torch.Tensor, cache: PreallocatedCache, tree: DraftTree | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows, width = token_ids.shape
-        start, num_keys = cache.get_seq_length(), max(cache.lengths) + width
-        ancestors = None
-        if cache.is_ragged:
-            positions = self._lengths(cache, token_ids.device)[:, None] + torch.arange(width, device=token_ids.device)
-            cache.place(positions, num_keys)
-        elif tree is None:
-            positions = torch.arange(start, start + width, device=token_ids.device)[None]
-        else:
-            ancestors, depths = _tree_tensors(tree, width, token_ids.device)
-            positions = (start + depths)[None]
-        with cache.recording(width), step_attention(self.target):
-            place = Place(positions, cache, num_keys, ancestors)
-            logits, features = verify(self.target, self.layout, token_ids, place)
-        if cache.is_ragged:
-            cache.advance([width] * num_rows)
-        return logits, self._read(features)
+        features = features[: len(lengths), :width].to(self.drafter.device, self.drafter.dtype)
+        return logits[: len(lengths), :width], features
 
     def draft(
         self, anchors: torch.Tensor, context: Context, cache: PreallocatedCache, block_size: int
@@ -763,20 +723,27 @@ class Pair:
                 hidden_states = self.draft_compiled(context.state(anchors, starts), cache, block_size)
                 cache.advance(context.num_real)
                 return hidden_states
-        return self._draft_eagerly(anchors, context, cache, block_size)
+        drafter: Any = self.drafter
+        noise_embeds, features = self.embed(block_ids(drafter, anchors, block_size)), context.features
+        if not cache.is_ragged:  # the drafter takes positions and mask from its cache
+            output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
+            cache.rollback(block_size)
+            return output.last_hidden_state
+        lengths, counts = to_device(torch.tensor(cache.lengths), features.device), context.counts
+        slots = block_slots(lengths, counts, features.shape[1], block_size)
+        num_keys = max(cache.lengths) + slots.shape[1]
+        cache.place(slots, num_keys)
+        hidden_states = draft(drafter, noise_embeds, features, lengths + counts, Place(slots, cache, num_keys))
+        cache.advance(context.num_real)
+        return hidden_states
 
     def draft_compiled(
         self, state: State, cache: PreallocatedCache, block_size: int, num_unread: int = 0
     ) -> torch.Tensor:
-        """As `draft`, also after `num_unread` steps that the host has not read; the cache's lengths stay as they are.
-
-        Raises:
-            NotCompiledError: if it can run only eagerly.
-        """
-        compiled = self.compiled
+        """As `draft`, or NotCompiledError, also after `num_unread` steps that the host has not read; no length changes."""
+        compiled, columns = self.compiled, self.num_columns(block_size)
         if compiled is None:
             raise NotCompiledError
-        columns = self.num_columns(block_size)
 
         def given(output: Any) -> tuple[Any, ...]:
             storage = compiled.storage(cache, max(cache.lengths) + (2 + num_unread) * columns, output is not None)
@@ -786,31 +753,12 @@ class Pair:
         hidden_states: torch.Tensor = compiled.run((self.target, self.drafter), key, draft_lent, given)
         return hidden_states[: len(state.anchors)]
 
-    def _draft_eagerly(
-        self, anchors: torch.Tensor, context: Context, cache: PreallocatedCache, block_size: int
-    ) -> torch.Tensor:
-        drafter: Any = self.drafter
-        noise_embeds = self.embed(block_ids(drafter, anchors, block_size))
-        features = context.features
-        if not cache.is_ragged:  # the drafter takes positions and mask from its cache
-            output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
-            cache.rollback(block_size)
-            return output.last_hidden_state
-        starts, counts = self._lengths(cache, features.device), context.counts
-        slots = block_slots(starts, counts, features.shape[1], block_size)
-        num_keys = max(cache.lengths) + slots.shape[1]
-        cache.place(slots, num_keys)
-        hidden_states = draft(drafter, noise_embeds, features, starts + counts, Place(slots, cache, num_keys))
-        cache.advance(context.num_real)
-        return hidden_states
-
     def absorb(self, context: Context, cache: PreallocatedCache) -> None:
         """Puts context into the drafter's cache without a block after it."""
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
-        slots = (
-            self._lengths(cache, columns.device)[:, None] + columns
-        )  # what is not real is overwritten by what comes next
+        # What is not real is overwritten by what comes next.
+        slots = to_device(torch.tensor(cache.lengths), columns.device)[:, None] + columns
         if cache.is_ragged:
             cache.place(slots, max(cache.lengths) + len(columns))
         drafter.absorb(context.features, slots, cache)
@@ -825,11 +773,7 @@ class Pair:
         drawn: tuple[torch.Tensor, torch.Tensor] | None,
         num_unread: int,
     ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
-        """`whole_step`, compiled: the verdict, the proposals and the features. The caches' lengths stay as they are.
-
-        Raises:
-            NotCompiledError: if it can run only eagerly.
-        """
+        """The verdict, proposals and features of `whole_step`, compiled, or NotCompiledError; no cache's length changes."""
         compiled: Any = self.compiled
         compiled.num_steps += 1
         columns = self.num_columns(shape.block_size)
@@ -859,10 +803,7 @@ class Pair:
         block_size: int,
         grow: Callable[[int], DraftTree] | None,
     ) -> LatencyCurve:
-        """The pair's latency curve over `widths` behind a text of this length; what it runs is taken back.
-
-        `grow` makes a draft tree of so many columns; `None`: no trees.
-        """
+        """The pair's latency curve over `widths` after this text; `grow` makes a tree of so many columns, `None`: no trees."""
         (target_cache, draft_cache), num_rows = caches, len(anchors)
         length = max(target_cache.lengths)
 
@@ -892,9 +833,8 @@ class Pair:
 
         is_compiled = self.compiled is not None and self.compiled.is_active
         setting = (num_rows, (length - 1).bit_length(), block_size, is_compiled, grow is not None)
-        return measured_curve(
-            self.target, self.drafter, setting, widths, run, run_draft, None if grow is None else run_tree
-        )
+        trees = None if grow is None else run_tree
+        return measured_curve(self.target, self.drafter, setting, widths, run, run_draft, trees)
 
     def _key(self, kind: str, cache: PreallocatedCache, shape: Any) -> tuple[Any, ...]:
         """What a compiled function is kept under: on devices of few shapes with all of them."""
@@ -904,14 +844,6 @@ class Pair:
             return f"{kind} of {rows}", shape if isinstance(shape, Shape) else None
         keys = cache.storage(0)[0]
         return f"{kind} of {rows}", shape, tuple(keys[0].shape[:3]) if keys else None
-
-    def _read(self, features: torch.Tensor) -> torch.Tensor:
-        """Features where the drafter is and in its dtype."""
-        return features.to(self.drafter.device, self.drafter.dtype)
-
-    def _lengths(self, cache: PreallocatedCache, device: torch.device) -> torch.Tensor:
-        """Each row's length, [B], on a device."""
-        return to_device(torch.tensor(cache.lengths), device)
 
 
 def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bool | str) -> CompiledPair | None:
@@ -948,11 +880,9 @@ def _why_not(target: Any, drafter: Any) -> str | None:
 
 def _may_flex(target: Any, drafter: Any) -> bool:
     """Whether flex attention computes what both models' own attention does."""
-    if _collector is None:  # transformers 4 sets its layers' forwards, and Dynamo would drop that they are set back
-        return False
-    config = target.config.get_text_config(decoder=True)
-    is_plain = getattr(config, "attn_logit_softcapping", None) is None
-    return is_plain and all(attention_of(model) == "sdpa" for model in (target, drafter))
+    is_plain = getattr(target.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is None
+    # transformers 4 has no collector: it sets its layers' forwards, and Dynamo would drop that they are set back.
+    return _collector is not None and is_plain and attention_of(target) == attention_of(drafter) == "sdpa"
 
 
 def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
@@ -1022,39 +952,27 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         layers = getattr(owner, "layers", None)
         if isinstance(layers, nn.ModuleList):
             return layers
-    raise ValueError(
-        f"{type(target).__name__} shows no list of decoder layers, so its hidden states cannot be tapped. Use target.generate."
-    )
+    raise ValueError(f"{type(target).__name__} shows no list of decoder layers to tap: use target.generate.")
 
 
 def check_pair(target: Any, drafter: PreTrainedModel) -> None:
     """Raises ValueError, with the value and the remedy, unless `drafter` can draft for `target`."""
     if target is drafter:
-        raise ValueError(
-            "drafter and target are the same object: pass the drafter's target, loaded by "
-            "AutoModelForCausalLM.from_pretrained, as target."
-        )
+        raise ValueError("drafter and target are the same object: load the target by AutoModelForCausalLM.")
     name = type(target).__name__
     if getattr(getattr(target, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model: DFlash drafts for decoder-only causal models.")
     head = target.get_output_embeddings() if hasattr(target, "get_output_embeddings") else None
     if head is None or not hasattr(target, "generate"):
-        raise ValueError(
-            f"{name} is not a causal language model (it has no language-model head to generate with): load the target by "
-            "AutoModelForCausalLM.from_pretrained."
-        )
+        raise ValueError(f"{name} is not a causal language model: load the target by AutoModelForCausalLM.")
     reason = _why_not_lossless(target)
     if reason is not None:
         raise ValueError(f"{name} {reason}, so DFlash would not be lossless on it. Use target.generate.")
     if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            f"{name} has a prompt-learning adapter, whose virtual tokens only its own generate adds: merge or unload it."
-        )
+        raise ValueError(f"{name} has a prompt-learning adapter, whose tokens only its own generate adds: unload it.")
     # The property that says so has two names, one of which warns.
     if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
-        raise ValueError(
-            f"{name} is being trained with gradient checkpointing, which keeps no cache: call its eval() first."
-        )
+        raise ValueError(f"{name} uses gradient checkpointing, which keeps no cache: call its eval() first.")
     own, config, num_layers = drafter.config, target.config.get_text_config(decoder=True), len(decoder_layers(target))
     for what, mine, theirs in (
         ("hidden_size", own.hidden_size, config.hidden_size),
@@ -1062,15 +980,10 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         ("num_target_layers", own.num_target_layers or num_layers, num_layers),
     ):
         if mine != theirs:
-            raise ValueError(
-                f"The drafter's {what} is {mine} and the target's is {theirs}: use the target that the drafter's card names "
-                "(this drafter was trained for another target, or the target's embedding was resized)."
-            )
+            raise ValueError(f"The drafter's {what} is {mine} and the target's is {theirs}: it is of another target.")
     if own.target_layer_ids[-1] >= num_layers - 1:
-        raise ValueError(
-            f"target_layer_ids={own.target_layer_ids} reaches the last of the target's {num_layers} layers or beyond: "
-            f"taps go up to layer {num_layers - 2}."
-        )
+        ids, last = own.target_layer_ids, num_layers - 2
+        raise ValueError(f"target_layer_ids={ids} reaches the last of {num_layers} layers: tap up to layer {last}.")
 
 
 def _why_not_lossless(target: PreTrainedModel) -> str | None:
@@ -1084,10 +997,8 @@ def _why_not_lossless(target: PreTrainedModel) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     others = types - ATTENTION_TYPES
     if config.model_type in HYBRID_FAMILIES and others <= set(LINEAR_TYPES) and types & ATTENTION_TYPES:
-        state = (
-            f"keeps a recurrent state ({', '.join(sorted(others))}) that transformers {__version__} cannot roll back"
-        )
-        return None if is_supported() else f"{state} behind rejected tokens (transformers 5 can)"
+        reason = f"keeps a recurrent state that transformers {__version__} cannot roll back (install transformers 5)"
+        return None if is_supported() else reason
     others |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
     if others or getattr(target, "_is_stateful", False):
         state = ", ".join(sorted(others)) or "stateful"
@@ -1097,7 +1008,5 @@ def _why_not_lossless(target: PreTrainedModel) -> str | None:
         return "keeps its text in a cache of its own, which cannot be rolled back behind rejected tokens"
     streams, keys = getattr(config, "altup_num_inputs", None), getattr(config, "index_topk", None)
     if streams is not None:
-        return (
-            f"carries altup_num_inputs={streams} streams of hidden states from layer to layer, and a drafter reads one"
-        )
+        return f"carries altup_num_inputs={streams} streams of hidden states between layers, and a drafter reads one"
     return None if keys is None else f"attends to the index_topk={keys} keys that an indexer picks, others for a block"
