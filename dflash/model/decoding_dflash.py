@@ -294,8 +294,9 @@ class Proposer:
         """Takes note of how many of each row's proposals stood."""
         num_accepted = sum(block.num_accepted for block in blocks)
         self._num_accepted += num_accepted
-        for block in blocks if self._lookup is not None else ():
-            self._lookup.record(block.is_lookup, block.num_accepted)
+        if self._lookup is not None:
+            for block in blocks:
+                self._lookup.record(block.is_lookup, block.num_accepted)
         num_proposals = proposals.token_ids.shape[1]
         if self._pacer is not None and proposals.looked_up:
             self._pacer.begin_step()  # nothing is said of drafts
