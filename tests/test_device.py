@@ -513,7 +513,8 @@ def test_a_draft_after_a_pause_has_read_everything(
         blocks = list(late.pair.blocks(lengths, latency_curve=costly, max_new_tokens=90))
         late.pair.check_blocks(lengths, iter(blocks), 90)
     assert 0 < sum(block.num_accepted > 0 for block in blocks) < len(blocks) / 4
-    assert abs(events.count("asked") - events.count("commit")) <= len(lengths)
+    # Nobody asks before the prompt is committed, nor for the first draft, which the curve is measured after.
+    assert abs(events.count("asked") - events.count("commit")) <= len(lengths) + 1
 
 
 @pytest.mark.parametrize("lengths", [[17], FOUR], ids=["one", "four"])
