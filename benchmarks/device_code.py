@@ -150,7 +150,7 @@ class Bench:
         with compiling() as codes, compiled.attending(self.target):
             if case.what.endswith("step"):
                 models = self.target, self.drafter, layout
-                compiled.function(case, whole_step)(models, state, tuple(storages), taken, drawn)
+                compiled.function(case, whole_step)(models, state, tuple(storages), taken, drawn, None)
             else:
                 compiled.function(case, verify_lent)(self.target, layout, ids, starts, storages[0], tree)
         return counted(codes, VOCAB_SIZE)

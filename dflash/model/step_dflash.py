@@ -892,8 +892,13 @@ def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
 
 def _state_of(*models: PreTrainedModel) -> list[Any]:
     """What graphs take for granted of models: their modules, with all that decides how these run, but no weight's values."""
-    of_modules = [_kind_of(vars(module)) for model in models for module in model.modules()]
-    return [*of_modules, *map(attention_of, models)]
+    state: list[Any] = [attention_of(model) for model in models]
+    for model in models:
+        for module in model.modules():
+            # Before each text, so without the empty dictionaries of hooks that most of a module is.
+            said = ((name, of) for name, of in vars(module).items() if not (isinstance(of, dict) and not of))
+            state.append([(name, _kind_of(of)) for name, of in said])
+    return state
 
 
 def _kind_of(value: Any) -> Any:
