@@ -164,9 +164,9 @@ def _is_asynchronous(name: str, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking", len(args) > 2 and args[2] if name == "aten::copy_" else False))
 
 
-def choices(tensor: torch.Tensor) -> list[list[int]]:
-    """What the target would have chosen at the columns [2, 1 + n] of a tree, where no column is broken."""
-    return [[1] * tensor.shape[1], [0] * tensor.shape[1]]
+def choices(tensor: torch.Tensor) -> list[int]:
+    """What the target would have chosen at the columns [1 + n] of a tree."""
+    return [1] * len(tensor)
 
 
 def numbers(tensor: torch.Tensor) -> Any:
