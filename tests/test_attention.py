@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import generate_blocks, spec_generate
-from dflash.model.attention_dflash import CHUNK, GROUPED, attention_of, grouped_attention, step_attention
+from dflash.model.attention_dflash import (
+    CHUNK,
+    GROUPED,
+    attention_of,
+    grouped_attention,
+    step_attention,
+    step_mask,
+    target_sees,
+)
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
@@ -112,3 +120,21 @@ def test_threads_that_are_inside_at_once() -> None:
     may_leave.set()
     thread.join()
     assert target.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", [GROUPED, CHUNK])
+def test_a_forward_attends_by_the_mask_that_it_has(name: str) -> None:
+    """Promise: a thread that runs compiled gives a block mask, an eager one a dense mask, whatever name stands meanwhile."""
+    starts, width, num_keys = torch.tensor([130, 7]), 4, 256
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (
+        torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((4, width), (2, 256), (2, 256))
+    )
+    sees = target_sees(starts[:, None] + torch.arange(width), None, None)
+    outputs = []
+    for dtype in (None, torch.float32):
+        mask = step_mask(sees, starts, width, num_keys, None, dtype)
+        module = torch.nn.Module()
+        module.num_key_value_groups = 2
+        outputs.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, scaling=0.25)[0])
+    torch.testing.assert_close(*outputs)

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 # What `config._attn_implementation` says while a step of ours runs, in place of "sdpa". No name may hold the word "flash":
 # transformers takes each one that does for a kernel without masks.
-GROUPED, FLEX, CHUNK = "step_grouped", "step_flex", "step_chunk"
+GROUPED, CHUNK = "step_grouped", "step_chunk"
 
 # Keys that flex attention skips or reads together.
 KEY_BLOCK = 128
@@ -169,7 +169,10 @@ def grouped_attention(
     """As `chunk_attention`, but under a mask [B or 1, 1, S, K] keys and values are not copied for each head of a group.
 
     The queries [B, H, S, E] of a group become more rows of one head of the keys [B, G, K, E]: [B, S, H, E], up to rounding.
+    A block mask makes it flex attention.
     """
+    if isinstance(attention_mask, BlockMask):
+        return flex_step_attention(module, query, key, value, attention_mask, **kwargs)
     (batch, heads, width, size), num_shared = query.shape, query.shape[1] // key.shape[1]
     is_plain = attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[1] != 1
     if is_plain or num_shared == 1 or kwargs.get("position_bias") is not None:
@@ -211,14 +214,17 @@ def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any
 def attention_of(model: PreTrainedModel) -> str:
     """The attention that a model was loaded with, also while a step of another thread runs on it."""
     implementation = model.config._attn_implementation
-    return "sdpa" if implementation in (GROUPED, FLEX, CHUNK) else str(implementation)
+    return "sdpa" if implementation in (GROUPED, CHUNK) else str(implementation)
 
 
 @contextmanager
 def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None]:
-    """Forwards of `model` inside attend by `name` if they would by "sdpa". Threads may be inside at once, with one name."""
+    """Forwards of `model` inside attend by `grouped_attention` if they would by "sdpa"; `name` says how masks are made.
+
+    Threads may be inside at once, also with two names: under either a forward attends right by the mask that it has.
+    """
     config = model.config.get_text_config(decoder=True)
-    if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED, FLEX, CHUNK):
+    if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED, CHUNK):
         yield
         return
     with _lock:
@@ -236,9 +242,7 @@ def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
-ALL_ATTENTION_FUNCTIONS.register(FLEX, flex_step_attention)
-ALL_ATTENTION_FUNCTIONS.register(CHUNK, chunk_attention)
+ALL_ATTENTION_FUNCTIONS.register(CHUNK, grouped_attention)
 # An additive mask, made once per forward: SDPA would make one of a bool mask in every layer.
 ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-ALL_MASK_ATTENTION_FUNCTIONS.register(FLEX, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 ALL_MASK_ATTENTION_FUNCTIONS.register(CHUNK, _chunk_mask)

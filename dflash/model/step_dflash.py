@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_dflash import CHUNK, FLEX, GROUPED, attention_of, step_attention, step_mask, target_sees
+from .attention_dflash import CHUNK, attention_of, step_attention, step_mask, target_sees
 from .cache_dflash import (
     LINEAR_TYPES,
     PreallocatedCache,
@@ -191,7 +191,6 @@ def draft(
         position_ids=place.positions,
         attention_mask=drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex),
         past_key_values=place.cache,
-        attn_implementation=FLEX if place.is_flex else None,
     ).last_hidden_state
 
 
@@ -529,7 +528,7 @@ class CompiledPair:
     def attending(self, target: PreTrainedModel) -> Iterator[None]:
         """Makes the target's forwards attend as compiled steps do."""
         try:
-            with step_attention(target, FLEX if self._is_flex else GROUPED):
+            with step_attention(target):
                 yield
         finally:
             # Dynamo of torch 2.13 drops what is set after flex attention: that nothing collects hidden states any more.
