@@ -41,11 +41,9 @@ _inside: dict[int, list[str]] = {}  # by a config's identity: the attention of t
 
 
 def sees(
-    query_position: torch.Tensor,
-    query_block: torch.Tensor | int,
+    query: tuple[torch.Tensor, Any],  # position and block
+    key: tuple[torch.Tensor, torch.Tensor],  # likewise; a negative block: context
     anchor: torch.Tensor | int,
-    key_position: torch.Tensor,
-    key_block: torch.Tensor,  # negative: context
     is_causal: bool,
     window: int | None,
 ) -> torch.Tensor:
@@ -55,6 +53,7 @@ def sees(
     `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
     `q - k < W` of the engines).
     """
+    (query_position, query_block), (key_position, key_block) = query, key
     in_context = (key_block < 0) & (key_position < anchor)
     in_block = key_block == query_block
     if is_causal:
@@ -74,7 +73,7 @@ def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) ->
         start = starts[batch]
         # Neither context nor block: what an earlier forward left after the block.
         key_block = torch.where(key < start, -1, torch.where(key < start + width, 0, -2))
-        return sees(start + query, 0, start, key, key_block, is_causal, window)
+        return sees((start + query, 0), (key, key_block), start, is_causal, window)
 
     return predicate
 

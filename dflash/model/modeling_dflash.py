@@ -102,7 +102,7 @@ class DFlashAttn(Qwen3Attention):
         slots, start = torch.arange(key.shape[2], device=key.device), key.shape[2] - query.shape[2]
         blocks = torch.where(slots < start, -1, 0)
         rows, own = slots[start:, None], blocks[start:, None]
-        visible = sees(rows, own, start, slots, blocks, self.is_block_causal, self.sliding_window)[None, None]
+        visible = sees((rows, own), (slots, blocks), start, self.is_block_causal, self.sliding_window)[None, None]
         if attention_mask is not None:
             visible = visible & attention_mask[:, None, None, -len(slots) :].bool()
         return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]

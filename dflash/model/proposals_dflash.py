@@ -260,19 +260,19 @@ def machine(target: Any, drafter: Any) -> dict[str, Any]:
 
 
 def measured_curve(
-    target: Any,
-    drafter: Any,
+    models: tuple[Any, Any],
     setting: Any,
     widths: Sequence[int],
     verify: Callable[[int], torch.Tensor],
     draft: Callable[[], torch.Tensor],
     verify_tree: Callable[[int], torch.Tensor] | None = None,
 ) -> LatencyCurve:
-    """The pair's curve over `widths`, rising from 1, measured if it was not before in this `setting`.
+    """The curve of a target and a drafter over `widths`, rising from 1, measured if it was not before in this `setting`.
 
     A setting is what else the times depend on. `verify` runs the target over so many columns, `verify_tree` over those
     of a tree, and `draft` the drafter; each leaves everything as it was.
     """
+    target, drafter = models
     of_pair = _measured.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
     key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
     if key not in of_pair:

@@ -833,7 +833,7 @@ class Pair:
         is_compiled = self.compiled is not None and self.compiled.is_active
         setting = (num_rows, (length - 1).bit_length(), block_size, is_compiled, grow is not None)
         trees = None if grow is None else run_tree
-        return measured_curve(self.target, self.drafter, setting, widths, run, run_draft, trees)
+        return measured_curve((self.target, self.drafter), setting, widths, run, run_draft, trees)
 
     def _key(self, kind: str, cache: PreallocatedCache, shape: Any) -> tuple[Any, ...]:
         """What a compiled function is kept under: on devices of few shapes with all of them."""

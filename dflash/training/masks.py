@@ -118,15 +118,8 @@ def lay_out_blocks(
 
     def visibility(is_causal: bool, window: int | None) -> Visibility:
         def visible(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-            seen = sees(
-                row_positions[b, q],
-                row_blocks[b, q],
-                anchor_positions[b, q],
-                position_ids[b, k],
-                key_blocks[b, k],
-                is_causal,
-                window,
-            )
+            row, key = (row_positions[b, q], row_blocks[b, q]), (position_ids[b, k], key_blocks[b, k])
+            seen = sees(row, key, anchor_positions[b, q], is_causal, window)
             return seen & (row_documents[b, q] == key_documents[b, k])
 
         return visible
