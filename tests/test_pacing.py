@@ -95,6 +95,22 @@ def test_confidence_is_held_to_what_came_of_it() -> None:
     assert widths[0.0] < widths[2.0]
 
 
+def test_asking_for_the_next_draft_forgets_nothing_of_a_step_in_flight() -> None:
+    """Known bug: where steps are launched ahead, confidence was never held to what came of it."""
+    learned = []
+    for is_ahead in (False, True):
+        pacer = Pacer(USUAL)
+        assert pacer.wants_draft()
+        for _ in range(6):
+            count, _ = pacer.choose(SURE)
+            assert not is_ahead or pacer.wants_draft()
+            pacer.record(count, count // 2)
+            assert is_ahead or pacer.wants_draft()
+        learned.append((pacer._accepted / pacer._expected, pacer._tokens / pacer._milliseconds))
+    assert learned[0] == learned[1]
+    assert learned[0][0] < 1
+
+
 def test_a_useless_drafter_is_asked_less_and_less_and_one_that_recovers_is_asked_again() -> None:
     pacer, asked = Pacer(USUAL), []
     for step in range(600):
