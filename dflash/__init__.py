@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .model.modeling_dflash import DFlashDraftModel
     from .model.proposals_dflash import LatencyCurve
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Block",
     "Conversation",

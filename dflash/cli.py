@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from dflash import __version__
+
 from .commands.bench import bench
 from .commands.canary import canary
 from .commands.common import (
@@ -39,11 +41,33 @@ from .terminal import BlockPrinter, Comparison, comparison_table, legend, number
 
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="DFlash speculative decoding: the target's own text, in fewer of its forwards.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"dflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log errors alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided on the way, too.")] = False,
+) -> None:
+    """DFlash speculative decoding: the target's own text, in fewer of its forwards."""
+    if quiet and verbose:
+        raise typer.BadParameter("--quiet and --verbose: give one of them.")
+    if quiet or verbose:
+        from transformers.utils import logging
+
+        logging.set_verbosity(logging.ERROR if quiet else logging.INFO)
 
 
 class Engine(str, Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from io import StringIO
@@ -14,6 +15,7 @@ from rich.console import Console
 from tiny_models import ScriptedDrafter, greedy, make_drafter, make_prompt, make_target, make_tokenizer
 from typer.testing import CliRunner
 
+import dflash
 from dflash import Block, cli, embedded
 from dflash.evaluation import TASKS, TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.evaluation.harness import HAS_NATIVE, METHODS, NATIVE
@@ -54,6 +56,25 @@ def run(assets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def pair(assets: Path) -> list[str]:
     """The options that name the pair."""
     return ["--target", str(assets / embedded.TARGET_NAME), "--drafter", str(assets / embedded.DRAFTER_NAME)]
+
+
+def test_what_every_command_line_answers(run: Any) -> None:
+    """Promise: the version, help by either name, and how much is logged; `python -m dflash` is the same program."""
+    assert run("--version") == (0, f"dflash {dflash.__version__}\n", "")
+    assert run("-h")[:2] == run("--help")[:2]
+    status, _, error = run("--quiet", "--verbose", "demo")
+    assert status == 2
+    assert "give one of them" in error
+    done = subprocess.run([sys.executable, "-m", "dflash", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"dflash {dflash.__version__}\n"
+
+
+@pytest.mark.parametrize(("flag", "level"), [("-q", "ERROR"), ("-v", "INFO")])
+def test_how_much_is_logged(flag: str, level: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr("transformers.utils.logging.set_verbosity", levels.append)
+    run(flag, "demo", "--prompts", "1", "--max-new-tokens", "2")
+    assert levels[0] == getattr(logging, level)
 
 
 def test_demo_answers_and_ends_with_a_table(run: Any) -> None:

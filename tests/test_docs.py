@@ -200,12 +200,6 @@ def test_memory_of_the_published_pair_is_that_of_its_shapes() -> None:
         assert all(size in text_of(name) for size in said), (name, said)
 
 
-def test_citation_and_changelog_name_the_version() -> None:
-    version = re.search(r'^version = "(.+)"$', text_of("pyproject.toml"), re.MULTILINE)[1]
-    assert f"\nversion: {version}\n" in text_of("CITATION.cff")
-    assert re.search(rf"^## {re.escape(version)}\b", text_of("CHANGELOG.md"), re.MULTILINE)
-
-
 def without_tables(text: str) -> str:
     return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->|```.*?```", "", text, flags=re.DOTALL)
 

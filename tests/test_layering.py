@@ -44,7 +44,7 @@ ROOMS = {
     "commands",
     "cli",
 }
-TOP = {"cli", "commands", "notebooks", "terminal"}
+TOP = {"__main__", "cli", "commands", "notebooks", "terminal"}
 OUTSIDE = {"torch", "transformers"}
 REGISTRATION = [
     "from dflash import dialects",

@@ -4,10 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import dflash
 
 
 if sys.version_info >= (3, 11):
@@ -72,6 +75,17 @@ def test_embedded_pair_is_small_and_holds_no_code() -> None:
     assert not [path for path in files if path.suffix == ".py" and path.parent != ASSETS]
     for folder in ("tiny-target", "tiny-DFlash"):
         assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (ASSETS / folder).iterdir()}
+
+
+def test_the_version_is_said_once() -> None:
+    """Promise: the package's own is the distribution's, the citation's and the newest of the changelog."""
+    newest = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert cited is not None
+    assert newest[1] == cited[1] == dflash.__version__
+    with suppress(metadata.PackageNotFoundError):
+        assert metadata.version("dflash-transformers") == dflash.__version__
 
 
 def test_installation_holds_every_asset() -> None:

@@ -1,0 +1,6 @@
+"""`python -m dflash` is `dflash`."""
+
+from .cli import main
+
+
+main()
