@@ -230,7 +230,8 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
         read.setdefault("output_multiplier", read.pop("logit_scale"))
     if read.get("target_layer_ids") is None and nested.get("target_layer_ids") is None:
         read["target_layer_ids"] = _layers_of_states(read.pop("eagle_aux_hidden_state_layer_ids", None))
-    uses_windows, window = nested.pop("use_swa", False), nested.pop("swa_window_size", None)
+    uses_windows = any([nested.pop("use_swa", False), read.pop("use_swa", False)])
+    window = nested.pop("swa_window_size", None) or read.pop("swa_window_size", None)
     if not uses_windows:
         return read
     read["sliding_window"] = window or read.get("sliding_window")

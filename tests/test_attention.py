@@ -138,3 +138,17 @@ def test_a_forward_attends_by_the_mask_that_it_has(name: str) -> None:
         module.num_key_value_groups = 2
         outputs.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, scaling=0.25)[0])
     torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("name", [GROUPED, CHUNK])
+def test_padding_of_another_threads_batch_is_masked_under_either_name(name: str) -> None:
+    """Promise: a plain forward of a padded batch, while a step of ours runs on the same target, is what it would be alone."""
+    target, mask = make_target(), torch.ones(2, 9, dtype=torch.long)
+    ids = torch.cat([make_prompt(9, seed=1), make_prompt(9, seed=2)])
+    mask[1, :4] = 0
+    with torch.no_grad():
+        alone = target(ids, attention_mask=mask).logits
+        with step_attention(target, name):
+            beside = target(ids, attention_mask=mask).logits
+    torch.testing.assert_close(beside[0], alone[0])
+    torch.testing.assert_close(beside[1, 4:], alone[1, 4:])

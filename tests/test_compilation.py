@@ -400,6 +400,22 @@ def test_a_target_that_does_not_compile_runs_eagerly_and_says_why_once(caplog: p
     assert "\n" not in said[0]
 
 
+def test_taps_of_another_threads_forward_are_no_change_of_the_models() -> None:
+    """Known bug: a text that began while another thread was in a forward dropped all that was compiled."""
+    target, drafter = small_target(), small_drafter()
+
+    def hook(*args: Any) -> None:
+        return None
+
+    at_rest = step_dflash._state_of(target, drafter)
+    others = target.model.layers[1].register_forward_hook(hook)
+    assert step_dflash._state_of(target, drafter) != at_rest
+    hook.is_tap = True  # type: ignore[attr-defined]
+    assert step_dflash._state_of(target, drafter) == at_rest
+    others.remove()
+    assert step_dflash._state_of(target, drafter) == at_rest
+
+
 def test_what_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

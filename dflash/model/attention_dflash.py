@@ -204,8 +204,9 @@ def flex_step_attention(
 
 
 def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """No mask for layers without a window; those with one get theirs."""
-    if local_size is None:
+    """No mask where it would be causal alone: without a window, padding or what an image adds."""
+    is_causal_alone = kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True)
+    if local_size is None and is_causal_alone:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
 

@@ -15,7 +15,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -366,7 +366,6 @@ class CompiledPair:
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         self.is_wanted = False  # whether to compile, whatever eager steps have cost so far
-        self.num_steps = 0  # verify steps that the pair has run, in any way
         # Held from a compiled step's beginning until its outputs are copied: graphs write into the same buffers.
         self.lock = self._locks.setdefault(target.device, threading.RLock())
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
@@ -499,12 +498,12 @@ class CompiledPair:
             raise NotCompiledError(key) from error
         finally:
             bar.close()
-        self._num_calls[key] = self._num_calls.get(key, 0) + 1
+        num_calls = self._num_calls[key] = self._num_calls.get(key, 0) + 1
         if is_first:
             self._compile_seconds += clock() - began
             share = self._measured.get(self._machine, (0.0, EXPECTED_SHARE))[1]
             self._measured[self._machine] = max(1.0, self._compile_seconds), share
-        if self._num_calls[key] not in (COMPARED_CALLS if self.is_static else COMPARED_CALLS[:1]):
+        if num_calls not in (COMPARED_CALLS if self.is_static else COMPARED_CALLS[:1]):
             return output
         with self.lock, step_attention(models[0]):
             expected = function(*given(output))
@@ -637,10 +636,11 @@ class Pair:
             placed = {"position_ids": places + self._lag}
         # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones, and the
         # drafter reads all columns of every tapped layer.
-        to_keep = torch.arange(width - num_logits, width) if self.layout.shares_keys else num_logits
-        is_chunk = start and num_logits < width and not cache.is_ragged
-        attending: Any = step_attention(self.target, CHUNK) if is_chunk else nullcontext()
-        with cache.recording(width if num_logits == width else 0), attending:
+        to_keep = (
+            torch.arange(width - num_logits, width, device=token_ids.device) if self.layout.shares_keys else num_logits
+        )
+        # A later chunk needs no mask. Other forwards are inside too, so that no thread's chunk changes them half-way.
+        with cache.recording(width if num_logits == width else 0), step_attention(self.target, CHUNK):
             logits, features = tapped_forward(
                 self.target,
                 self.layout.taps,
@@ -666,7 +666,6 @@ class Pair:
         if self.layout.makes_own_masks and tree is None and not cache.is_ragged:
             return self.forward(token_ids, cache, token_ids.shape[1])
         if self.compiled is not None:
-            self.compiled.num_steps += 1
             with suppress(NotCompiledError):
                 return self._verify_compiled(self.compiled, token_ids, cache, tree)
         (num_rows, width), device = token_ids.shape, token_ids.device
@@ -741,7 +740,8 @@ class Pair:
     ) -> torch.Tensor:
         """As `draft`, or NotCompiledError, also after `num_unread` steps that the host has not read; no length changes."""
         compiled, columns = self.compiled, self.num_columns(block_size)
-        if compiled is None:
+        # The second and third: another thread has begun to compile since this one's context was made.
+        if compiled is None or state.features.shape[1] > columns or not any(cache.lengths):
             raise NotCompiledError
 
         def given(output: Any) -> tuple[Any, ...]:
@@ -774,7 +774,6 @@ class Pair:
     ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
         """The verdict, proposals and features of `whole_step`, compiled, or NotCompiledError; no cache's length changes."""
         compiled: Any = self.compiled
-        compiled.num_steps += 1
         columns = self.num_columns(shape.block_size)
 
         def given(output: Any) -> tuple[Any, ...]:
@@ -895,16 +894,21 @@ def _state_of(*models: PreTrainedModel) -> list[Any]:
     for model in models:
         for module in model.modules():
             # Before each text, so without the empty dictionaries of hooks that most of a module is.
-            said = ((name, of) for name, of in vars(module).items() if not (isinstance(of, dict) and not of))
+            said = ((name, of) for name, of in vars(module).items() if not (isinstance(of, dict) and _is_at_rest(of)))
             state.append([(name, _kind_of(of)) for name, of in said])
     return state
+
+
+def _is_at_rest(held: dict[Any, Any]) -> bool:
+    """Whether it is empty but for taps, which another thread's forward may have set."""
+    return all(hasattr(entry, "is_tap") for entry in list(held.values()))
 
 
 def _kind_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, value.shape, value.requires_grad
     if isinstance(value, (dict, list, tuple)):
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        entries = list(value.items() if isinstance(value, dict) else enumerate(value))
         return [(key, _kind_of(entry)) for key, entry in entries if not hasattr(entry, "is_tap")]
     if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
         return value

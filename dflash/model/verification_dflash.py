@@ -371,7 +371,9 @@ class Verifier:
             return self.processors(proposals.token_ids, scores.flatten(0, 1)).view_as(scores)
         processed, count = scores.clone(), self.batch_size
         trees = [proposals.tree or DraftTree(ids, list(range(len(ids))), []) for ids in proposals.token_ids.tolist()]
-        for row, tree, of_row in zip(rows, trees, processed, strict=True):
+        for row, tree, of_row, raw in zip(rows, trees, processed, scores, strict=True):
+            if row.is_done:
+                continue
             reached = [(0, list[int]())]
             for column, path in reached:  # which grows
                 # A processor may hold something for each row (the repetition penalty does: its padding), and prefixes
@@ -379,6 +381,8 @@ class Verifier:
                 text_ids = row.text(path).expand(count, -1)
                 of_row[column] = self.processors(text_ids, of_row[column].repeat(count, 1))[row.index]
                 if not of_row[column].max() > -torch.inf:  # NaN is no more
+                    if not raw[column].max().isfinite():
+                        break  # the target's own: said when the row is read
                     names = ", ".join(type(processor).__name__ for processor in self.processors)
                     raise ValueError(
                         f"The logits processors ({names}) left no token possible behind {text_ids.shape[1]} tokens "
