@@ -438,10 +438,7 @@ class Decoder:
         if is_eager and request.max_new_tokens - min(len(row.new_ids) for row in self.rows) == 1:
             return 0  # the last token needs no drafter
         longest = max(len(row.prompt_ids) + len(row.new_ids) for row in self.rows if not row.is_done)
-        num_left: Any = request.max_length - longest - 1
-        # Columns of static steps are padded to a class, and each needs a position.
-        fewest = WIDTH_CLASSES[-1] if compiled is not None and compiled.is_static else 0
-        return num_left if num_left >= fewest else 0
+        return max(0, request.max_length - longest - 1)
 
     def read_prompt(self) -> list[Block]:
         """Runs the prompts, or what of them the memory does not hold, and commits their first tokens."""
