@@ -47,7 +47,7 @@ def test_a_checkpoint_opens_the_targets_generate(checkpoint: Path, tiny_target: 
 
 def test_without_a_drafter_it_says_what_to_pass(checkpoint: Path, tiny_target: PreTrainedModel) -> None:
     """Promise: the remedy, not an attribute error."""
-    with pytest.raises(ValueError, match=r"drafter=None cannot draft: pass drafter=AutoModel\.from_pretrained"):
+    with pytest.raises(ValueError, match=r"drafter=None cannot draft: pass AutoModel\.from_pretrained"):
         tiny_target.generate(make_prompt(), custom_generate=str(checkpoint), trust_remote_code=True, max_new_tokens=2)
 
 

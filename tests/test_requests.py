@@ -184,6 +184,38 @@ def test_a_processor_that_leaves_no_token_is_named(tiny_target: PreTrainedModel,
         )
 
 
+class _Grammar(LogitsProcessor):
+    """Has no answer after the token that ends the text."""
+
+    def __init__(self, stop: int, start: int) -> None:
+        self.stop, self.start = stop, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ended = (input_ids[:, self.start :] == self.stop).any(dim=1, keepdim=True)
+        return scores.masked_fill(ended, -torch.inf)
+
+
+@pytest.mark.parametrize("asked", [{}, {"draft_tree": 8}], ids=["chain", "tree"])
+def test_a_grammar_need_not_answer_after_the_end(asked: dict[str, Any], tiny_target: PreTrainedModel) -> None:
+    """Known bug: a draft that goes on after the text's end asked it what follows there, and the text was lost."""
+    prompt = make_prompt()
+    truth = greedy(tiny_target, prompt, max_new_tokens=30)
+    new_ids = truth[0, prompt.shape[1] :].tolist()
+    place = next(place for place in range(2, 20) if new_ids[place] not in new_ids[:place])
+    processors = LogitsProcessorList([_Grammar(new_ids[place], prompt.shape[1])])
+    output = spec_generate(
+        ScriptedDrafter(tiny_target, truth, [BLOCK_SIZE - 1]),
+        tiny_target,
+        prompt,
+        max_new_tokens=25,
+        temperature=0.0,
+        stop_token_ids=[new_ids[place]],
+        logits_processor=processors,
+        **asked,
+    )
+    assert output[0, prompt.shape[1] :].tolist() == new_ids[: place + 1]
+
+
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},

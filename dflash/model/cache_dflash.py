@@ -5,8 +5,7 @@ rollback never misses a position that slid out. Sequences of one length append a
 told the slots of its new columns: real ones right after the sequence's last, padding after them, to be overwritten.
 
 A linear mixer (gated delta net, delta attention, short convolution) folds every column into a state of fixed size. After a
-rollback it takes its state from before the step and reads the columns that stand once more, alone among the modules: a
-column's input depends only on columns before it, which stand too.
+rollback it alone takes its state from before the step and reads the columns that stand once more.
 """
 
 from __future__ import annotations

@@ -72,10 +72,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prefill_chunk_size": (lambda n: type(n) is int and n >= 1, "use a number of tokens from 1 on, or leave it out"),
     "prompt_lookup_num_tokens": (lambda n: type(n) is int and n >= 1, "use at least 1, or leave it out"),
     "max_matching_ngram_size": (lambda n: type(n) is int and n >= 1, "use at least 1, or leave it out"),
-    "max_draft_tokens": (
-        lambda n: type(n) is int and n >= 0,
-        "use a number of tokens, 0 to draft nothing, or leave it out",
-    ),
+    "max_draft_tokens": (lambda n: type(n) is int and n >= 0, "use a number of tokens, or 0 to draft nothing"),
     "draft_tree": (lambda n: isinstance(n, int) and n >= 0, "use a number of nodes, or True for as many as pay"),
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
     "adaptive": (lambda value: isinstance(value, bool), "use True or False"),
@@ -241,9 +238,7 @@ def _check_request(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any,
     for name in ("prompt_lookup_num_tokens", "stop_strings"):  # `generate` would act upon them itself
         configs = kwargs.get("generation_config"), target.generation_config
         if any(getattr(config, name, None) is not None for config in configs):
-            raise ValueError(
-                f"A generation config holds {name}: pass it to spec_generate instead (strings with tokenizer=…)."
-            )
+            raise ValueError(f"A generation config holds {name}: pass it to spec_generate (strings with tokenizer=…).")
 
 
 def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]) -> None:
@@ -508,6 +503,7 @@ def custom_generate(
     request.max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
     noise = PositionNoise(num_rows, request.noise_generator) if generation_config.do_sample else None
     verifier = Verifier(logits_processor, num_rows, noise, request.verification, "scores" in request.keeping)
+    verifier.ends = lambda text_ids: bool(stopping_criteria(text_ids, None).all())
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)
     memory = request.conversation or Conversation()
@@ -589,9 +585,7 @@ def generate(model: Any, inputs: Any = None, drafter: Any = None, **kwargs: Any)
     cannot be exact, raises ValueError.
     """
     if not hasattr(drafter, "spec_generate"):
-        raise ValueError(
-            f"drafter={drafter!r} cannot draft: pass drafter=AutoModel.from_pretrained(<this checkpoint>)."
-        )
+        raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
     given = {name: value for name, value in kwargs.items() if value is not None}
     input_ids = given.pop("input_ids", inputs)
     return drafter.spec_generate(input_ids=input_ids, target=model, **given)

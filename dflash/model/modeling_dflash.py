@@ -333,7 +333,7 @@ class DFlashDraftModel(PreTrainedModel):
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, past_key_values: Cache) -> None:
-        """Puts keys and values of new context [B, C, L * D] at positions [B, C] into the cache, without a block behind."""
+        """Puts keys and values of new context [B, C, L * D] at positions [B, C] into the cache, without a block."""
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
         position_embeddings = self.rotary_emb(context, position_ids)
         for layer_idx, layer in enumerate(self.layers):
@@ -380,13 +380,13 @@ class DFlashDraftModel(PreTrainedModel):
         uniforms: torch.Tensor | None = None,  # [B, R]
         with_confidences: bool = False,
     ) -> Any:
-        """The tokens that rows of `last_hidden_state` propose behind their anchor: `verification_dflash.Proposals`.
+        """The tokens that rows of `last_hidden_state` propose after their anchor: `verification_dflash.Proposals`.
 
         The rows are those of a block in order, without the anchor's unless `config.sample_from_anchor`. A drafter without
         a selector proposes each row's argmax, at a temperature too. One with a selector walks from the anchor: greedily, or
-        drawing each token by its uniform in [0, 1), float64, where there are `uniforms`; the law that it drew from,
-        softmax(scores / temperature) of the row's candidates, then comes back with the tokens. `with_confidences` also says
-        how likely each token is by the law that it was chosen from.
+        drawing each token by its uniform in [0, 1), float64, where there are `uniforms`; the distribution, softmax(scores /
+        temperature) of the row's candidates, then comes back with the tokens. `with_confidences` also gives each one's
+        probability.
         """
         from .verification_dflash import Proposals, pick
 

@@ -1,12 +1,10 @@
 """What is put before the target: rows of text, draft trees, lookups in the text's past, and how many proposals pay.
 
-Trees: the likely paths of a drafter share prefixes. Together they are a tree, whose nodes are verified in one forward
-at the price of as many columns (DDTree, arXiv 2604.12989). Every node sees the text and its ancestors alone, so its
-logits are those of plain decoding behind its path: walking along the target's own choices is exact, whatever they are.
+Trees (DDTree, arXiv 2604.12989): every node sees the text and its ancestors alone, so its logits are those of plain
+decoding after its path, and walking along the target's own choices is exact.
 
-Pacing: proposals are taken, likeliest first, as long as the next one promises more tokens than the time it costs gives
-elsewhere, at the rate at which the text has been growing (CaDDTree, arXiv 2606.01813, has a latency curve likewise).
-This is the one shipped file with a clock: it decides how long things take, never the text.
+Pacing (CaDDTree, arXiv 2606.01813, has a latency curve likewise): proposals are taken, likeliest first, as long as the next
+one promises more tokens than its time gives elsewhere. The clock here decides how long things take, never the text.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ class DraftTree:
 
     token_ids: list[int]
     parents: list[int]  # columns
-    probabilities: list[float]  # of each one's whole path, by the drafter's laws; never rising
+    probabilities: list[float]  # of each one's whole path, by the drafter's distributions; never rising
 
     def first(self, count: int) -> DraftTree:
         """The `count` likeliest nodes: a tree, because nobody is likelier than its parent."""

@@ -893,15 +893,14 @@ def _state_of(*models: PreTrainedModel) -> list[Any]:
     state: list[Any] = [attention_of(model) for model in models]
     for model in models:
         for module in model.modules():
-            # Before each text, so without the empty dictionaries of hooks that most of a module is.
-            said = ((name, of) for name, of in vars(module).items() if not (isinstance(of, dict) and _is_at_rest(of)))
-            state.append([(name, _kind_of(of)) for name, of in said])
+            # Before each text, so without what is empty but for taps, as most of a module is; threads may be setting these.
+            held = [
+                (name, of)
+                for name, of in vars(module).items()
+                if not isinstance(of, dict) or not all(hasattr(entry, "is_tap") for entry in list(of.values()))
+            ]
+            state.append([(name, _kind_of(of)) for name, of in held])
     return state
-
-
-def _is_at_rest(held: dict[Any, Any]) -> bool:
-    """Whether it is empty but for taps, which another thread's forward may have set."""
-    return all(hasattr(entry, "is_tap") for entry in list(held.values()))
 
 
 def _kind_of(value: Any) -> Any:

@@ -1,17 +1,15 @@
 """Which drafted tokens stand: the accept rules and the target's choices, as functions of tensors.
 
-Every rule is lossless: whatever is proposed, the committed text has the law of plain decoding. Row i's logits are the
-target's behind [committed text, proposals 1..i], so they are those of plain decoding if proposals 1..i stand.
+Every rule is lossless: whatever is proposed, the committed text has the distribution of plain decoding. Row i's logits are
+the target's after [committed text, proposals 1..i], so they are those of plain decoding if proposals 1..i stand.
 
  * `match`: the target chooses a token for every row, and proposals stand as long as they equal its choices, which are
-   what is committed. Greedy, a choice is the argmax. Sampled, it is drawn by inverse transform sampling with the noise
-   of its position (`PositionNoise`), which the drafter never sees: one token at a time, it writes the same text.
+   committed. Greedy, a choice is the argmax. Sampled, it is drawn by inverse transform sampling with the noise of its
+   position (`PositionNoise`), which the drafter never sees. The text depends on the seed alone.
  * `rejection` (Leviathan et al. 2023, algorithm 1): proposal x drawn from q stands with probability min(1, p(x)/q(x)),
    and the first that falls is replaced by a draw from the residual max(p - q, 0).
  * `block` (Sun et al. 2024, block verification, algorithm 2): the block's proposals are judged together; on average it
-   keeps at least as many as `rejection` does, at the same law.
-
-For a q that is one token the three accept with the same law, and only the text of `match` depends on the seed alone.
+   keeps at least as many as `rejection` does, with the same distribution.
 """
 
 from __future__ import annotations
@@ -315,6 +313,7 @@ class Verifier:
         self.verification = "match" if noise is None else verification
         self.takes_drawn_proposals = self.verification != "match"  # and accepts more of them than of argmaxes
         self._keeps_scores = keeps_scores
+        self.ends: Any = lambda text_ids: False  # whether a text [1, S] stops where it is
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
         self._samplers: dict[torch.device, Sampler | None] = {}
 
@@ -365,7 +364,7 @@ class Verifier:
     def _process(self, scores: torch.Tensor, rows: list[Row], proposals: Proposals, rule: str) -> torch.Tensor:
         """The processors' scores [B, n + 1, V]: in one call if none looks at the prefix, else column by column.
 
-        No further than a row's proposals can stand: behind a text that is never written a grammar has no answer.
+        No further than a row's proposals can stand: a grammar has no answer after a text that is never written.
         """
         if self._is_prefix_free:
             return self.processors(proposals.token_ids, scores.flatten(0, 1)).view_as(scores)
@@ -381,8 +380,9 @@ class Verifier:
                 text_ids = row.text(path).expand(count, -1)
                 of_row[column] = self.processors(text_ids, of_row[column].repeat(count, 1))[row.index]
                 if not of_row[column].max() > -torch.inf:  # NaN is no more
-                    if not raw[column].max().isfinite():
-                        break  # the target's own: said when the row is read
+                    if self.ends(row.text(path)) or not raw[column].max().isfinite():
+                        of_row[column] = raw[column]  # never written; or the target's own fault, said when it is read
+                        continue
                     names = ", ".join(type(processor).__name__ for processor in self.processors)
                     raise ValueError(
                         f"The logits processors ({names}) left no token possible behind {text_ids.shape[1]} tokens "
