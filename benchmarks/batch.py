@@ -20,9 +20,10 @@ from records import prompt_ids, save
 from rich.progress import track
 
 from dflash import spec_generate
-from dflash.commands.common import show_table
-from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.evaluation import any_table, seconds_of
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.options import show_table
+from dflash.common.stopwatch import seconds_of
+from dflash.evaluation import any_table
 
 
 def arguments() -> argparse.Namespace:

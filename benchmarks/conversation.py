@@ -19,8 +19,8 @@ from records import save
 from rich.progress import track
 
 from dflash import Conversation
-from dflash.commands.common import show_table
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.options import show_table
 from dflash.evaluation import any_table, timed_blocks
 
 

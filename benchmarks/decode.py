@@ -20,9 +20,10 @@ from records import prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel
-from dflash.commands.bench import bar, show
-from dflash.embedded import heldout_problems, load_embedded_pair
-from dflash.evaluation import Prompt, check_methods, run_bench, save_plots, write_result
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.bench import bar, show
+from dflash.common.provenance import write_result
+from dflash.evaluation import Prompt, check_methods, run_bench, save_plots
 
 
 def arguments() -> argparse.Namespace:

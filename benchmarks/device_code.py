@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.commands.common import show_table
-from dflash.evaluation.records import record, write_result
+from dflash.cli.options import show_table
+from dflash.common.provenance import record, write_result
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 

@@ -40,9 +40,9 @@ from transformers import (
 )
 
 from dflash import DFlashConfig, DFlashDraftModel, LatencyCurve, custom_generate, generate_blocks
-from dflash.commands.common import show_table
+from dflash.cli.options import show_table
+from dflash.common.provenance import record, write_result
 from dflash.evaluation.harness import HAS_NATIVE
-from dflash.evaluation.records import record, write_result
 from dflash.model import decoding_dflash, generation_dflash, step_dflash, verification_dflash
 from dflash.model.proposals_dflash import machine
 

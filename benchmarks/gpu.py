@@ -99,7 +99,7 @@ class Report:
                 self._told.add(outcome.row.name)
                 print(line(outcome), flush=True)
         if self.output is not None:
-            from dflash.evaluation.records import record, write_result
+            from dflash.common.provenance import record, write_result
 
             rows = derived(outcomes)
             result = record("gpu", facts, decoding=self.setting, summary=rows, goals=goals(rows))

@@ -21,8 +21,9 @@ from gpu_steps import Counts, GraphWatch, StepClock, TimedText, step_figures, ti
 from gpu_training import TrainingSize, time_training
 
 from dflash import generate_blocks
-from dflash.evaluation import seconds_of
-from dflash.evaluation.harness import EAGER, GREEDY, HAS_NATIVE
+from dflash.common.stopwatch import seconds_of
+from dflash.evaluation import GREEDY
+from dflash.evaluation.harness import EAGER, HAS_NATIVE
 from dflash.evaluation.memory import PeakMemory
 from dflash.evaluation.scripted import scripted_continuation, scripted_pair, scripted_prompt, useless
 

@@ -11,9 +11,9 @@ from gpu_steps import StepClock
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import Pair
+from dflash.training import Batch, Example
 from dflash.training.anchors import sample_anchors
-from dflash.training.batches import Batch, collate
-from dflash.training.data import Example
+from dflash.training.batches import collate
 from dflash.training.objective import DrafterLoss
 from dflash.training.optimizers import build_optimizers
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dflash.common.provenance import environment, record, write_result
 from dflash.evaluation import chat_encoder
-from dflash.evaluation.records import environment, record, write_result
 
 
 def save(path: Path, target: Any, drafter: Any, kind: str, **content: Any) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation.tables import DECODED, caveat, markdown, table_of, with_table
+from dflash.evaluation import caveat, table_of
+from dflash.evaluation.tables import DECODED, markdown, with_table
 
 
 ROOT = Path(__file__).parent.parent

@@ -21,8 +21,8 @@ from records import prompt_ids, save
 from rich.progress import track
 
 from dflash import spec_generate
-from dflash.commands.common import show_table
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.options import show_table
 from dflash.evaluation import any_table
 from dflash.model.verification_dflash import Proposals, pick, verify_block, verify_rejection
 

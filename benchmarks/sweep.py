@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from dflash.commands.common import show_table
-from dflash.evaluation import any_table, save_plots, write_result
+from dflash.cli.options import show_table
+from dflash.common.provenance import environment, record, write_result
+from dflash.evaluation import any_table, save_plots
 from dflash.evaluation.harness import VARIANTS
-from dflash.evaluation.records import environment, record
 from dflash.evaluation.scripted import SHAPES, scripted_pair
 from dflash.evaluation.sweep import EAGERLY, measure_point, measure_prefill
 

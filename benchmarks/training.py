@@ -25,10 +25,11 @@ from records import prompt_ids, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dflash import DFlashDraftModel
-from dflash.commands.common import show_table
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.options import show_table
 from dflash.evaluation import any_table
-from dflash.training import Example, TrainingSettings, load_examples, new_drafter, regenerate, train
+from dflash.regeneration import regenerate
+from dflash.training import Example, TrainingSettings, load_examples, new_drafter, train
 from dflash.training.initialization import find_mask_token
 from dflash.training.preparation import hold_out
 from dflash.training.record import describe_inputs

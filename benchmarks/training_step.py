@@ -25,11 +25,11 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.model.step_dflash import Pair
+from dflash.training import Batch, Example, encode
 from dflash.training.anchors import sample_anchors
-from dflash.training.batches import Batch, collate, epoch_batches
-from dflash.training.data import Example, encode
+from dflash.training.batches import collate, epoch_batches
 from dflash.training.losses import chunked_loss, decay_weights, default_gamma
 from dflash.training.masks import lay_out_blocks
 from dflash.training.objective import DrafterLoss

@@ -1,6 +1,6 @@
 """`python -m dflash` is `dflash`."""
 
-from .cli import main
+from .cli.main import main
 
 
 main()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .terminal import TextStream, number
+from .cli.terminal import TextStream, number
 
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def pages() -> dict[str, str]:
 
 def commands() -> dict[str, Any]:
     """The sub-commands of `dflash`, by name."""
-    from dflash.cli import app
+    from dflash.cli.main import app
 
     return dict(typer.main.get_command(app).commands)
 

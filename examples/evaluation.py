@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pair import load, options
 
-from dflash.embedded import heldout_problems
+from dflash.checkpoints import heldout_problems
 from dflash.evaluation import Plan, Question, pair_backend, questions_of, run_plan
 
 

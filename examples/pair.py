@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.checkpoints import heldout_problems, load_embedded_pair
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

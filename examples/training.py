@@ -20,8 +20,9 @@ from pair import questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel
-from dflash.embedded import load_embedded_pair
-from dflash.training import TrainingSettings, encode_prompt, measure_acceptance, new_drafter, regenerate, train
+from dflash.checkpoints import load_embedded_pair
+from dflash.regeneration import regenerate
+from dflash.training import TrainingSettings, encode_prompt, measure_acceptance, new_drafter, train
 
 
 def parse() -> argparse.Namespace:

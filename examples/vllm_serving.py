@@ -14,9 +14,7 @@ import shlex
 
 from pair import options, questions
 
-from dflash.checking import check
-from dflash.embedded import export_embedded_pair
-from dflash.serving import declared_block_size, launch, refuse_unfit, run
+from dflash.checkpoints import check, declared_block_size, export_embedded_pair, launch, refuse_unfit, run
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ from tiny_models import (
 from typer.testing import CliRunner
 
 from dflash import generate_blocks
-from dflash.cli import app
-from dflash.evaluation import Prompt, profiling, run_bench, save_plots, timed_blocks, timed_generate
+from dflash.cli.main import app
+from dflash.common.provenance import command
+from dflash.evaluation import GREEDY, Prompt, TimedRun, profiling, run_bench, save_plots, timed_blocks, timed_generate
 from dflash.evaluation.harness import (
-    GREEDY,
     NATIVE,
     OURS,
     PLAIN,
@@ -37,11 +37,9 @@ from dflash.evaluation.harness import (
 )
 from dflash.evaluation.memory import allocated_memory
 from dflash.evaluation.profiling import Profile, host_syncs, step_split
-from dflash.evaluation.records import command
 from dflash.evaluation.results import read_result
 from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_prompt
 from dflash.evaluation.sweep import measure_point, measure_prefill, milliseconds
-from dflash.evaluation.timing import TimedRun
 from dflash.model.decoding_dflash import Proposer
 from dflash.model.step_dflash import Pair
 
@@ -341,7 +339,7 @@ def test_a_command_is_recorded_without_the_machines_paths(monkeypatch):
     assert command() == "dflash bench --target t --drafter org/d"
     monkeypatch.setattr(sys, "argv", ["/opt/dflash/benchmarks/decode.py", "--methods", "dflash eager"])
     assert command() == "benchmarks/decode.py --methods 'dflash eager'"  # as it can be typed again
-    monkeypatch.setattr(sys, "argv", ["/opt/dflash/cli.py", "eval", "--output=/opt/r.json", "--tasks", "a,b"])
+    monkeypatch.setattr(sys, "argv", ["/opt/dflash/__main__.py", "eval", "--output=/opt/r.json", "--tasks", "a,b"])
     assert command() == "dflash eval --output=r.json --tasks a,b"
 
 

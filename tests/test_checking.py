@@ -23,9 +23,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 
-from dflash import DFlashConfig, DFlashDraftModel, cli
-from dflash.checking import ENGINES, Report, check, report_lines
-from dflash.checking.engines import READERS, LayerAttention, meant
+from dflash import DFlashConfig, DFlashDraftModel
+from dflash.checkpoints import ENGINES, Report, check, report_lines
+from dflash.checkpoints.rules.engines import READERS, LayerAttention, meant
+from dflash.cli import main as cli
 
 
 EVERY = set(ENGINES)
@@ -698,6 +699,6 @@ def test_no_weights_are_loaded(drafter: Path) -> None:
         file.truncate(8 + length)
         file.truncate(size)
     hidden = "import sys\nsys.modules['safetensors'] = sys.modules['torch'] = None\n"
-    program = f"{hidden}from dflash.checking.folder import read_checkpoint\nprint(len(read_checkpoint({str(drafter)!r}).tensors))"
+    program = f"{hidden}from dflash.checkpoints.rules.reading import read_checkpoint\nprint(len(read_checkpoint({str(drafter)!r}).tensors))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == [str(len(make_drafter().state_dict()))], done.stderr

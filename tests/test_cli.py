@@ -16,10 +16,12 @@ from tiny_models import ScriptedDrafter, greedy, make_drafter, make_prompt, make
 from typer.testing import CliRunner
 
 import dflash
-from dflash import Block, cli, embedded
+from dflash import Block
+from dflash.checkpoints import embedded
+from dflash.cli import main as cli
+from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
 from dflash.evaluation import TASKS, TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.evaluation.harness import HAS_NATIVE, METHODS, NATIVE
-from dflash.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +203,7 @@ def test_usage_error_exits_with_2(run: Any) -> None:
 
 
 def test_other_distribution_of_the_same_name_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash import distributions
+    from dflash.common import name_clash as distributions
 
     monkeypatch.setattr(distributions.metadata, "version", lambda name: {"dflash": "0.1.0"}[name])
     status, _, err = run("demo")

@@ -10,7 +10,7 @@ import torch
 from tiny_models import greedy, make_drafter, make_prompt
 from transformers import AutoModel, LogitsProcessorList, PreTrainedModel, TextStreamer
 
-from dflash.hub import save_checkpoint
+from dflash.checkpoints import save_checkpoint
 
 
 @pytest.fixture(scope="module")

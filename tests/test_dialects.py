@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import convert_checkpoint, export_checkpoint
-from dflash.cli import app
-from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
+from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
+from dflash.cli.main import app
 
 
 D, VOCAB, B, CONTEXT = 16, 40, 5, 9

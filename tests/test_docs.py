@@ -14,8 +14,8 @@ import pytest
 import typer
 
 import dflash
-from dflash.cli import app
-from dflash.embedded import export_embedded_pair
+from dflash.checkpoints import export_embedded_pair
+from dflash.cli.main import app
 
 
 ROOT = Path(__file__).parents[1]

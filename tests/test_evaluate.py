@@ -18,9 +18,21 @@ import torch
 from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
 from transformers import DynamicCache
 
-from dflash import cli
-from dflash.evaluation import Plan, Processes, Question, TimedRun, pair_backend, processes, questions_of, run_plan
-from dflash.evaluation.answers import Answer, chat_encoder, evaluate, numbered, summarise_answers
+from dflash.cli import main as cli
+from dflash.common import processes
+from dflash.common.processes import Processes
+from dflash.evaluation import (
+    Answer,
+    Plan,
+    Question,
+    TimedRun,
+    chat_encoder,
+    pair_backend,
+    questions_of,
+    run_plan,
+    summarise_answers,
+)
+from dflash.evaluation.answers import evaluate, numbered
 from dflash.evaluation.journal import Journal, key
 from dflash.evaluation.memory import PeakMemory
 from dflash.evaluation.sessions import PlainDialogue, keeps_plain_cache, pair_sessions

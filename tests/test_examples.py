@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from dflash.embedded import export_embedded_pair, heldout_problems, load_embedded_pair
+from dflash.checkpoints import export_embedded_pair, heldout_problems, load_embedded_pair
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import make_drafter, make_target
 
-from dflash.hub import replace_folder, save_checkpoint
+from dflash.checkpoints import replace_folder, save_checkpoint
 
 
 def contents(folder: Path) -> dict[str, bytes]:

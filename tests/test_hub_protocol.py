@@ -16,7 +16,7 @@ from hub_server import Hub, Request, User
 from safetensors.torch import load, save
 from test_remote_code import PACKAGE_ROOT, PRELUDE, run_script
 
-from dflash.embedded import embedded_path, heldout_problems
+from dflash.checkpoints import embedded_path, heldout_problems
 
 
 DRAFTER, TARGET = "me/tiny-DFlash", "me/tiny-target"
@@ -26,7 +26,7 @@ PUSHED = SHIPPED_CODE | {"config.json", "model.safetensors", "README.md", "custo
 WITH_PACKAGE = (PACKAGE_ROOT, Path(__file__).parent)
 
 PUSH = """
-from dflash.embedded import load_embedded_pair
+from dflash.checkpoints import load_embedded_pair
 drafter = load_embedded_pair()[1]
 drafter.push_to_hub(DRAFTER, commit_message="first")
 drafter.save_pretrained("again", push_to_hub=True, repo_id="me/again-DFlash")

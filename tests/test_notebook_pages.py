@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from dflash import Block, DFlashConfig
-from dflash.embedded import TARGET_NAME, embedded_path
+from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.model.attention_dflash import draft_sees, written_out
 from dflash.notebooks import (
     ACCEPTED_STYLE,

@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash import DFlashDraftModel, spec_generate
 from dflash.model import modeling_dflash
 from dflash.model.step_dflash import Pair
-from dflash.training.batches import Batch, collate
+from dflash.training import Batch, Example
+from dflash.training.batches import collate
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
-from dflash.training.data import Example
 from dflash.training.losses import LOSSES
 from dflash.training.objective import DrafterLoss
 

@@ -101,7 +101,7 @@ def test_installation_holds_every_asset() -> None:
 
 def test_remote_code_snippet_runs_where_the_package_is_not_importable(tmp_path: Path) -> None:
     """The quickstart's block for folders, word for word, on those that `dflash export-demo demo` writes."""
-    from dflash.embedded import export_embedded_pair
+    from dflash.checkpoints import export_embedded_pair
 
     export_embedded_pair(tmp_path / "demo")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)

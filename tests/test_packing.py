@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
 from dflash.model.step_dflash import Pair
+from dflash.training import Batch, Example, with_response
 from dflash.training.anchors import sample_anchors
-from dflash.training.batches import Batch, collate, epoch_batches, pack_examples
-from dflash.training.data import Example, with_response
+from dflash.training.batches import collate, epoch_batches, pack_examples
 from dflash.training.losses import LOSSES
 from dflash.training.objective import DrafterLoss
 from dflash.training.targets import FrozenTarget, can_pack

@@ -16,7 +16,8 @@ from test_hub_protocol import USERS, WITH_PACKAGE, environment
 from test_remote_code import run_script
 from tiny_models import make_drafter
 
-from dflash import cli, publishing
+from dflash.checkpoints import publishing
+from dflash.cli import main as cli
 
 
 REPO = "me/tiny-DFlash"

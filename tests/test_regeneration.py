@@ -17,17 +17,19 @@ import torch
 from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import make_drafter, make_target, make_tokenizer
 
-from dflash import cli
-from dflash.training import (
+from dflash.cli import main as cli
+from dflash.regeneration import (
+    Answer,
     RegenerationRecord,
     RegenerationSettings,
+    Request,
     Sampling,
     ServerWriter,
     TargetWriter,
-    load_examples,
     regenerate_data,
 )
-from dflash.training.regeneration import Answer, Request, row_seed
+from dflash.regeneration.answering import row_seed
+from dflash.training import load_examples
 
 
 STOPS = [2, 11, 23, 37, 50, 64, 78]  # so many that a random target meets one soon

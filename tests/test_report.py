@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dflash import cli
-from dflash.evaluation import canvas
+from dflash.cli import main as cli
+from dflash.evaluation import any_table, canvas, caveat, save_drawing, table_of, write_page
 from dflash.evaluation.canvas import LIGHT
-from dflash.evaluation.page import drawings, save_drawing, write_page
+from dflash.evaluation.page import drawings
 from dflash.evaluation.results import read_result
-from dflash.evaluation.tables import any_table, caveat, markdown, table_of, with_table
+from dflash.evaluation.tables import markdown, with_table
 
 
 pytest.importorskip("matplotlib", reason="the page's plots are the extra `eval`")

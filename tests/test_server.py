@@ -18,14 +18,14 @@ import torch
 from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_target, make_tokenizer
 
-from dflash import cli, generate_blocks
-from dflash.evaluation import Question, timed_blocks
-from dflash.evaluation.answers import chat_encoder, evaluate
-from dflash.evaluation.canary import Load, at_target, percentile, run_canary
+from dflash import generate_blocks
+from dflash.cli import main as cli
+from dflash.evaluation import Load, Question, Server, chat_encoder, run_canary, server_backend, timed_blocks
+from dflash.evaluation.answers import evaluate
+from dflash.evaluation.canary import at_target, percentile
 from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.remote import server_backend
 from dflash.evaluation.results import read_result
-from dflash.evaluation.server import Server, _read_counters, drafting
+from dflash.evaluation.server import _read_counters, drafting
 
 
 USER = [{"role": "user", "content": "hi"}]

@@ -15,8 +15,9 @@ import pytest
 import torch
 from tiny_models import make_drafter, make_target
 
-from dflash import cli
-from dflash.serving import BUILDERS, INSTALL, declared_block_size, launch
+from dflash.checkpoints import declared_block_size, launch
+from dflash.checkpoints.serving import BUILDERS, INSTALL
+from dflash.cli import main as cli
 
 
 AWKWARD = 'it\'s a "$HOME" `x` drafter-DFlash'

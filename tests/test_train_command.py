@@ -13,11 +13,11 @@ import pytest
 import torch
 from tiny_models import make_target, make_tokenizer
 
-from dflash import DFlashDraftModel, cli
-from dflash.training import TrainingSettings, new_drafter, train_drafter
+from dflash import DFlashDraftModel
+from dflash.cli import main as cli
+from dflash.training import TrainingSettings, new_drafter, read_yaml, train_drafter
 from dflash.training.initialization import find_mask_token, spread_taps
 from dflash.training.preparation import hold_out, make_drafter, prompt_of
-from dflash.training.settings import read_yaml
 
 
 TINY = {
@@ -229,7 +229,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
     import os
     import signal
 
-    from dflash.commands import train as command
+    from dflash.cli import train as command
 
     monkeypatch.setattr(command, "_print_point", lambda point: os.kill(os.getpid(), signal.SIGTERM))
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY))

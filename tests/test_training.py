@@ -12,22 +12,22 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.model.step_dflash import Pair
+from dflash.regeneration import regenerate
 from dflash.training import (
     Example,
     Trainer,
     TrainingSettings,
     acceptance,
+    encode,
     measure_acceptance,
     new_drafter,
     read_examples,
-    regenerate,
     save_drafter,
     train,
     with_response,
     write_examples,
 )
 from dflash.training.batches import batch_indices, collate, epoch_batches
-from dflash.training.data import encode
 from dflash.training.objective import DrafterLoss
 from dflash.training.optimizers import build_optimizers, rate_factor
 from dflash.training.planning import widest

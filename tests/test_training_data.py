@@ -8,10 +8,10 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dflash.embedded import TARGET_NAME, embedded_path
+from dflash.checkpoints import TARGET_NAME, embedded_path
+from dflash.training import Example, encode, load_examples, with_response, write_examples
 from dflash.training.anchors import fixed_anchors
 from dflash.training.checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
-from dflash.training.data import Example, encode, load_examples, with_response, write_examples
 
 
 CHAT = [

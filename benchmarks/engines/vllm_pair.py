@@ -59,9 +59,9 @@ def arguments() -> argparse.Namespace:
 def decode_ours(args: argparse.Namespace) -> None:
     import torch
 
-    from dflash.embedded import export_embedded_pair, heldout_problems, load_embedded_pair
+    from dflash.checkpoints import export_embedded_pair, heldout_problems, load_embedded_pair
+    from dflash.common.provenance import environment
     from dflash.evaluation import timed_blocks
-    from dflash.evaluation.records import environment
 
     torch.set_num_threads(args.threads)
     target_path, drafter_path = export_embedded_pair(args.folder)

@@ -7,25 +7,21 @@ from .comparison import Difference, first_difference
 from .evaluate import Plan, pair_backend, questions_of, run_plan
 from .harness import GREEDY, Prompt, check_methods
 from .page import save_drawing, save_plots, write_page, write_readme
-from .processes import PATIENCE, Processes
-from .records import command, library_version, write_result
 from .remote import server_backend
 from .results import place_of
 from .server import Server
 from .tables import any_table, caveat, table_of
 from .tasks import TASKS, Question, load_questions
-from .timing import TimedRun, seconds_of, stopwatch, timed_blocks, timed_generate
+from .timing import TimedRun, timed_blocks, timed_generate
 
 
 __all__ = [
     "GREEDY",
-    "PATIENCE",
     "TASKS",
     "Answer",
     "Difference",
     "Load",
     "Plan",
-    "Processes",
     "Prompt",
     "Question",
     "Server",
@@ -34,9 +30,7 @@ __all__ = [
     "caveat",
     "chat_encoder",
     "check_methods",
-    "command",
     "first_difference",
-    "library_version",
     "load_questions",
     "pair_backend",
     "place_of",
@@ -46,14 +40,11 @@ __all__ = [
     "run_plan",
     "save_drawing",
     "save_plots",
-    "seconds_of",
     "server_backend",
-    "stopwatch",
     "summarise_answers",
     "table_of",
     "timed_blocks",
     "timed_generate",
     "write_page",
     "write_readme",
-    "write_result",
 ]

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from dflash.evaluation.harness import Measurement, Method, TimedRun, measured, summarise, take_turns
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.scoring import is_right
-from dflash.evaluation.sessions import Begin
-from dflash.evaluation.tasks import TASKS, Question
+from .harness import Measurement, Method, measured, summarise, take_turns
+from .memory import PeakMemory
+from .scoring import is_right
+from .sessions import Begin
+from .tasks import TASKS, Question
+from .timing import TimedRun
 
 
 # A dialogue of `{"role", "content"}` to ids [1, S].

@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation.harness import EAGER, Prompt, compare, decoding_methods, summarise
-from dflash.evaluation.profiling import profile, step_split
-from dflash.evaluation.records import environment, public_name, record
-from dflash.evaluation.timing import timed_blocks
+from dflash.common.provenance import environment, public_name, record
+
+from .harness import EAGER, Prompt, compare, decoding_methods, summarise
+from .profiling import profile, step_split
+from .timing import timed_blocks
 
 
 ROLES = ("target", "drafter")

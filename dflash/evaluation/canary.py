@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dflash.evaluation.records import record
-from dflash.evaluation.results import Row
-from dflash.evaluation.server import Message, Reply, Server, drafting
+from dflash.common.provenance import record
+
+from .results import Row
+from .server import Message, Reply, Server, drafting
 
 
 WITH, WITHOUT = "dflash", "baseline"

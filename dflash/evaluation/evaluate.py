@@ -10,24 +10,17 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation.answers import (
-    Answer,
-    as_measurements,
-    by_category,
-    chat_encoder,
-    evaluate,
-    numbered,
-    summarise_answers,
-)
-from dflash.evaluation.harness import OURS, check_methods
-from dflash.evaluation.journal import Journal, key, unfinished
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.processes import Processes
-from dflash.evaluation.records import environment, public_name, record, write_result
-from dflash.evaluation.scoring import check_scorers
-from dflash.evaluation.sessions import Backend, keeping_methods, pair_sessions
-from dflash.evaluation.tasks import TASKS, Question, known_task, load_questions
+from dflash.common.processes import Processes
+from dflash.common.provenance import environment, public_name, record, write_result
 from dflash.model.generation_dflash import max_positions
+
+from .answers import Answer, as_measurements, by_category, chat_encoder, evaluate, numbered, summarise_answers
+from .harness import OURS, check_methods
+from .journal import Journal, key, unfinished
+from .memory import PeakMemory
+from .scoring import check_scorers
+from .sessions import Backend, keeping_methods, pair_sessions
+from .tasks import TASKS, Question, known_task, load_questions
 
 
 @dataclass(frozen=True)

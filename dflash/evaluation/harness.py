@@ -17,10 +17,11 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation.profiling import Profile
-from dflash.evaluation.timing import TimedRun, tau, timed_blocks, timed_generate, tokens_per_step
 from dflash.model.configuration_dflash import DFlashConfig
 from dflash.model.modeling_dflash import DFlashDraftModel
+
+from .profiling import Profile
+from .timing import TimedRun, tau, timed_blocks, timed_generate, tokens_per_step
 
 
 PLAIN = "target.generate"

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation.answers import Answer
-from dflash.evaluation.tasks import Question
+from .answers import Answer
+from .tasks import Question
 
 
 class Journal:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from dflash.evaluation import canvas, plots
-from dflash.evaluation.harness import PLAIN
-from dflash.evaluation.results import KNOWN_BY, Row, published, read_result, setup
-from dflash.evaluation.tables import COLUMNS, DECODED, Table, any_table, caveat, markdown, table_of, with_table
+from . import canvas, plots
+from .harness import PLAIN
+from .results import KNOWN_BY, Row, published, read_result, setup
+from .tables import COLUMNS, DECODED, Table, any_table, caveat, markdown, table_of, with_table
 
 
 if TYPE_CHECKING:

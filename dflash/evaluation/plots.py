@@ -8,20 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dflash.evaluation.canvas import (
-    LIGHT,
-    Curve,
-    Entry,
-    Theme,
-    colours_of,
-    curves,
-    label_once,
-    one_plot,
-    shares_of_counts,
-    small_plots,
-)
-from dflash.evaluation.harness import OURS, PLAIN
-from dflash.evaluation.results import Row, position_rates, task_key
+from .canvas import LIGHT, Curve, Entry, Theme, colours_of, curves, label_once, one_plot, shares_of_counts, small_plots
+from .harness import OURS, PLAIN
+from .results import Row, position_rates, task_key
 
 
 if TYPE_CHECKING:

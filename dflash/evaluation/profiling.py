@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation.memory import allocated_memory
-from dflash.evaluation.timing import TimedRun
 from dflash.model.decoding_dflash import Proposer
 from dflash.model.step_dflash import Pair
+
+from .memory import allocated_memory
+from .timing import TimedRun
 
 
 # Python-level calls on a tensor that wait for its value.

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from dflash.evaluation.harness import OURS, PLAIN, Method
-from dflash.evaluation.server import Server, acceptance_lengths, drafting
-from dflash.evaluation.sessions import Backend, Begin
-from dflash.evaluation.timing import TimedRun
+from .harness import OURS, PLAIN, Method
+from .server import Server, acceptance_lengths, drafting
+from .sessions import Backend, Begin
+from .timing import TimedRun
 
 
 def server_backend(

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from dflash.evaluation.records import SCHEMA_VERSION
+from dflash.common.provenance import SCHEMA_VERSION
 
 
 Row = dict[str, Any]

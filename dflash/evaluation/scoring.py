@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from dflash.evaluation.sandbox import Limits, run_program
+from .sandbox import Limits, run_program
 
 
 # What competition solutions take for granted, as LiveCodeBench's own runner gives it to them.

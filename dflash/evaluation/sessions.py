@@ -14,10 +14,11 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation.harness import OURS, PLAIN, VARIANTS, Method, decoding_methods
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.timing import TimedRun
 from dflash.model.decoding_dflash import Conversation
+
+from .harness import OURS, PLAIN, VARIANTS, Method, decoding_methods
+from .memory import PeakMemory
+from .timing import TimedRun
 
 
 # Called once for each dialogue; the first method is the one that the others are compared with.

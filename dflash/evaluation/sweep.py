@@ -7,10 +7,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from dflash.evaluation.harness import GREEDY, PLAIN, VARIANTS, Measurement, Method, Prompt, compare
-from dflash.evaluation.memory import allocated_memory
-from dflash.evaluation.scripted import scripted_prompt
-from dflash.evaluation.timing import timed_blocks, timed_generate
+from .harness import GREEDY, PLAIN, VARIANTS, Measurement, Method, Prompt, compare
+from .memory import allocated_memory
+from .scripted import scripted_prompt
+from .timing import timed_blocks, timed_generate
 
 
 EAGERLY = "dflash eager"

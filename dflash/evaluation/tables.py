@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.evaluation.harness import PLAIN
-from dflash.evaluation.results import Row
+from .harness import PLAIN
+from .results import Row
 
 
 ROUNDING = ("bfloat16", "float16")

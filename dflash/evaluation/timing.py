@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.generation_dflash import Block, generate_blocks, read_prompt
+from dflash.model.decoding_dflash import Block
+from dflash.model.generation_dflash import generate_blocks, read_prompt
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,6 @@ def tokens_per_step(num_tokens: int, num_forwards: int, num_texts: int = 1) -> f
     """Tokens kept, without each text's first, per forward behind each text's first; NaN if there is none."""
     steps = num_forwards - num_texts
     return (num_tokens - num_texts) / steps if steps else float("nan")
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that `work()` takes; it ends with a value read on the CPU, so that a device has finished too."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def stopwatch() -> Callable[[], float]:
-    """A function that gives the seconds since this call."""
-    began = time.perf_counter()
-    return lambda: time.perf_counter() - began
 
 
 def timed_generate(

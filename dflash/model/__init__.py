@@ -11,7 +11,7 @@
 9. `generation_dflash`: what `spec_generate` takes, checks and returns.
 """
 
-from dflash import dialects
+from dflash.checkpoints import dialects
 
 from .configuration_dflash import DFlashConfig
 

@@ -117,7 +117,9 @@ class DFlashConfig(Qwen3Config):
     """
 
     model_type = "qwen3"
-    reader: ClassVar[Any] = None  # of the forms that other tools write: `dflash.dialects`, which the package puts here
+    reader: ClassVar[Any] = (
+        None  # of the forms that other tools write: `dflash.checkpoints.dialects`, which the package puts here
+    )
 
     if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
         layer_types: list[str]

@@ -10,8 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .anchors import valid_anchors
-from .data import Example
-from .regeneration import stop_ids
+from .data import Example, stop_ids
 
 
 def usable(

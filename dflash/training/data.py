@@ -267,3 +267,9 @@ def fingerprint(examples: Iterable[Example]) -> str:
     for example in examples:
         digest.update(repr((example.input_ids, example.loss_mask)).encode())
     return digest.hexdigest()[:16]
+
+
+def stop_ids(generation_config: Any) -> set[int]:
+    """The ids that end a text."""
+    stops = getattr(generation_config, "eos_token_id", None)
+    return set() if stops is None else {stops} if isinstance(stops, int) else set(stops)

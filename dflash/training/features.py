@@ -21,9 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from dflash.common.fingerprints import model_fingerprint
+
 from .batches import Batch, collate
 from .data import Example, fingerprint
-from .record import model_fingerprint
 from .state import saving
 from .targets import FrozenTarget, TargetStates
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dflash.hub import save_checkpoint
+from dflash.checkpoints import save_checkpoint
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .record import TrainingRecord, describe_run, facts_file, model_card

@@ -13,14 +13,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.generation_dflash import check_pair, max_positions
+from dflash.common.fingerprints import model_fingerprint
+from dflash.common.manifest import manifest_path, read_manifest
+from dflash.common.provenance import public_name
+from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import check_pair
 
-from .answer_file import manifest_path, read_manifest
 from .checks import check_mask_token, check_tokenizer, usable
 from .data import Example, load_examples
 from .initialization import find_mask_token, new_drafter, window_fields
-from .record import TrainingRecord, model_fingerprint, public_name
+from .record import TrainingRecord
 from .running import train
 from .settings import TrainingSettings
 

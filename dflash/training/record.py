@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
 import transformers
-from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation import library_version
+from dflash.common.fingerprints import NOT_THE_MODEL, model_fingerprint
+from dflash.common.provenance import library_version, public_name
 from dflash.model.generation_dflash import write_card
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .data import Example, fingerprint
 from .settings import TrainingSettings
-
-
-# Of each of a model's tensors so many values go into its fingerprint: enough to tell two trainings apart, and cheap.
-SAMPLED_VALUES = 64
-
-# What a config says about a machine or an installation and not about the model.
-NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
 @dataclass
@@ -52,18 +43,6 @@ class TrainingRecord:
     seconds: float = 0.0
     stopped_at: int | None = None
     signal: int | None = None
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """A short hash of a model's tensors by name, shape and some of their values, whatever dtype they are loaded in."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        values = tensor.detach().flatten()
-        chosen = values[:: max(1, len(values) // SAMPLED_VALUES)][:SAMPLED_VALUES]
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
-        if chosen.device.type != "meta":  # offloaded weights
-            digest.update(chosen.to("cpu", torch.bfloat16).float().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def describe_inputs(
@@ -183,14 +162,6 @@ def _code(name: str | None) -> str:
 
 def _counted(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
-
-
-def public_name(source: str | os.PathLike[str] | None) -> str | None:
-    """A Hub id as it is, and of a path of this machine the last part alone."""
-    if source is None:
-        return None
-    path = Path(source).expanduser()
-    return path.name if path.exists() else os.fspath(source)
 
 
 def facts_file(facts: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.evaluation import PATIENCE, stopwatch
+from dflash.common.processes import PATIENCE
+from dflash.common.stopwatch import stopwatch
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dflash.hub import check_replaceable, replace_folder
+from dflash.checkpoints import check_replaceable, replace_folder
 
 from .settings import TrainingSettings
 

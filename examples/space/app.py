@@ -21,8 +21,8 @@ import gradio as gr
 import torch
 import view
 
-from dflash.commands.common import Dtype, Pair, dtype_name, encode, given, load_pair
-from dflash.embedded import heldout_problems, load_embedded_pair
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.cli.options import Dtype, Pair, dtype_name, encode, given, load_pair
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 

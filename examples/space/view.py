@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from dflash import Block
-from dflash.terminal import TextStream, number
+from dflash.cli.terminal import TextStream, number
 
 
 HEAD = (

@@ -15,7 +15,7 @@ from typing import Any
 from evaluate_target import EVALUATION_SEED
 from problems import generate
 
-from dflash.hub import replace_folder
+from dflash.checkpoints import replace_folder
 
 
 TARGET_FILES = (

@@ -28,6 +28,7 @@ from word_problem_data import fingerprint, load_gsm8k
 from workers import WORKERS, gather, spawn_workers
 
 from dflash import DFlashDraftModel, spec_generate
+from dflash.regeneration import regenerate
 from dflash.training import (
     Acceptance,
     Example,
@@ -36,7 +37,6 @@ from dflash.training import (
     measure_acceptance,
     new_drafter,
     read_examples,
-    regenerate,
     train,
     write_examples,
 )

@@ -35,7 +35,7 @@ from transformers import (
 )
 from word_problem_data import Batch, Encoder, Mix, bucketed_batches, fingerprint, load_gsm8k, mixed_rows
 
-from dflash.hub import replace_folder
+from dflash.checkpoints import replace_folder
 
 
 ROPE_THETA = 10000.0

@@ -21,7 +21,7 @@ import pytest
 import torch
 from tiny_models import make_drafter
 
-from dflash.embedded import embedded_path
+from dflash.checkpoints import embedded_path
 from dflash.evaluation import Difference
 
 

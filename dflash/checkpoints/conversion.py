@@ -1,0 +1,121 @@
+"""A checkpoint of any published dialect, read and written in the form that engines share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dflash.model.generation_dflash import write_card
+from dflash.model.modeling_dflash import DFlashDraftModel
+
+from .folders import check_replaceable, save_checkpoint
+from .rules import check
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> Path:
+    """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
+
+    Tensors keep their values and dtype. What a dialect stores of the target (frozen copies of its embedding and head) is
+    left out; a reduced vocabulary and an anchor that predicts stay, since without them it would be another drafter.
+
+    Args:
+        source: A local folder or an id on the Hub.
+        folder: Where to; an older drafter there is replaced once the new one is complete.
+        target: The drafter's target, whose config.json says what some dialects leave out (its depth, its vocabulary).
+        kwargs: Passed on to `DFlashDraftModel.from_pretrained` (`revision`, `weights_only`, …).
+
+    Raises:
+        ValueError: if the checkpoint cannot be read exactly, belongs to another target, or would replace something else.
+    """
+    drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
+    if target is not None:
+        _complete(drafter.config, target)
+    if not drafter.config.vocab_size:
+        raise ValueError(f"The config.json of {source} does not say vocab_size: pass target (--target).")
+    return save_checkpoint(drafter, folder)
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], target: str | os.PathLike[str], **kwargs: Any
+) -> Path:
+    """As [`convert_checkpoint`], with a card, and only if [`check`] says of no engine that it fails.
+
+    Raises:
+        ValueError: also for a folder name that vLLM would not know, or a drafter that some engine fails on; nothing is
+            written then. A DFlash2 drafter is one: `convert_checkpoint` writes it for this library.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if "dflash" not in folder.name.lower():
+        raise ValueError(
+            f"{folder.name!r} does not contain 'DFlash', by which vLLM knows the method: rename the folder."
+        )
+    drafter = _read(source, folder, **kwargs)
+    for name, what in (
+        ("draft_vocab_size", "a head of its own over part of the vocabulary, which SGLang and TensorRT-LLM drop"),
+        ("sample_from_anchor", "an anchor row that proposes, which vLLM refuses and SGLang ignores"),
+    ):
+        value = getattr(drafter.config, name)
+        if value:
+            raise ValueError(
+                f"{name}={value}: this drafter has {what}. Use `dflash convert`, which writes it for this library."
+            )
+    _complete(drafter.config, target)
+    card = write_card(drafter.config, folder.name, str(target))
+    return save_checkpoint(
+        drafter, folder, files={"README.md": card}, inspect=lambda new: _refuse_failing(new, str(target))
+    )
+
+
+def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:
+    """The drafter at `source`, once it is certain that writing `folder` loses nothing."""
+    if folder.exists() and Path(source).expanduser().resolve() == folder.resolve():
+        raise ValueError(f"{source} is the source and the folder to write: choose another folder.")
+    check_replaceable(folder)
+    try:
+        drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
+    except OSError as error:
+        raise ValueError(f"The drafter {source} cannot be read: {_first_line(error)}") from error
+    return drafter
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _refuse_failing(folder: Path, target: str) -> None:
+    """Raises ValueError if some engine fails on the pair, with the engines and the first reason."""
+    failing = [verdict for verdict in check(folder, target).verdicts if verdict.verdict == "fails"]
+    if failing:
+        first = failing[0].findings[0]
+        names = ", ".join(verdict.name for verdict in failing)
+        raise ValueError(
+            f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}): use `dflash convert`, which "
+            "writes it for this library."
+        )
+
+
+def _complete(config: Any, target: str | os.PathLike[str]) -> None:
+    """Writes into a drafter's config what its target's says; ValueError if the two cannot belong together."""
+    from transformers import AutoConfig
+
+    try:
+        known = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
+    except OSError as error:
+        raise ValueError(f"The config of the target {target} cannot be read: {_first_line(error)}") from error
+    for name, mine, its in (
+        ("hidden_size", config.hidden_size, known.hidden_size),
+        ("vocab_size", config.vocab_size, known.vocab_size),
+        ("num_target_layers", config.num_target_layers, known.num_hidden_layers),
+    ):
+        if mine and mine != its:
+            raise ValueError(
+                f"{name} is {mine} for the drafter and {its} for {target}: it was trained for another target."
+            )
+        setattr(config, name, its)
+    config.check()

@@ -1,0 +1,323 @@
+"""How other tools write a DFlash checkpoint, and what that is in the form that this library writes.
+
+A dialect is told by the fields of `config.json` and, where they leave a doubt, by the names of the tensors; never by the
+name of the checkpoint. Everything here is tables and functions over dictionaries. The shipped files read their own form alone;
+importing the package gives them this module to read the others by (`DFlashConfig.reader`).
+
+| dialect | told by | written by |
+|---|---|---|
+| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge, ModelOpt, this library |
+| speculators | `transformer_layer_config` | speculators, RedHat |
+| assistant | the own fields at the top, tensors under `encoder.` | transformers 5 |
+| DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from typing import Any
+
+from transformers.utils import logging
+
+from dflash.model.configuration_dflash import is_number, is_whole_number
+
+
+logger = logging.get_logger(__name__)
+
+ZLAB, SPECULATORS, ASSISTANT, DEEPSPEC = "z-lab", "speculators", "assistant", "DeepSpec"
+
+# What a drafter cannot do without. All three at the top and no `dflash_config`: a flat dialect.
+OWN_FIELDS = ("block_size", "mask_token_id", "target_layer_ids")
+
+# Names of tensors in some dialect, as regular expressions, and what this library calls them.
+TENSOR_NAMES = {r"^encoder\.fc\.": "fc.", r"^encoder\.output_norm_enc\.": "hidden_norm."}
+
+# Tensors that a dialect stores although they are copies of the target's, frozen in training, or follow from others; as
+# regular expressions, of tensors that the drafter does not hold itself.
+COPIES_OF_THE_TARGET = {
+    SPECULATORS: [r"^embed_tokens\.weight$", r"^(verifier_)?lm_head\.weight$", r"^verifier_norm\.weight$", r"^t2d$"],
+    DEEPSPEC: [r"^embed_tokens\.weight$", r"^lm_head\.weight$"],
+}
+
+# Fields of a speculators config that stand beside its `transformer_layer_config` and mean here what they mean there.
+BESIDE_THE_LAYER_CONFIG = (
+    "block_size",
+    "mask_token_id",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "sample_from_anchor",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+
+# Fields of a layer's config in other places than a drafter's: what the layer was, or what it was trained as.
+NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_version", "_attn_implementation")
+
+# What a field of a config.json has to be, in any dialect and place, if it is there and no null.
+OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config")
+WHOLE_NUMBERS = (
+    "block_size",
+    "mask_token_id",
+    "num_target_layers",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_window_layers",
+    "max_position_embeddings",
+    "draft_vocab_size",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "swa_window_size",
+)
+NUMBERS = (
+    "rope_theta",
+    "rms_norm_eps",
+    "initializer_range",
+    "attention_dropout",
+    "input_embedding_scale",
+    "output_multiplier",
+    "logit_scale",
+    "final_logit_softcapping",
+)
+LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
+
+# What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
+DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "markov_head_type")
+
+
+def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:
+    """Which dialect a config.json is written in; `tensor_names` may be empty where they are not known."""
+    if "transformer_layer_config" in fields:
+        return SPECULATORS
+    if fields.get("dflash_config") is not None or any(fields.get(name) is None for name in OWN_FIELDS):
+        return ZLAB
+    if tensor_names:
+        return ASSISTANT if any(name.startswith("encoder.") for name in tensor_names) else DEEPSPEC
+    return ASSISTANT if str(fields.get("model_type")).endswith("_assistant") else DEEPSPEC
+
+
+def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a config.json of any dialect, as [`DFlashConfig`] takes them, and the dialect they were written in.
+
+    Raises:
+        ValueError: for a field of the wrong kind, for two that contradict each other, for a checkpoint that leaves its
+            block, its taps or its rotary base to a guess, and for a speculators checkpoint of another kind than DFlash.
+    """
+    _check_kinds(fields)
+    dialect = dialect_of(fields, tensor_names)
+    _check_rope(fields.get("transformer_layer_config") or fields)
+    read = {**_READERS[dialect](fields), "dialect": dialect}
+    _check_taps(read)
+    absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
+    if absent:
+        raise ValueError(
+            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from the "
+            "drafter's training run and write it into config.json."
+        )
+    return read
+
+
+def _check_kinds(fields: dict[str, Any]) -> None:
+    """Refuses fields of another kind than readers expect, which would fail far from the file that holds them."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
+    for name in OBJECTS:
+        if fields.get(name) is not None and not isinstance(fields[name], dict):
+            raise ValueError(f"{name}={fields[name]!r} is not an object: write it as one, or leave it out.")
+    for name in WHOLE_NUMBERS:
+        if fields.get(name) is not None and not is_whole_number(fields[name]):
+            raise ValueError(f"{name}={fields[name]!r} is not a whole number: write it without quotes.")
+    for name in NUMBERS:
+        if fields.get(name) is not None and not is_number(fields[name]):
+            raise ValueError(f"{name}={fields[name]!r} is not a number: write it without quotes.")
+    for name in LISTS_OF_LAYERS:
+        ids = fields.get(name)
+        if ids is not None and not (isinstance(ids, (list, tuple)) and all(map(is_whole_number, ids))):
+            raise ValueError(f"{name}={ids!r} is not a list of layer numbers: write it as [1, 9, 17].")
+    for name in ("dtype", "torch_dtype"):
+        dtype = fields.get(name)
+        if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
+            raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
+    for name in OBJECTS:
+        if fields.get(name):
+            _check_kinds(fields[name])
+
+
+def _check_rope(fields: dict[str, Any]) -> None:
+    """Refuses a rotary embedding whose base is not written, or that its two spellings say differently."""
+    parameters = fields.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return  # a base for each layer type, for the configuration to judge
+    older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
+    if older is None and newer is None:
+        raise ValueError(
+            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as rope_theta and "
+            "in rope_parameters."
+        )
+    if older is not None and newer is not None and older != newer:
+        raise ValueError(
+            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base of the "
+            "training run in both."
+        )
+    if not parameters or "rope_scaling" not in fields:
+        return
+    scaling, other = _scaling(fields["rope_scaling"]), _scaling(parameters)
+    if scaling != other:
+        raise ValueError(
+            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the scaling "
+            "of the training run in both."
+        )
+
+
+def _scaling(fields: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Scaling of a rotary embedding without its base, `None` for none; `type` is the older name of `rope_type`."""
+    named = {"rope_type" if name == "type" else name: value for name, value in (fields or {}).items()}
+    named.pop("rope_theta", None)
+    return None if named.get("rope_type", "default") == "default" else named
+
+
+def _check_taps(fields: dict[str, Any]) -> None:
+    """Refuses taps that count hidden states and are not those that count layers."""
+    states = _layers_of_states(fields.get("eagle_aux_hidden_state_layer_ids"))
+    ids = fields.get("target_layer_ids") or fields["dflash_config"].get("target_layer_ids")
+    if states is not None and ids is not None and states != list(ids):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not target_layer_ids={ids} "
+            "plus one: write the layers of the training run in both."
+        )
+
+
+def tensor_names(folder: str | os.PathLike[str]) -> set[str]:
+    """Names of the tensors in a local folder's safetensors; empty if it holds none or they cannot be read."""
+    index, path = (os.path.join(folder, f"model.safetensors{ending}") for ending in (".index.json", ""))
+    text = b""
+    if os.path.isfile(index):
+        with open(index, "rb") as file:
+            text = file.read()
+    elif os.path.isfile(path):
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length < os.path.getsize(path) else b""
+    try:
+        header = dict(json.loads(text))
+    except (TypeError, ValueError):  # the loader will say what is wrong with the file
+        return set()
+    return set(header.get("weight_map") or header) - {"__metadata__"}
+
+
+def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
+    """Own fields in `dflash_config` or at the top; ModelOpt's and MiMo's windows become layer types."""
+    nested = dict(fields.get("dflash_config") or {})
+    read = {**fields, "dflash_config": nested}
+    if read.get("logit_scale") is not None:
+        read.setdefault("output_multiplier", read.pop("logit_scale"))
+    if read.get("target_layer_ids") is None and nested.get("target_layer_ids") is None:
+        read["target_layer_ids"] = _layers_of_states(read.pop("eagle_aux_hidden_state_layer_ids", None))
+    uses_windows = any([nested.pop("use_swa", False), read.pop("use_swa", False)])
+    window = nested.pop("swa_window_size", None) or read.pop("swa_window_size", None)
+    if not uses_windows:
+        return read
+    read["sliding_window"] = window or read.get("sliding_window")
+    if "sliding_attention" not in (read.get("layer_types") or ()):
+        # The flag then stands for all layers, which see the whole block unless something says that they are causal.
+        read["layer_types"] = ["sliding_attention"] * read.get("num_hidden_layers", 32)  # Qwen3's default
+        if read.get("is_causal") is None and nested.get("causal") is None:
+            read["is_causal"] = False
+    return _with_windows(read)
+
+
+def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
+    """The decoder's fields one level down, taps counted from the embedding, causality as an exception to sliding layers."""
+    kind = fields.get("speculators_model_type", "dflash")
+    if kind not in ("dflash", "dflash2"):
+        raise ValueError(
+            f"speculators_model_type={kind!r} is not a DFlash drafter: serve this checkpoint with vLLM, which reads it."
+        )
+    layer = dict(fields["transformer_layer_config"])
+    read = {name: value for name, value in layer.items() if name not in NOT_A_DRAFTERS}
+    if layer.get("model_type", "qwen3") != "qwen3" and "num_attention_heads" in layer:
+        # Where other families leave these out they follow from the heads; Qwen3 has numbers of its own.
+        read.setdefault("num_key_value_heads", layer["num_attention_heads"])
+        read.setdefault("head_dim", layer["hidden_size"] // layer["num_attention_heads"])
+    rope = read.get("rope_parameters") or {}
+    if isinstance(rope.get("sliding_attention"), dict):  # its drafters take this one for all layers
+        read["rope_parameters"] = rope["sliding_attention"]
+    read |= {name: fields[name] for name in BESIDE_THE_LAYER_CONFIG if fields.get(name) is not None}
+    read["target_layer_ids"] = _layers_of_states(fields.get("aux_hidden_state_layer_ids"))
+    if fields.get("sliding_window_non_causal"):
+        read["is_causal"] = False
+    return _with_windows({**read, "model_type": "qwen3", "dflash_config": {}})
+
+
+def _read_assistant(fields: dict[str, Any]) -> dict[str, Any]:
+    """Flat; bidirectional in every layer; reads raw rows of the target's embedding; knows no vocabulary."""
+    read = {"vocab_size": 0, "input_embedding_scale": 1.0, **fields}
+    return _with_windows({**read, "model_type": "qwen3", "is_causal": False, "dflash_config": {}})
+
+
+def _read_deepspec(fields: dict[str, Any]) -> dict[str, Any]:
+    """Flat; its anchor row predicts too, which the config does not say."""
+    if "sample_from_anchor" not in fields and "markov_rank" not in fields:
+        logger.warning(
+            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor row is "
+            "taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
+        )
+    kept = {name: value for name, value in fields.items() if name not in DEEPSPEC_TRAINING_FIELDS}
+    return {"sample_from_anchor": True, **kept, "dflash_config": {}}
+
+
+def _layers_of_states(ids: list[int] | None) -> list[int] | None:
+    """0-based decoder layers, of ids that count hidden states: 0 is the embedding's output, i that of layer i - 1."""
+    return None if ids is None else [i - 1 for i in ids]
+
+
+def _with_windows(fields: dict[str, Any]) -> dict[str, Any]:
+    """With `use_sliding_window` where a layer slides: transformers drops the window otherwise, and these dialects do not."""
+    slides = "sliding_attention" in (fields.get("layer_types") or ())
+    return {**fields, "use_sliding_window": True} if slides else fields
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    ZLAB: _read_zlab,
+    SPECULATORS: _read_speculators,
+    ASSISTANT: _read_assistant,
+    DEEPSPEC: _read_deepspec,
+}
+
+
+def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
+    """Refuses a local folder that is no checkpoint, or whose files `DFlashDraftModel` does not read."""
+    folder = os.path.join(name, subfolder)
+    if not os.path.isdir(name):
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
+    files = sorted(os.listdir(folder))
+    if "mask_embedding.pt" in files:
+        raise ValueError(
+            f"{name} holds mask_embedding.pt, a mask row of its own that DFlashDraftModel does not read: serve this "
+            "checkpoint with an engine that does."
+        )
+    pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth")) and file != "training_args.bin"]
+    if pickles and not weights_only and not any(file.endswith(".safetensors") for file in files):
+        raise ValueError(
+            f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
+            "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."
+        )

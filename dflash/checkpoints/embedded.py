@@ -1,0 +1,92 @@
+"""The tiny pair inside the package, which makes the main job run with no download: load it, read it, write it out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.model.modeling_dflash import DFlashDraftModel
+
+from .folders import check_replaceable, replace_folder, save_checkpoint
+
+
+TARGET_NAME = "tiny-target"
+DRAFTER_NAME = "tiny-DFlash"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem that the pair was not trained on, and its worked answer."""
+
+    question: str
+    answer: str
+
+
+def embedded_path(name: str) -> Path:
+    """The path of a file or folder of the package's assets.
+
+    Raises:
+        FileNotFoundError: if this installation lacks it.
+    """
+    path = Path(str(resources.files("dflash") / "assets" / name))
+    if not path.exists():
+        raise FileNotFoundError(
+            f"The embedded pair is incomplete in this installation ({path} is missing): install dflash-transformers again."
+        )
+    return path
+
+
+def load_embedded_pair(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DFlashDraftModel, Any]:
+    """The embedded target, its drafter and their tokenizer, on the CPU.
+
+    Example:
+        >>> target, drafter, tokenizer = load_embedded_pair()
+        >>> ids = tokenizer("Ann has 3 apples and buys 4 more. How many has she?", return_tensors="pt")
+        >>> print(tokenizer.decode(drafter.spec_generate(ids, target=target, max_new_tokens=128)[0]))
+    """
+    target_path, drafter_path = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
+    target = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype).eval()
+    drafter = DFlashDraftModel.from_pretrained(drafter_path, dtype=dtype).eval()
+    return target, drafter, AutoTokenizer.from_pretrained(target_path)
+
+
+def heldout_problems() -> list[Problem]:
+    """Problems that neither model was trained on."""
+    lines = embedded_path("heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return [Problem(row["question"], row["answer"]) for row in rows]
+
+
+def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Writes both checkpoints below `folder`, the code beside the drafter, and returns their two paths.
+
+    `AutoModel.from_pretrained(drafter, trust_remote_code=True)` then works where this package is not installed.
+
+    Raises:
+        ValueError: if one of the two folders exists and is not a checkpoint.
+    """
+    folder = Path(folder).expanduser().absolute()
+    target_path, drafter_path = folder / TARGET_NAME, folder / DRAFTER_NAME
+    known = json.loads((embedded_path(TARGET_NAME) / "config.json").read_text(encoding="utf-8"))
+    check_replaceable(target_path, tuple(known["architectures"]))
+    check_replaceable(drafter_path)
+    source = embedded_path(DRAFTER_NAME)
+    card = source / "README.md"
+    save_checkpoint(
+        DFlashDraftModel.from_pretrained(source, dtype="auto"),
+        drafter_path,
+        files={"README.md": card.read_text(encoding="utf-8")},
+    )
+    aside = target_path.with_name(f".{TARGET_NAME}.partial-{os.getpid()}")
+    shutil.copytree(embedded_path(TARGET_NAME), aside)
+    replace_folder(aside, target_path)
+    return target_path, drafter_path

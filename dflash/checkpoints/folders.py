@@ -1,0 +1,112 @@
+"""A checkpoint folder as others read it: weights, config, the code beside them, and a card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:  # the names of a checkpoint's files are asked for where nothing else needs torch
+    from transformers.modeling_utils import PreTrainedModel
+
+
+DRAFTERS = ("DFlashDraftModel", "DFlash2DraftModel")
+
+# All that a checkpoint of this library, or of a target that it saves, is made of.
+FILES = (
+    "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
+    "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "README.md", "training.json", "*_dflash.py"
+)  # fmt: skip
+FOLDERS = ("custom_generate", "__pycache__")
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    files: Mapping[str, str] | None = None,
+    inspect: Callable[[Path], None] | None = None,
+) -> Path:
+    """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights, `custom_generate` included.
+
+    Everything is written aside and then renamed, so that neither a reader nor an interruption meets half a checkpoint.
+
+    Args:
+        model: A drafter or a target.
+        folder: Where to; an older checkpoint of the same kind there is replaced.
+        tokenizer: Saved beside the model if given.
+        files: Texts by file name, such as the card in README.md.
+        inspect: Given the complete checkpoint before it takes its place; what it raises leaves `folder` as it was.
+
+    Raises:
+        ValueError: if `folder` holds something that is not such a checkpoint.
+    """
+    folder = Path(folder).expanduser().absolute()
+    is_drafter = hasattr(model, "spec_generate")
+    check_replaceable(folder, DRAFTERS if is_drafter else (type(model).__name__,))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        model.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        if is_drafter:
+            from dflash.model.generation_dflash import write_door
+
+            write_door(aside)
+        for name, text in (files or {}).items():
+            (aside / name).write_text(text, encoding="utf-8")
+        for weights in aside.glob("*.safetensors"):  # they come out readable by their owner alone
+            shutil.copymode(aside / "config.json", weights)
+        if inspect is not None:
+            inspect(aside)
+        replace_folder(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -> None:
+    """Raises ValueError unless `folder` is free, or holds a checkpoint of `architectures` and nothing else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} exists and is not a checkpoint (no config.json): choose another folder.")
+    if not set(_architectures(folder)) & set(architectures):
+        raise ValueError(f"{folder} holds another model than {architectures[0]}: choose another folder.")
+    for path in sorted(folder.iterdir()):
+        is_folder = path.is_dir()
+        if (is_folder and path.name not in FOLDERS) or (not is_folder and not any(map(path.match, FILES))):
+            raise ValueError(f"{folder} holds {path.name}, which replacing it would delete: choose another folder.")
+
+
+def _architectures(folder: Path) -> tuple[str, ...]:
+    """The classes that a checkpoint's config.json names; none where it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = config.get("architectures") or []
+        code = (config.get("auto_map") or {}).get("AutoModel")
+        return tuple(map(str, [*named, "DFlashDraftModel"] if code == "modeling_dflash.DFlashDraftModel" else named))
+    except (ValueError, AttributeError, TypeError):
+        return ()
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Renames `new` to `folder`; what was there before is deleted only after that, and an error or interrupt restores it."""
+    old = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+    try:
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except BaseException:  # an interrupt between the two renames too
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,296 @@
+"""A checkpoint's folder on the Hub, in one commit: weights, config, code and card, and nothing that does not belong there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .folders import FILES
+from .rules import Report, check
+
+
+CARD, DOOR = "README.md", "custom_generate/generate.py"
+
+# Files of a former checkpoint that would be read with the new one's, were they left in the repository.
+STALE = (
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/*"
+)  # fmt: skip
+SECRETS = (
+    ".env", ".env.*", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", "*.pem", "*.key", "*.p12", "*.pfx",
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "token", "token.txt", "*.token", "credentials*", "secrets*"
+)  # fmt: skip
+TRAINING_STATE = (
+    "optimizer*", "scheduler*", "scaler.*", "rng_state*", "random_states*", "trainer_state.json", "training_args.bin",
+    "checkpoint-*", "global_step*", "*.distcp", "*.ckpt", "state.pt", "pytorch_model_fsdp*", "events.out.tfevents.*",
+    "runs", "wandb"
+)  # fmt: skip
+# Keys of the Hub, OpenAI, GitHub and AWS, and private keys.
+KEY = re.compile(
+    rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{32,}|\bgh[pousr]_[A-Za-z0-9]{36,}|\bAKIA[0-9A-Z]{16}\b"
+    rb"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of the commit: as it lies on the disk, or the bytes that go instead."""
+
+    path: str
+    content: Path | bytes
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+    def read(self) -> bytes:
+        """The bytes."""
+        return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one commit will hold. `written` are files that the folder lacks or that differ from its own."""
+
+    repo_id: str
+    files: tuple[File, ...]
+    written: tuple[str, ...]
+    left_out: tuple[str, ...]
+    report: Report
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """The front matter of the card; ValueError if it cannot be read."""
+        from huggingface_hub import ModelCard
+
+        text = next(file for file in self.files if file.path == CARD).read().decode()
+        try:
+            return dict(ModelCard(text).data.to_dict())
+        except Exception as error:  # whatever its YAML reader makes of it
+            raise ValueError(
+                f"The front matter of README.md cannot be read ({_first_line(error)}): correct the lines between ---."
+            ) from error
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where it is, and the commit to load; `is_new` is false where the repository held the same already."""
+
+    repo_id: str
+    url: str
+    commit: str
+    is_new: bool
+
+    @property
+    def load_line(self) -> str:
+        """The line of Python that loads exactly this."""
+        return f'AutoModel.from_pretrained("{self.repo_id}", trust_remote_code=True, revision="{self.commit}")'
+
+
+def plan(folder: str | Path, repo_id: str, target: str | None = None) -> Plan:
+    """The files that go up, found without a connection.
+
+    They are those of a checkpoint in `folder`, the code that its config names, and, where the folder lacks them, a card
+    and the door of a target's `generate`. A card that says how to load the folder says how to load `repo_id` instead.
+
+    Args:
+        folder: A drafter's checkpoint.
+        repo_id: "namespace/name".
+        target: Its target, a folder or an id on the Hub: the pair is checked, and a new card names it.
+
+    Raises:
+        ValueError: if transformers cannot load the checkpoint, if a file or a key that looks secret or the state of a
+            training run lies in the folder, or if `repo_id` is no name of a repository.
+    """
+    folder = Path(folder).expanduser().absolute()
+    _check_name(repo_id)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
+    report = check(folder, target)
+    failing = next((verdict for verdict in report.verdicts if verdict.verdict == "fails" and _is_ours(verdict)), None)
+    if failing is not None:
+        first = failing.findings[0]
+        raise ValueError(
+            f"{first.field} keeps this checkpoint from loading in {failing.name} ({first.why.rstrip('.')}): "
+            f"{first.fix.rstrip('.')}; `dflash check {folder.name}` says all."
+        )
+    taken, left_out = [], []
+    code = _named_code(folder)
+    for path in sorted(folder.iterdir()):
+        _refuse_by_name(path)
+        if path.is_file() and (any(map(path.match, FILES)) or path in code):
+            taken.append(File(path.name, path))
+        elif path.name != "custom_generate":
+            left_out.append(path.name + "/" * path.is_dir())
+    taken += [File(path.relative_to(folder).as_posix(), path) for path in sorted(folder.glob("custom_generate/*.py"))]
+    files = {file.path: file for file in taken}
+    own = dict(files)
+    if CARD in files:
+        text = files[CARD].read().decode()
+        renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
+        files[CARD] = files[CARD] if renamed == text else File(CARD, renamed.encode())
+    else:
+        files[CARD] = File(CARD, _card(folder, repo_id, target).encode())
+    from dflash.model.generation_dflash import door_source
+
+    files.setdefault(DOOR, File(DOOR, door_source().encode()))
+    for file in files.values():
+        _refuse_by_content(file)
+    written = tuple(name for name, file in files.items() if file is not own.get(name))
+    made = Plan(repo_id, tuple(files[name] for name in sorted(files)), written, tuple(left_out), report)
+    made.card  # noqa: B018  (refused here rather than by the Hub)
+    return made
+
+
+def publish(
+    plan: Plan, private: bool = False, revision: str | None = None, message: str = "Upload a DFlash drafter"
+) -> Published:
+    """Uploads `plan` in one commit; the repository and the branch are made if there are none.
+
+    Weights and code of a former checkpoint that the plan lacks are deleted in the same commit; other files of the
+    repository stay. The same again makes no commit.
+
+    Args:
+        plan: What goes up.
+        private: The repository is private; one that is public already is refused.
+        revision: The branch; `None` is main.
+        message: Of the commit.
+
+    Raises:
+        ValueError: without a token or permission, and where the Hub cannot be reached or refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+    if get_token() is None:
+        raise ValueError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN.")
+    api = HfApi()
+    with _explained(plan.repo_id, api.endpoint):
+        api.create_repo(plan.repo_id, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(plan.repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(plan.repo_id, revision=revision)
+        if private and not before.private:
+            raise ValueError(
+                f"{plan.repo_id} exists and is public: make it private in its settings first, or leave out --private."
+            )
+        names = {file.path for file in plan.files}
+        there = [item.rfilename for item in before.siblings or ()]
+        stale = [name for name in there if name not in names and any(map(Path(name).match, STALE))]
+        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+        operations += [
+            CommitOperationAdd(file.path, file.content if isinstance(file.content, bytes) else str(file.content))
+            for file in plan.files
+        ]
+        done = api.create_commit(
+            plan.repo_id,
+            operations,
+            commit_message=message,
+            revision=revision,
+            parent_commit=before.sha,  # refused if somebody else has committed since
+        )
+    url = f"{api.endpoint}/{plan.repo_id}" + (f"/tree/{revision}" if revision else "")
+    return Published(plan.repo_id, url, done.oid, done.oid != before.sha)
+
+
+def _is_ours(verdict: Any) -> bool:
+    """Whether it is about what anybody runs who loads the checkpoint as its card says."""
+    return bool(verdict.engine == "remote-code")
+
+
+def _check_name(repo_id: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(
+            f"{repo_id!r} is no name of a repository: give namespace/name, of letters, digits, - _ and ."
+        ) from error
+    if "/" not in repo_id:
+        raise ValueError(
+            f"{repo_id!r} says no namespace: give your user name or an organisation, as in you/{repo_id}."
+        )
+
+
+def _named_code(folder: Path) -> set[Path]:
+    """The files that `auto_map` names, and those that they import."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    entries = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") or {}
+    found: set[Path] = set()
+    for entry in entries.values():
+        path = folder / f"{str(entry).rpartition('.')[0]}.py"
+        if path.is_file():
+            found |= {path, *map(Path, get_relative_import_files(path))}
+    return found
+
+
+def _card(folder: Path, repo_id: str, target: str | None) -> str:
+    from dflash.model.configuration_dflash import DFlashConfig
+    from dflash.model.generation_dflash import write_card
+
+    return write_card(DFlashConfig.from_pretrained(folder), repo_id, target)
+
+
+def _refuse_by_name(path: Path) -> None:
+    if any(map(path.match, SECRETS)):
+        raise ValueError(f"{path.name} looks secret: move it out of the folder before it is published.")
+    if any(map(path.match, TRAINING_STATE)):
+        raise ValueError(
+            f"{path.name} is the state of a training run, which nobody loads: move it out of the folder before it is published."
+        )
+
+
+def _refuse_by_content(file: File) -> None:
+    if not file.path.endswith(".safetensors") and KEY.search(file.read()):
+        raise ValueError(f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one.")
+
+
+@contextmanager
+def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
+    """What the Hub and its client refuse, in one sentence with what to do."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    namespace = repo_id.split("/")[0]
+    try:
+        yield
+    except ValueError as error:  # ours, or the Hub's about the card
+        raise ValueError(" ".join(str(error).split())) from error  # in one line
+    except OfflineModeIsEnabled as error:
+        raise ValueError("HF_HUB_OFFLINE is set, so nothing can be published: unset it.") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        told = {
+            401: "the Hub does not know the token: run `hf auth login` again, or set HF_TOKEN.",
+            403: f"the token may not write to {namespace}: use one with write access, or another namespace.",
+            412: "somebody else has committed meanwhile: look at that commit, then publish again.",
+        }
+        said = told.get(status or 0, f"the Hub refused ({_first_line(error)}): try again, or look at {endpoint}.")
+        raise ValueError(f"{repo_id} was not published: {said}") from error
+    except Exception as error:
+        if not _is_of_the_network(error):
+            raise
+        raise ValueError(
+            f"{repo_id} was not published: the connection to {endpoint} failed ({type(error).__name__}): try again, and "
+            "what has arrived is not sent twice."
+        ) from error
+
+
+def _is_of_the_network(error: BaseException | None) -> bool:
+    """Whether the connection is the cause: the client's versions use two libraries, and wrap what uploads raise."""
+    libraries = ("httpx", "httpx2", "requests", "urllib3")
+    while error is not None:
+        if isinstance(error, ConnectionError) or type(error).__module__.split(".")[0] in libraries:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -1,0 +1,491 @@
+"""Rules of config.json. Each yields what it finds wrong, and nothing that another rule reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
+
+from .engines import (
+    READERS,
+    Config,
+    LayerAttention,
+    declared_layer_types,
+    decoder_fields,
+    either,
+    has_our_config,
+    is_second_version,
+    layer_ids,
+    nested_fields,
+    num_layers,
+    rope_theta,
+    transformers_layer_types,
+    whole_number,
+)
+from .findings import ALL, CONVERT, TRANSFORMERS, Finding, Severity, engine_names, error, note, plain, shown, warning
+from .reading import Checkpoint, token_ids
+
+
+DOUBLED = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
+
+# Fields that change what a drafter computes: who reads them, and what it costs where nobody does.
+VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
+    "attention_sink_bias": ((None, False), ("vllm", "sglang"), "error"),
+    "attention_value_scale": ((None, 1, 1.0), ("vllm", "sglang"), "error"),
+    "conv_kernel_size": ((None, 0), ("vllm", "sglang"), "error"),
+    "selector_rank": ((None, 0), ("vllm", "sglang"), "error"),
+    "projector_type": ((None,), ("sglang",), "error"),
+    "input_embedding_scale": ((None, 1, 1.0), ("vllm",), "error"),
+    "output_multiplier": ((None, 1, 1.0), ("vllm", "sglang"), "warning"),
+    "final_logit_softcapping": ((None, 0, 0.0), ("vllm", "sglang"), "warning"),
+}
+
+# Above 0 these keep the order of the logits, and so every proposal, unless a selector adds to them.
+MONOTONE = ("output_multiplier", "final_logit_softcapping")
+
+
+def field_types(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Fields that are not of the kind that every reader expects."""
+    config = checkpoint.config
+    for name in ("dflash_config", "rope_parameters", "rope_scaling", "auto_map", "transformer_layer_config"):
+        if not isinstance(config.get(name, {}) or {}, Mapping):
+            yield error(
+                name, config[name], "readers expect an object here.", "write it as an object, or leave it out."
+            )
+    numbers = ("block_size", "mask_token_id", "num_target_layers")
+    for place, fields in (("", config), ("dflash_config.", nested_fields(config))):
+        for name in numbers:
+            if fields.get(name) is not None and whole_number(fields[name]) is None:
+                yield error(place + name, fields[name], "it is not a whole number.", "write it without quotes.")
+        ids = fields.get("target_layer_ids")
+        if ids is not None and layer_ids(ids) is None:
+            yield error(
+                f"{place}target_layer_ids", ids, "it is not a list of layer numbers.", "write it as [1, 9, 17]."
+            )
+
+
+def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Fields that are written twice, because engines look in either place, and differ."""
+    config, nested = checkpoint.config, nested_fields(checkpoint.config)
+    pairs = [(name, config.get(name), f"dflash_config.{name}", nested.get(name)) for name in DOUBLED]
+    pairs.append(("is_causal", config.get("is_causal"), "dflash_config.causal", nested.get("causal")))
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, Mapping):
+        pairs.append(("rope_theta", config.get("rope_theta"), "rope_parameters", parameters.get("rope_theta")))
+        if "rope_scaling" in config and not _is_by_layer(parameters):
+            older, newer = _scaling(config.get("rope_scaling")), _scaling(parameters)
+            pairs.append(("rope_scaling", older or "default", "rope_parameters", newer or "default"))
+    aux = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
+    taps = layer_ids(either(config, "target_layer_ids"))
+    if aux is not None and taps is not None:
+        pairs.append(("eagle_aux_hidden_state_layer_ids", list(aux), "target_layer_ids + 1", list(taps)))
+    for name, outer, other, inner in pairs:
+        if outer is not None and inner is not None and outer != inner:
+            yield error(
+                name,
+                outer,
+                f"{other} says {shown(inner)}; some engines read one and some the other.",
+                "write the value that the drafter was trained with in both places.",
+            )
+    for name in DOUBLED:
+        if name in nested and nested[name] is None and config.get(name) is not None:
+            yield error(
+                f"dflash_config.{name}",
+                None,
+                f"a null here hides the {config[name]} at the top level from engines.",
+                "write the value, or delete the null.",
+                ("vllm", "sglang"),
+            )
+    outer, inner = config.get("dtype"), config.get("torch_dtype")
+    if outer is not None and inner is not None and outer != inner:
+        yield warning("dtype", outer, f"torch_dtype says {inner}.", "write the stored dtype in both.", TRANSFORMERS)
+
+
+def block_size(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A block of at least an anchor and one draft."""
+    size = checkpoint.meant.block_size
+    if size is None and either(checkpoint.config, "block_size") is None:
+        yield error(
+            "block_size",
+            None,
+            "readers then guess 16, which is wrong for a drafter of another block.",
+            "write the block size of the training run, anchor included.",
+        )
+    elif size is not None and size < 2:
+        yield error("block_size", size, "a block is an anchor and at least one draft.", "write 2 or more.")
+
+
+def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The id that fills the block: there, inside the vocabulary, and no token that means something else."""
+    mask, vocabulary = checkpoint.meant.mask_token_id, checkpoint.number("vocab_size")
+    if mask is None:
+        if either(checkpoint.config, "mask_token_id") is None:
+            yield error(
+                "mask_token_id",
+                None,
+                "vLLM refuses, TensorRT-LLM takes vocab_size and MLX takes 0.",
+                "write the id of the training run, at the top level and in dflash_config.",
+            )
+        return
+    if mask < 0 or (vocabulary is not None and mask >= vocabulary):
+        yield error(
+            "mask_token_id",
+            mask,
+            f"it is outside the vocabulary of {vocabulary}, so it has no embedding.",
+            "write the id of the training run.",
+        )
+    for name, severity in (("eos_token_id", "error"), ("pad_token_id", "warning"), ("bos_token_id", "warning")):
+        if mask in token_ids(checkpoint.config.get(name)):
+            yield collision(mask, f"the config's {name}", "error" if severity == "error" else "warning")
+
+
+def collision(mask: int, other: str, severity: Severity) -> Finding:
+    """The mask id is a token that means something else."""
+    return Finding(
+        severity,
+        "mask_token_id",
+        mask,
+        f"it is {other}, a token that text holds: a drafter trained so cannot tell a blank from it.",
+        "train with an id that never occurs in text, such as an unused row of the embedding.",
+    )
+
+
+def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Layers whose outputs are read: there, in order, once each, never the last."""
+    config, ids = checkpoint.config, checkpoint.meant.target_layer_ids
+    name = "aux_hidden_state_layer_ids" if checkpoint.form == SPECULATORS else "target_layer_ids"
+    if ids is None:
+        if either(config, name) is None:
+            yield error(name, None, "readers then guess a spread of layers.", "write the layers of the training run.")
+        return
+    if any(later <= earlier for earlier, later in pairwise(ids)) or ids[0] < 0:
+        yield error(
+            name,
+            list(ids),
+            "engines capture layers from the first to the last, so fc would get its inputs in another order.",
+            "list each layer once, ascending, from 0, and permute the column groups of fc.weight alike.",
+        )
+    depth = whole_number(either(config, "num_target_layers"))
+    if depth is not None and max(ids) >= depth - 1:
+        yield last_tap(list(ids), depth, name)
+
+
+def last_tap(ids: list[int], depth: int, name: str) -> Finding:
+    """A tap on the target's last layer, or behind it."""
+    return error(
+        name,
+        ids,
+        f"the target has {depth} layers, and the output of its last one is normed in transformers and raw in engines.",
+        f"tap layers up to {depth - 2} and train again.",
+    )
+
+
+def target_depth(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """`num_target_layers`, which some readers need at the top level."""
+    if checkpoint.config.get("num_target_layers") is None and checkpoint.form in (ZLAB, DEEPSPEC):
+        yield error(
+            "num_target_layers",
+            None,
+            "MLX needs the target's depth at the top level.",
+            "write the target's num_hidden_layers.",
+            ("mlx",),
+        )
+
+
+def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """One known layer type for each layer, and a window where one is asked for."""
+    config, fields = checkpoint.config, decoder_fields(checkpoint.config)
+    types, depth = fields.get("layer_types"), num_layers(config)
+    if depth == 0:
+        yield error(
+            "num_hidden_layers",
+            fields.get("num_hidden_layers"),
+            "the drafter's depth is not known.",
+            "write the number of its layers.",
+        )
+        return
+    if types is None:
+        is_guessed = "sliding_attention" in transformers_layer_types(config)
+        yield Finding(
+            "warning" if is_guessed else "note",
+            "layer_types",
+            None,
+            "transformers then derives them from max_window_layers, other readers take full attention.",
+            "write one type for each layer.",
+        )
+    elif declared_layer_types(config) is None:
+        yield error("layer_types", types, f"the drafter has {depth} layers.", "write one type for each layer.")
+    elif unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
+        yield error(
+            "layer_types", unknown, "readers know full_attention and sliding_attention.", "write one of the two."
+        )
+    elif "sliding_attention" in types:
+        yield from _missing_window(config, fields)
+
+
+def _missing_window(config: Config, fields: Config) -> Iterator[Finding]:
+    window, swa_window = fields.get("sliding_window"), nested_fields(config).get("swa_window_size")
+    if whole_number(window) is None and whole_number(swa_window) is None:
+        yield error(
+            "sliding_window", window, "layer_types holds sliding_attention.", "write the window of the training run."
+        )
+    elif fields.get("model_type", config.get("model_type")) == "qwen3" and not fields.get("use_sliding_window"):
+        yield error(
+            "use_sliding_window",
+            fields.get("use_sliding_window"),
+            "transformers' Qwen3Config drops sliding_window without it; what builds on it refuses, or attends fully.",
+            "write true.",
+            ("remote-code", "native", "vllm", "sglang", "trtllm"),
+        )
+
+
+def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """One rotary embedding over the whole head, its base written down."""
+    fields = decoder_fields(checkpoint.config)
+    parameters = fields.get("rope_parameters")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    if _is_by_layer(parameters):
+        yield error(
+            "rope_parameters",
+            sorted(parameters),
+            "engines fuse the keys of all layers, so they share one rotary embedding.",
+            "write rope_theta and rope_type at the top of rope_parameters.",
+        )
+    elif rope_theta(checkpoint.config) is None:
+        yield error(
+            "rope_theta",
+            fields.get("rope_theta"),
+            "without it transformers takes 10000 and vLLM 1000000.",
+            "write the base of the training run as rope_theta and in rope_parameters.",
+        )
+    for name, place in (("partial_rotary_factor", fields), ("rope_parameters.partial_rotary_factor", parameters)):
+        factor = place.get("partial_rotary_factor")
+        if factor not in (None, 1):
+            why = "transformers' Qwen3 rotates the whole head; vLLM, SGLang and TensorRT-LLM rotate this part of it."
+            fix = "write 1 if the drafter was trained with transformers; else serve it with vLLM or SGLang."
+            yield error(name, factor, why, fix, (*TRANSFORMERS, "mlx"))
+            yield warning(name, factor, why, fix, ("vllm", "sglang", "trtllm"))
+    for name in ("is_neox_style", "rope_is_neox_style"):
+        if fields.get(name) is False:
+            why = "only vLLM and SGLang rotate interleaved pairs."
+            yield error(name, False, why, "serve it with vLLM or SGLang.", (*TRANSFORMERS, "trtllm", "mlx"))
+
+
+def _is_by_layer(parameters: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in parameters.values())
+
+
+def _scaling(fields: Any) -> dict[str, Any] | None:
+    """Scaling of a rotary embedding without its base, `None` for none; `type` is the older name of `rope_type`."""
+    if not isinstance(fields, Mapping):
+        return None
+    named = {
+        ("rope_type" if name == "type" else name): value for name, value in fields.items() if name != "rope_theta"
+    }
+    return None if named.get("rope_type", "default") == "default" else named
+
+
+def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The numbers that a network is built from."""
+    config, fields = checkpoint.config, decoder_fields(checkpoint.config)
+    sizes = ["hidden_size", "num_attention_heads", "intermediate_size"]
+    for name in sizes if checkpoint.form == ASSISTANT else [*sizes, "vocab_size"]:
+        value = checkpoint.number(name)
+        if value is None or value < 1:
+            yield error(
+                name, fields.get(name), "no reader can build the network.", "write the number of the training run."
+            )
+    heads, groups = checkpoint.number("num_attention_heads"), checkpoint.number("num_key_value_heads")
+    if heads and groups and (groups < 1 or heads % groups):
+        yield error(
+            "num_key_value_heads", groups, f"{heads} heads do not share them evenly.", "write a divisor of it."
+        )
+    if checkpoint.number("head_dim") is None:
+        yield error(
+            "head_dim",
+            fields.get("head_dim"),
+            "MLX reads it and derives nothing.",
+            f"write {checkpoint.head_dim}." if checkpoint.head_dim else "write the size of a head.",
+            ("mlx",),
+        )
+    if fields.get("hidden_act", "silu") != "silu":
+        yield error(
+            "hidden_act",
+            fields["hidden_act"],
+            "SGLang refuses, other engines compute silu.",
+            "train with silu.",
+            ("vllm", "sglang", "trtllm", "mlx"),
+        )
+    if "tie_word_embeddings" not in config and checkpoint.form != SPECULATORS:
+        why = "MLX needs the field, though a drafter has no embedding of its own."
+        yield error("tie_word_embeddings", None, why, "write false.", ("mlx",))
+
+
+def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A drafter proposes from the target's whole vocabulary; a reduced one of its own is read by vLLM alone."""
+    reduced, whole = checkpoint.number("draft_vocab_size"), checkpoint.number("vocab_size")
+    reduced = reduced or whole_number(either(checkpoint.config, "draft_vocab_size"))
+    if reduced is None or reduced == whole:
+        return
+    others = tuple(engine for engine in ALL if engine not in ("vllm", "remote-code"))
+    yield error(
+        "draft_vocab_size",
+        reduced,
+        f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map.",
+        "serve it with vLLM, or load it with this package.",
+        others,
+    )
+
+
+def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Fields that change what the drafter computes, where an engine does not read them."""
+    config, nested = checkpoint.config, nested_fields(checkpoint.config)
+    for name, (absent, readers, severity) in VARIANT_FIELDS.items():
+        value = either(config, name)
+        if value in absent:
+            continue
+        others = tuple(engine for engine in ALL if engine not in (*readers, "remote-code"))
+        why = f"{engine_names(others)} do not compute it."
+        if name in MONOTONE and isinstance(value, (int, float)) and value > 0 and not either(config, "selector_rank"):
+            severity, why = (
+                "note",
+                f"{engine_names(others)} do not compute it, and the most probable token stays the same.",
+            )
+        yield Finding(severity, name, value, why, f"serve it with {engine_names(readers)}.", others)
+        if name not in nested and "sglang" in readers:
+            yield Finding(
+                severity, name, value, "SGLang looks in dflash_config alone.", "write it there too.", ("sglang",)
+            )
+    declared = either(config, "sample_from_anchor")
+    if declared or (declared is None and checkpoint.form == DEEPSPEC):
+        yield error(
+            "sample_from_anchor",
+            declared,
+            (
+                "the anchor's row predicts too"
+                if declared
+                else "flat fields without dflash_config: the anchor's row predicts"
+            )
+            + ", and engines read the rows one place off, at about no acceptance.",
+            "load it with this package, which knows the form.",
+            tuple(engine for engine in ALL if engine != "remote-code"),
+        )
+
+
+def form(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Forms of config that some engines cannot read at all."""
+    if checkpoint.form == SPECULATORS:
+        others = tuple(engine for engine in ALL if engine not in ("vllm", "remote-code"))
+        yield error("transformer_layer_config", "…", "only vLLM reads the form of speculators.", f"{CONVERT}.", others)
+    if checkpoint.form == ASSISTANT:
+        yield error(
+            "model_type",
+            checkpoint.config.get("model_type"),
+            "an assistant's own model type is read by transformers, vLLM and SGLang alone.",
+            f"{CONVERT}.",
+            ("trtllm", "mlx"),
+        )
+
+
+def readings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What engines would take from the config, where that is not what the checkpoint means."""
+    config, published = checkpoint.config, checkpoint.meant
+    if checkpoint.form == SPECULATORS:
+        readers = {"vllm": READERS["vllm"]}
+    elif has_our_config(config):
+        readers = {engine: reader for engine, reader in READERS.items() if engine != "native"}
+    else:
+        readers = READERS
+    taken = {engine: reader(config) for engine, reader in readers.items()}
+    for name in ("block_size", "mask_token_id", "target_layer_ids", "rope_theta"):
+        wanted = getattr(published, name)
+        others = {engine: getattr(reading, name) for engine, reading in taken.items()}
+        if wanted is not None:
+            yield from _other_values(name, wanted, {e: read for e, read in others.items() if read != wanted})
+    attention = {engine: reading.attention for engine, reading in taken.items()}
+    for read in dict.fromkeys(attention.values()):
+        if read != published.attention:
+            engines = tuple(engine for engine, layers in attention.items() if layers == read)
+            yield _other_attention(config, engines, published.attention, read)
+
+
+def _other_values(name: str, wanted: Any, others: dict[str, Any]) -> Iterator[Finding]:
+    fix = "write rope_theta too." if name == "rope_theta" else "write it at the top level and in dflash_config."
+    for read in dict.fromkeys(others.values()):
+        engines = tuple(engine for engine, value in others.items() if value == read)
+        what = "not found" if read is None else f"read as {shown(plain(read))}"
+        yield error(name, plain(wanted), f"{what} by {engine_names(engines)}.", fix, engines)
+
+
+def _other_attention(
+    config: Config, engines: tuple[str, ...], wanted: tuple[LayerAttention, ...], read: tuple[LayerAttention, ...]
+) -> Finding:
+    index, ours, theirs = next((i, a, b) for i, (a, b) in enumerate(zip(wanted, read, strict=False)) if a != b)
+    name = "is_causal" if ours.window == theirs.window else "layer_types"
+    return warning(
+        name,
+        decoder_fields(config).get(name),
+        f"layer {index} is {_attention(ours)}, and run {_attention(theirs)} by {engine_names(engines)}: fewer drafts are accepted.",
+        "serve it with another engine; only full, bidirectional attention is read alike by all.",
+        engines,
+    )
+
+
+def _attention(layer: LayerAttention) -> str:
+    window = "and full" if layer.window is None else f"with window {layer.window}"
+    return f"{'causal' if layer.is_causal else 'bidirectional'} {window}"
+
+
+def names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The names by which engines find the drafter's class."""
+    config = checkpoint.config
+    found = config.get("architectures")
+    first = str(found[0]) if isinstance(found, list) and found else None
+    is_native, is_speculators = (checkpoint.form == form for form in (ASSISTANT, SPECULATORS))
+    wanted = "DFlash2DraftModel" if is_second_version(config) else "DFlashDraftModel"
+    if not is_native and not is_speculators and first != wanted:
+        named = first is not None and (first.startswith("DFlash") or first.endswith("DFlash"))
+        yield error(
+            "architectures",
+            found,
+            "engines find the drafter's class by this name.",
+            f'write ["{wanted}"].',
+            ("sglang",) if named else ("vllm", "sglang"),
+        )
+    if not is_native and not is_speculators and config.get("model_type") != "qwen3":
+        yield warning(
+            "model_type",
+            config.get("model_type"),
+            "engines build a drafter as a Qwen3 decoder.",
+            'write "qwen3" with the fields of a Qwen3 config.',
+            ("vllm", "sglang", "trtllm", "mlx"),
+        )
+    if "dflash" not in checkpoint.folder.absolute().name.lower() and not is_native:
+        yield note(
+            "folder",
+            checkpoint.folder.absolute().name,
+            "vLLM recognises a drafter by DFlash in its name.",
+            'rename it, or give vLLM "method": "dflash".',
+            ("vllm",),
+            file=".",
+        )
+
+
+RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
+    "field-type": field_types,
+    "doubles": doubles,
+    "block-size": block_size,
+    "mask-token": mask_token,
+    "taps": taps,
+    "target-depth": target_depth,
+    "windows": windows,
+    "rope": rope,
+    "dimensions": dimensions,
+    "vocabulary": vocabulary,
+    "variant": variants,
+    "form": form,
+    "names": names,
+    "reading": readings,
+}

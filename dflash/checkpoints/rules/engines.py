@@ -1,0 +1,285 @@
+"""What each engine takes from a drafter's config.json: its own reading rules, restated without the engine.
+
+A reading is compared with what the checkpoint means; where the two differ, that engine runs another drafter than the
+one that was trained. Dictionaries in, values out: nothing here opens a file or imports a model.
+
+Versions that the rules were read from: vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM 1.4.0rc1, dflash-mlx 0.1.8,
+transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash.checkpoints.dialects import ASSISTANT, SPECULATORS, dialect_of
+
+
+Config = Mapping[str, Any]
+
+ENGINES = {
+    "remote-code": "transformers (remote code)",
+    "native": "transformers (native)",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "trtllm": "TensorRT-LLM",
+    "mlx": "MLX",
+}
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one layer attends: causal inside the block or not, and the window W (keys less than W away), if any."""
+
+    is_causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a reader takes from a config; `None` is a value that it does not find.
+
+    `target_layer_ids` are 0-based decoder layers whose outputs are tapped, in the order of fc's column groups, however
+    the field that was read counts.
+    """
+
+    block_size: int | None
+    mask_token_id: int | None
+    target_layer_ids: tuple[int, ...] | None
+    rope_theta: float | None
+    attention: tuple[LayerAttention, ...]
+
+
+def nested_fields(config: Config) -> Config:
+    """`dflash_config`, empty if there is none."""
+    nested = config.get("dflash_config")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def nested_first(config: Config, name: str) -> Any:
+    """A field of `dflash_config`, else of the top level. A null in `dflash_config` hides the top level, as in engines."""
+    nested = nested_fields(config)
+    return nested[name] if name in nested else config.get(name)
+
+
+def either(config: Config, name: str) -> Any:
+    """A field of `dflash_config` or of the top level, whichever says something."""
+    value = nested_fields(config).get(name)
+    return config.get(name) if value is None else value
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` if it is an integer."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def layer_ids(value: Any, offset: int = 0) -> tuple[int, ...] | None:
+    """A list of integers, each moved by `offset`; `None` for anything else."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return None
+    if any(whole_number(item) is None for item in value):
+        return None
+    return tuple(item + offset for item in value)
+
+
+def is_second_version(config: Config) -> bool:
+    """Whether this is a DFlash2 drafter, with convolutions or a candidate selector."""
+    return any(either(config, name) for name in ("conv_kernel_size", "selector_rank"))
+
+
+def decoder_fields(config: Config) -> Config:
+    """The fields of the drafter's own layers: the whole config, or the part that speculators keeps them in."""
+    inner = config.get("transformer_layer_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def num_layers(config: Config) -> int:
+    """The drafter's depth; 0 where the config does not say. Beyond a thousand is a typing error, not a drafter."""
+    depth = whole_number(decoder_fields(config).get("num_hidden_layers"))
+    return depth if depth is not None and 0 < depth <= 1000 else 0
+
+
+def declared_layer_types(config: Config) -> list[str] | None:
+    """`layer_types` as the file holds them, if there is one for each layer."""
+    types = decoder_fields(config).get("layer_types")
+    if not isinstance(types, list) or len(types) != num_layers(config):
+        return None
+    return [str(item) for item in types]
+
+
+def transformers_window(config: Config) -> int | None:
+    """`sliding_window` after transformers' Qwen3Config: dropped unless `use_sliding_window` is set, else 4096 if absent."""
+    fields = decoder_fields(config)
+    if fields.get("model_type", config.get("model_type")) != "qwen3":
+        return whole_number(fields.get("sliding_window"))
+    return whole_number(fields.get("sliding_window", 4096)) if fields.get("use_sliding_window") else None
+
+
+def transformers_layer_types(config: Config) -> list[str]:
+    """`layer_types` after transformers' Qwen3Config: where absent, layers from `max_window_layers` (28) on are sliding."""
+    declared = declared_layer_types(config)
+    if declared is not None:
+        return declared
+    first = whole_number(decoder_fields(config).get("max_window_layers"))
+    first = 28 if first is None else first
+    is_windowed = transformers_window(config) is not None
+    return [
+        "sliding_attention" if is_windowed and layer >= first else "full_attention"
+        for layer in range(num_layers(config))
+    ]
+
+
+def rope_theta(config: Config) -> float | None:
+    """The rotary base in either spelling; that of transformers 5 wins, as there."""
+    fields = decoder_fields(config)
+    parameters = fields.get("rope_parameters")
+    newer = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
+    theta = fields.get("rope_theta") if newer is None else newer
+    return float(theta) if isinstance(theta, (int, float)) and not isinstance(theta, bool) else None
+
+
+def meant(config: Config) -> Reading:
+    """What the checkpoint means, by the rules of those who published it; the other readings are held against this one."""
+    is_speculators = dialect_of(dict(config)) == SPECULATORS
+    taps = (
+        layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
+        if is_speculators
+        else layer_ids(either(config, "target_layer_ids"))
+        or layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
+    )
+    return Reading(
+        block_size=whole_number(either(config, "block_size")),
+        mask_token_id=whole_number(either(config, "mask_token_id")),
+        target_layer_ids=taps,
+        rope_theta=rope_theta(config),
+        attention=_meant_attention(config),
+    )
+
+
+def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
+    kind = dialect_of(dict(config))
+    if kind == ASSISTANT:  # bidirectional in the block, windowed or not
+        window = whole_number(config.get("sliding_window"))
+        types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
+        return tuple(LayerAttention(False, window if name == "sliding_attention" else None) for name in types)
+    if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
+        window = whole_number(decoder_fields(config).get("sliding_window"))
+        types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
+        is_causal = not config.get("sliding_window_non_causal", False)
+        return tuple(
+            LayerAttention(is_causal, window) if name == "sliding_attention" else LayerAttention(False, None)
+            for name in types
+        )
+    window = whole_number(config.get("sliding_window"))
+    return _vllm_attention(config, declared_layer_types(config), window)
+
+
+def _vllm_attention(config: Config, types: list[str] | None, sliding_window: int | None) -> tuple[LayerAttention, ...]:
+    """One declared causality for all layers, else sliding layers are causal; `use_swa` makes every layer sliding."""
+    nested = nested_fields(config)
+    window = whole_number(nested.get("swa_window_size")) or sliding_window
+    names = types or ["full_attention"] * num_layers(config)
+    are_all_sliding = bool(nested.get("use_swa")) and "sliding_attention" not in names
+    declared = config.get("is_causal") if config.get("is_causal") is not None else nested.get("causal")
+    return tuple(
+        LayerAttention(
+            is_causal=name == "sliding_attention" if declared is None else bool(declared),
+            window=window if are_all_sliding or name == "sliding_attention" else None,
+        )
+        for name in names
+    )
+
+
+def read_as_vllm(config: Config) -> Reading:
+    """vLLM: ids that count from the embedding win, then `dflash_config`, then the top level. The block is the user's."""
+    if dialect_of(dict(config)) == SPECULATORS:
+        flag = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
+        published = meant(config)
+        return replace(published, attention=tuple(LayerAttention(flag, layer.window) for layer in published.attention))
+    nested = nested_fields(config)
+    return replace(
+        meant(config),
+        mask_token_id=whole_number(nested_first(config, "mask_token_id")),
+        target_layer_ids=layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
+        or layer_ids(nested.get("target_layer_ids"))
+        or layer_ids(config.get("target_layer_ids")),
+        attention=_vllm_attention(config, transformers_layer_types(config), transformers_window(config)),
+    )
+
+
+def read_as_sglang(config: Config) -> Reading:
+    """SGLang: `dflash_config`, then the top level; `causal`, `use_swa` and `swa_window_size` are not looked at."""
+    declared = config.get("is_causal")
+    window = transformers_window(config)
+    return replace(
+        meant(config),
+        block_size=whole_number(nested_first(config, "block_size")),
+        mask_token_id=whole_number(nested_first(config, "mask_token_id")),
+        target_layer_ids=layer_ids(nested_first(config, "target_layer_ids")),
+        attention=tuple(
+            LayerAttention(
+                is_causal=name == "sliding_attention" if declared is None else bool(declared),
+                window=window if name == "sliding_attention" else None,
+            )
+            for name in transformers_layer_types(config)
+        ),
+    )
+
+
+def read_as_trtllm(config: Config) -> Reading:
+    """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` and `causal` not read."""
+    nested = nested_fields(config)
+    taps = layer_ids(nested.get("target_layer_ids"))
+    swa_window = whole_number(nested.get("swa_window_size")) if nested.get("use_swa") else None
+    if swa_window is not None:
+        attention = (LayerAttention(False, swa_window),) * num_layers(config)
+    else:
+        window = transformers_window(config)
+        attention = tuple(
+            LayerAttention(name == "sliding_attention", window if name == "sliding_attention" else None)
+            for name in transformers_layer_types(config)
+        )
+    return replace(meant(config), target_layer_ids=taps and tuple(sorted(taps)), attention=attention)
+
+
+def read_as_mlx(config: Config) -> Reading:
+    """MLX: the block and the rotary base from the top level, the rest from `dflash_config`; sliding layers causal."""
+    nested = nested_fields(config)
+    theta = config.get("rope_theta")
+    window = whole_number(config.get("sliding_window"))
+    return Reading(
+        block_size=whole_number(config.get("block_size")),
+        mask_token_id=whole_number(nested.get("mask_token_id")),
+        target_layer_ids=layer_ids(nested.get("target_layer_ids")),
+        rope_theta=float(theta) if isinstance(theta, (int, float)) and not isinstance(theta, bool) else None,
+        attention=tuple(
+            LayerAttention(name == "sliding_attention", window if name == "sliding_attention" else None)
+            for name in declared_layer_types(config) or ["full_attention"] * num_layers(config)
+        ),
+    )
+
+
+def read_as_native(config: Config) -> Reading:
+    """`generate(speculation_type="dflash")`: the three fields at the top level; the drafter's class does the rest."""
+    return replace(
+        meant(config),
+        block_size=whole_number(config.get("block_size")),
+        mask_token_id=whole_number(config.get("mask_token_id")),
+        target_layer_ids=layer_ids(config.get("target_layer_ids")),
+    )
+
+
+READERS = {
+    "native": read_as_native,
+    "vllm": read_as_vllm,
+    "sglang": read_as_sglang,
+    "trtllm": read_as_trtllm,
+    "mlx": read_as_mlx,
+}
+
+
+def has_our_config(config: Config) -> bool:
+    """Whether the shipped DFlashConfig reads this config, which finds each field in either place."""
+    auto_map = config.get("auto_map")
+    return isinstance(auto_map, Mapping) and auto_map.get("AutoConfig") == "configuration_dflash.DFlashConfig"

@@ -1,0 +1,132 @@
+"""Rules of the files beside the config: the code that would run, pickles, and what is missing or broken."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from dflash.checkpoints.dialects import ASSISTANT, portable_fields
+
+from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, Severity, error, note, warning
+from .reading import Checkpoint, read_json
+
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+SAMPLING_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "max_length", "max_new_tokens")
+
+
+def code(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The code that `AutoModel.from_pretrained(…, trust_remote_code=True)` and native `generate` would run."""
+    config = checkpoint.config
+    auto_map = config.get("auto_map")
+    entry = auto_map.get("AutoModel") if isinstance(auto_map, Mapping) else None
+    if checkpoint.form == ASSISTANT and entry is None:
+        why = "AutoModel then loads transformers' own class, which has no spec_generate."
+        yield error("model_type", config.get("model_type"), why, f"{CONVERT}.", ("remote-code",))
+        return
+    if not isinstance(entry, str) or "." not in entry:
+        why = "AutoModel cannot tell which code makes the drafter."
+        yield error("auto_map.AutoModel", entry, why, f"{CONVERT}, its code beside it.", TRANSFORMERS)
+        return
+    module, _, name = entry.rpartition("--")[2].rpartition(".")
+    if "--" in entry:
+        why = "the code is fetched from another repository, which can change."
+        yield note("auto_map.AutoModel", entry, why, f"{CONVERT}, its code beside it.", TRANSFORMERS)
+        return
+    parameters = forward_parameters(checkpoint.folder / f"{module}.py", name)
+    if parameters is None:
+        why = f"there is no class {name} in {module}.py beside the weights."
+        fix = "save the drafter again with this package, its code beside it."
+        yield error("auto_map.AutoModel", entry, why, fix, TRANSFORMERS)
+        return
+    if not {"noise_embeds", "context_hidden_states"} <= parameters:
+        why = f"the forward of {name} does not take noise_embeds and context_hidden_states."
+        yield error("auto_map.AutoModel", entry, why, f"{CONVERT}, its code beside it.", ("native",))
+    if module != "modeling_dflash":
+        why = "it is code of its own, which may run on one version of transformers alone."
+        fix = "load it with this package's DFlashDraftModel, or `dflash convert` it."
+        yield warning("auto_map.AutoModel", entry, why, fix, ("remote-code",))
+
+
+def forward_parameters(path: Path, name: str) -> set[str] | None:
+    """Argument names of the forward of class `name`, read from the text of `path`; `None` if there is no such class."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if found is None:
+        return None
+    methods = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    return {
+        argument.arg
+        for method in methods
+        for argument in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)
+    }
+
+
+def library(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What this package itself refuses to load, in its own words."""
+    from transformers.utils import logging
+
+    from dflash.model.configuration_dflash import DFlashConfig
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        DFlashConfig.from_dict(portable_fields(dict(checkpoint.config), checkpoint.tensors))
+    except Exception as refusal:
+        reason = str(refusal).strip().split("\n")[0]
+        fix = "correct the field that it names."
+        yield error("DFlashConfig", None, f"this package refuses it: {reason}", fix, ("remote-code",))
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def files(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Pickles, absent or broken weights, and files that belong to a model that generates."""
+    has_safetensors = any(name.endswith(".safetensors") for name in checkpoint.files)
+    for name in checkpoint.files:
+        if name == "mask_embedding.pt":
+            why = "only vLLM and SGLang replace the mask's embedding by this file."
+            others = tuple(engine for engine in ALL if engine not in ("vllm", "sglang"))
+            yield error("mask_embedding", name, why, "serve it with vLLM or SGLang.", others, name)
+        elif name.endswith(PICKLES) and name != "training_args.bin":
+            why = "a pickle can run code when it is loaded" + (
+                "." if has_safetensors else ", and there is nothing else."
+            )
+            severity: Severity = "warning" if has_safetensors else "error"
+            yield Finding(severity, "weights", name, why, "save as safetensors and delete it.", ALL, name)
+        elif name == "generation_config.json":
+            why = "a drafter does not generate by itself, so nobody reads it."
+            yield note("generation_config", name, why, "delete it.", ALL, name)
+    if not has_safetensors:
+        yield error("weights", None, "there are no weights.", "save them as safetensors.", file=WEIGHTS)
+    for name, reason in checkpoint.unreadable.items():
+        yield error("weights", name, f"{reason}.", "fetch or save the file again.", ALL, name)
+    index = checkpoint.folder / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        yield from _missing_shards(checkpoint, index)
+    for name in SAMPLING_FIELDS:
+        if name in checkpoint.config:
+            why = "transformers takes it for a wish of how to generate, which a drafter does not."
+            yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
+
+
+def _missing_shards(checkpoint: Checkpoint, index: Path) -> Iterator[Finding]:
+    try:
+        listed = read_json(index, "").get("weight_map")
+    except ValueError as refusal:
+        yield error("weight_map", None, str(refusal), "fetch or save the file again.", file=index.name)
+        return
+    wanted = {str(name) for name in listed.values()} if isinstance(listed, dict) else set()
+    for name in sorted(wanted - set(checkpoint.files)):
+        yield error("weight_map", name, "this shard is not there.", "fetch the file.", file=index.name)
+
+
+RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
+    "files": files,
+    "code": code,
+    "library": library,
+}

@@ -1,0 +1,74 @@
+"""Rules of a drafter together with its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .config import collision, last_tap
+from .engines import either, whole_number
+from .findings import Finding, error, warning
+from .reading import Checkpoint, Target, token_ids
+
+
+DEFAULT_MASK_TOKEN = "<|MASK|>"
+
+
+def sizes_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+    """Hidden size, vocabulary and depth are the target's."""
+    hidden = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
+    pairs = (
+        ("hidden_size", hidden, "hidden_size"),
+        ("vocab_size", checkpoint.number("vocab_size"), "vocab_size"),
+        ("num_target_layers", whole_number(either(checkpoint.config, "num_target_layers")), "num_hidden_layers"),
+    )
+    for name, own, its_name in pairs:
+        other = whole_number(target.config.get(its_name))
+        if own is not None and other is not None and own != other:
+            why = f"{target.name} has {its_name} {other}."
+            fix = "use this drafter with the target that it was trained for."
+            yield error(name, own, why, fix)
+
+
+def taps_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+    """The tapped layers are the target's, the last one left out."""
+    depth, ids = whole_number(target.config.get("num_hidden_layers")), checkpoint.meant.target_layer_ids
+    declared = whole_number(either(checkpoint.config, "num_target_layers"))
+    if depth is not None and ids and depth != declared and max(ids) >= depth - 1:
+        yield last_tap(list(ids), depth, "target_layer_ids")
+
+
+def mask_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+    """The mask id inside the target's tokenizer."""
+    mask = checkpoint.meant.mask_token_id
+    named = next((index for index, token in target.token_of.items() if token == DEFAULT_MASK_TOKEN), None)
+    if named is not None and named != mask:
+        why = f"{target.name}'s tokenizer holds {DEFAULT_MASK_TOKEN} as {named}."
+        yield warning("mask_token_id", mask, why, "make sure that it is the id of the training run.")
+    own = ("eos_token_id", "pad_token_id", "bos_token_id")
+    if mask is None or any(mask in token_ids(checkpoint.config.get(name)) for name in own):
+        return
+    if mask in target.stop_ids:
+        yield collision(mask, f"a stop token of {target.name}", "error")
+    elif mask in token_ids(target.config.get("pad_token_id")):
+        yield collision(mask, f"the pad token of {target.name}", "warning")
+    elif mask in target.ordinary_ids:
+        yield collision(mask, f"{target.token_of[mask]!r} in {target.name}'s tokenizer", "warning")
+
+
+def positions_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+    """As many positions as the target has."""
+    own, other = (
+        checkpoint.number("max_position_embeddings"),
+        whole_number(target.config.get("max_position_embeddings")),
+    )
+    if own is not None and other is not None and own < other:
+        why = f"{target.name} reaches {other}, and TensorRT-LLM sizes its rotary table by this."
+        yield warning("max_position_embeddings", own, why, f"write {other}.", ("sglang", "trtllm", "mlx"))
+
+
+RULES: dict[str, Callable[[Checkpoint, Target], Iterator[Finding]]] = {
+    "pair-sizes": sizes_of_pair,
+    "pair-taps": taps_of_pair,
+    "pair-mask": mask_of_pair,
+    "pair-positions": positions_of_pair,
+}

@@ -1,0 +1,125 @@
+"""The findings of all rules, and what each engine would make of the checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import config as config_rules
+from . import files as file_rules
+from . import pair as pair_rules
+from . import weights as weight_rules
+from .engines import ENGINES
+from .findings import ALL, SEVERITIES, VERDICT_OF, Finding
+from .reading import read_checkpoint, read_target
+
+
+RULES = config_rules.RULES | weight_rules.RULES | file_rules.RULES
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one engine makes of the checkpoint: works, degraded (it runs and drafts worse) or fails."""
+
+    engine: str
+    name: str
+    verdict: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings, worst first, and a verdict for each engine that was asked about."""
+
+    folder: Path
+    dialect: str
+    target: str | None
+    findings: tuple[Finding, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether no engine that was asked about fails."""
+        return all(verdict.verdict != "fails" for verdict in self.verdicts)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON can hold it; a verdict names its rules."""
+        return {
+            "folder": str(self.folder),
+            "dialect": self.dialect,
+            "target": self.target,
+            "ok": self.is_ok,
+            "verdicts": [
+                {
+                    "engine": verdict.engine,
+                    "verdict": verdict.verdict,
+                    "because": [{"rule": f.rule, "field": f.field, "fix": f.fix} for f in verdict.findings],
+                }
+                for verdict in self.verdicts
+            ],
+            "findings": [
+                {**{name: getattr(f, name) for name in ("rule", "severity", "field", "file", "value", "why", "fix")}}
+                | {"engines": list(f.engines)}
+                for f in self.findings
+            ],
+        }
+
+
+def check(folder: str | os.PathLike[str], target: str | None = None, engines: tuple[str, ...] = ALL) -> Report:
+    """Everything that the rules find in the checkpoint at `folder`, for `engines`.
+
+    Args:
+        folder: A drafter's checkpoint.
+        target: Its target's folder or Hub id; with it the pair is checked too.
+        engines: Keys of `ENGINES`; findings that concern none of them are left out.
+
+    Raises:
+        ValueError: if there is no config.json in `folder` or at `target`, or it is not a JSON object.
+
+    Example:
+        >>> report = check("drafter-DFlash", target="Qwen/Qwen3-8B")
+        >>> print([verdict.engine for verdict in report.verdicts if verdict.verdict == "works"])
+    """
+    checkpoint = read_checkpoint(folder)
+    found = [replace(finding, rule=name) for name, rule in RULES.items() for finding in rule(checkpoint)]
+    if target is not None:
+        pair = read_target(target)
+        found += [
+            replace(finding, rule=name)
+            for name, rule in pair_rules.RULES.items()
+            for finding in rule(checkpoint, pair)
+        ]
+    findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
+    verdicts = tuple(_verdict(engine, findings) for engine in engines)
+    return Report(checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)
+
+
+def _without_repeats(found: list[Finding]) -> list[Finding]:
+    """Worst first, nothing said twice.
+
+    A reading is left out for an engine that a rule fails for the same field, and the library's own refusal where
+    anything else already fails there.
+    """
+    errors = [finding for finding in found if finding.severity == "error"]
+    said = {(engine, f.field) for f in errors if f.rule != "reading" for engine in f.engines}
+    is_refused = any("remote-code" in f.engines and f.rule not in ("library", "code") for f in errors)
+    kept = []
+    for finding in found:
+        if finding.rule == "library" and is_refused:
+            continue
+        if finding.rule == "reading":
+            engines = tuple(engine for engine in finding.engines if (engine, finding.field) not in said)
+            if not engines:
+                continue
+            finding = replace(finding, engines=engines)
+        kept.append(finding)
+    return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _verdict(engine: str, findings: list[Finding]) -> Verdict:
+    """Fails for an error, degraded for a warning; the findings that made it so, notes left out."""
+    mine = [finding for finding in findings if engine in finding.engines and finding.severity != "note"]
+    worst = mine[0].severity if mine else "note"
+    return Verdict(engine, ENGINES[engine], VERDICT_OF[worst], tuple(mine))

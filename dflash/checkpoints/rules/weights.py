@@ -1,0 +1,189 @@
+"""Rules of the tensors: their names, shapes and dtypes against the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
+
+from .engines import decoder_fields, either, num_layers, whole_number
+from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
+from .reading import Checkpoint
+
+
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+OWN_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Names and shapes that follow from the config; what is not among them, and what an engine does with that."""
+    if not checkpoint.tensors or checkpoint.unreadable:
+        return
+    stored = {_canonical(name): name for name in checkpoint.tensors}
+    yield from _foreign_names(checkpoint)
+    expected = expected_shapes(checkpoint)
+    if not expected or checkpoint.config.get("quantization_config"):
+        return
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        yield error(
+            summary(missing),
+            None,
+            "loaders fill these at random or not at all, and the drafter proposes nothing useful.",
+            "save them, or correct the config that asks for them.",
+            file=WEIGHTS,
+        )
+    for name, shape in expected.items():
+        tensor = checkpoint.tensors.get(stored.get(name, name))
+        if tensor is not None and tensor.shape != shape:
+            yield error(
+                name,
+                list(tensor.shape),
+                f"the config asks for {list(shape)}" + _shape_hint(name, tensor.shape, checkpoint) + ".",
+                "correct the config: the weights are what was trained.",
+                file=tensor.file,
+            )
+    known = {*expected, *OWN_VOCABULARY, *COPIES_OF_THE_TARGET.get(checkpoint.form, ())}
+    extra = [name for key, name in stored.items() if key not in known]
+    if extra:
+        why = "vLLM and MLX refuse what they do not know, transformers here too; SGLang and TensorRT-LLM drop it."
+        yield error(
+            summary(extra),
+            None,
+            why,
+            "leave it out.",
+            ("remote-code", "vllm", "mlx"),
+            checkpoint.tensors[extra[0]].file,
+        )
+    own = [name for name in OWN_VOCABULARY if name in stored and name not in expected]
+    if own and checkpoint.form == ZLAB:
+        why = "MLX refuses an embedding or head of the drafter's own, this package too; other engines but vLLM ignore it."
+        yield error(summary(own), None, why, "leave it out.", ("remote-code", "mlx"), WEIGHTS)
+
+
+def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the drafter that the config describes, by its portable name; empty if the config says too little."""
+    hidden, heads, inner = (checkpoint.number(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    head, ids = checkpoint.head_dim, checkpoint.meant.target_layer_ids
+    if not hidden or not heads or not inner or not head or not ids:
+        return {}
+    groups = checkpoint.number("num_key_value_heads") or heads
+    tapped = len(ids) * (checkpoint.number("target_hidden_size") or hidden)
+    layer = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads * head, hidden),
+        "self_attn.k_proj.weight": (groups * head, hidden),
+        "self_attn.v_proj.weight": (groups * head, hidden),
+        "self_attn.o_proj.weight": (hidden, heads * head),
+        "self_attn.q_norm.weight": (head,),
+        "self_attn.k_norm.weight": (head,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if decoder_fields(checkpoint.config).get("attention_bias"):
+        layer |= {f"self_attn.{name}_proj.bias": (groups * head,) for name in "kv"}
+        layer |= {"self_attn.q_proj.bias": (heads * head,), "self_attn.o_proj.bias": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, tapped),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    layer_shapes, selector_shapes = _second_version(checkpoint, hidden)
+    for index in range(num_layers(checkpoint.config)):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in (layer | layer_shapes).items()}
+    return shapes | selector_shapes | _reduced_head(checkpoint, hidden)
+
+
+def _reduced_head(checkpoint: Checkpoint, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The head of a reduced vocabulary and its table, if there is one."""
+    words = checkpoint.number("draft_vocab_size") or whole_number(either(checkpoint.config, "draft_vocab_size"))
+    if words is None or words == checkpoint.number("vocab_size"):
+        return {}
+    return {"lm_head.weight": (words, hidden), "d2t": (words,)}
+
+
+def _second_version(
+    checkpoint: Checkpoint, hidden: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """What DFlash2 adds to each layer, and its candidate selector."""
+    config = checkpoint.config
+    kernel, group, rank = (
+        whole_number(either(config, n)) for n in ("conv_kernel_size", "conv_group_size", "selector_rank")
+    )
+    layer: dict[str, tuple[int, ...]] = {}
+    selector: dict[str, tuple[int, ...]] = {}
+    if kernel and group and group > 0:
+        for name in ("attention_conv", "mlp_conv"):
+            layer[f"{name}.base_kernel"] = (2, kernel, hidden)
+            layer[f"{name}.kernel_projection.weight"] = (2 * kernel * (hidden // group), hidden)
+    words = checkpoint.number("vocab_size")
+    if rank and words:
+        selector["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        selector["candidate_selector.predecessor_codebook"] = (words, rank)
+        selector["candidate_selector.successor_codebook"] = (words, rank)
+    return layer, selector
+
+
+def _canonical(name: str) -> str:
+    """The portable name of a stored tensor."""
+    name = name.removeprefix("model.")
+    return ALIASES.get(name, name)
+
+
+def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    prefixed = [name for name in checkpoint.tensors if name.startswith("model.")]
+    if prefixed:
+        yield error(
+            summary(prefixed),
+            None,
+            "vLLM puts `model.` before every name, and MLX knows the names without it.",
+            f"{CONVERT}.",
+            ("vllm", "mlx", "native"),
+            checkpoint.tensors[prefixed[0]].file,
+        )
+    aliased = [name for name in ALIASES if name in checkpoint.tensors]
+    if aliased:
+        why = "TensorRT-LLM drops these names and MLX refuses them."
+        yield error(summary(aliased), None, why, f"{CONVERT}.", ("trtllm", "mlx"), WEIGHTS)
+
+
+def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> str:
+    """Why fc is of another width, the usual sign of a wrong list of layers or a drafter of another target."""
+    ids = checkpoint.meant.target_layer_ids or ()
+    width = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
+    if name != "fc.weight" or len(shape) != 2 or not width:
+        return ""
+    return f", {len(ids)} layers of {width} (these weights hold {shape[1] / width:g})"
+
+
+def stored_dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """One dtype, the one that the config names."""
+    config = checkpoint.config
+    found = {DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values() if tensor.dtype in DTYPES}
+    declared = config.get("dtype") or config.get("torch_dtype")
+    if config.get("quantization_config"):
+        why = "vLLM before 0.33 corrupts the context of a quantised drafter, and MLX quantises by itself."
+        yield note("quantization_config", "…", why, "use vLLM 0.33 or newer.", ("vllm",))
+        yield error("quantization_config", "…", "MLX reads plain weights.", "convert from the plain ones.", ("mlx",))
+        return
+    if declared is None:
+        why = "transformers 4.57 then loads float32, twice the memory."
+        yield note("dtype", None, why, "write the stored dtype as dtype and torch_dtype.", TRANSFORMERS)
+    elif found and str(declared).removeprefix("torch.") not in found:
+        why = f"the weights are stored as {', '.join(sorted(found))}."
+        yield warning("dtype", declared, why, "write the stored dtype, or save again.", ALL)
+    if len(found) > 1:
+        why = "loaders cast all to one dtype."
+        yield note("dtype", sorted(found), why, "save in one dtype.", ALL, WEIGHTS)
+    if found & {"float32", "float64"}:
+        why = "the file is twice as large as it need be, and engines cast it to bfloat16."
+        yield note("dtype", sorted(found), why, "save in bfloat16.", ALL, WEIGHTS)
+
+
+RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
+    "tensors": tensors,
+    "dtype": stored_dtype,
+}

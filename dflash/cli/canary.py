@@ -1,0 +1,118 @@
+"""`dflash canary`: a server with DFlash beside one without, before the switch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .options import api_key, given, numbered_lines, show_table
+from .terminal import progress_bar
+
+
+def canary(
+    url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
+    baseline_url: Annotated[str | None, typer.Option(help="The same model served without it.")] = None,
+    model: Annotated[str | None, typer.Option(help="The served model's name. Default: the only one.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own traffic: a line of JSON each, with messages, prompt or question.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at once, level by level.")] = "1,2,4,8,16,32",
+    rounds: Annotated[int, typer.Option(min=1, help="Requests per level for each at once; at least 16 in all.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily, and texts are compared.")] = 0.0,
+    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Which prompts come when.")] = 0,
+    target_ms_per_token: Annotated[
+        float | None, typer.Option(min=0, help="Throughput where 99 % of requests wait no longer per token.")
+    ] = None,
+    target_ms_to_first_token: Annotated[
+        float | None, typer.Option(min=0, help="… and no longer for the first one.")
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Of one server: adds the cost of a token.")
+    ] = None,
+    hardware: Annotated[str | None, typer.Option(help="What the servers run on, for the record.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
+    output: Annotated[Path | None, typer.Option(help="Write everything here as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write throughput against latency here as PNG.")] = None,
+) -> None:
+    """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
+    from dflash.common.provenance import write_result
+    from dflash.evaluation import Load, Server, run_canary, save_drawing
+
+    levels = _levels(concurrency)
+    asked = _prompts(prompts)
+    key = api_key(api_key_env)
+    urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
+    servers = {}
+    for name, address in urls.items():
+        server = Server(address, key, timeout)
+        servers[name] = (server, server.only_model(model))
+    load = Load(
+        levels,
+        rounds,
+        max_new_tokens,
+        temperature,
+        thinking,
+        seed,
+        price_per_hour,
+        target_ms_per_token,
+        target_ms_to_first_token,
+    )
+    with progress_bar("Asking the servers", num_steps=len(levels) * len(servers)) as advance:
+        result = run_canary(servers, asked, load, advance, hardware)
+    if output is not None:
+        write_result(output, result)
+    _show(result)
+    if plot is not None:
+        save_drawing(result, "latency_throughput", plot)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from dflash.evaluation import table_of
+
+    show_table(table_of(result["summary"]))
+    console = Console(highlight=False)
+    for name, row in result["at_target"].items():
+        best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"
+        console.print(f"Within the target, {name}: {best}", style="bold")
+    if result["decoding"]["prompts_repeat"]:
+        console.print(
+            "There were fewer prompts than requests: later ones may come from the server's prefix cache.", style="dim"
+        )
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    try:
+        levels = tuple(sorted({int(level) for level in text.split(",")}))
+    except ValueError:
+        levels = ()
+    if not levels or levels[0] < 1:
+        raise ValueError(f"--concurrency {text} is no list of numbers from 1 on: give one such as 1,4,16.")
+    return levels
+
+
+def _prompts(path: Path | None) -> list[list[dict[str, str]]]:
+    """Chat messages of each prompt; those of the embedded pair's held-out problems if none are given."""
+    if path is None:
+        from dflash.checkpoints import heldout_problems
+
+        return [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
+    prompts = []
+    for number, line in numbered_lines(path, "--prompts"):
+        try:
+            row = json.loads(line)
+            messages = row.get("messages") or [
+                {"role": "user", "content": given(row["prompt"] if "prompt" in row else row["question"])}
+            ]
+            prompts.append([{"role": str(turn["role"]), "content": str(turn["content"])} for turn in messages])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--prompts {path}, line {number}: each line is a JSON object with messages, prompt or question."
+            ) from error
+    return prompts

@@ -1,0 +1,203 @@
+"""What sub-commands share: names of checkpoints and devices, loading a pair, a prompt in the chat template."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .terminal import progress_bar
+
+
+class Dtype(str, Enum):
+    """Names of dtypes that the commands take."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Pair(NamedTuple):
+    """A target, its drafter and their tokenizer."""
+
+    target: Any
+    drafter: Any
+    tokenizer: Any
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the paragraphs of advice that transformers adds."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pair:
+    """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded."""
+    target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
+    is_local = os.path.isdir(target) and os.path.isdir(drafter)
+    with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
+        if is_local:  # a download shows bars of its own
+            hide_loading_bars()
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from dflash.model.modeling_dflash import DFlashDraftModel
+
+        advance()
+        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        with named("--drafter", drafter):
+            draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
+        advance()
+        with named("--target", target):
+            target_model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
+            return Pair(target_model, draft_model, AutoTokenizer.from_pretrained(target))
+
+
+@contextmanager
+def named(option: str, name: str) -> Iterator[None]:
+    """Puts the checkpoint's name before what went wrong with it, in one sentence."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{option} {name}: {first_line(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ValueError(
+            f"{option} {name}: the weights cannot be read ({error}); the file is truncated or not safetensors, fetch it again."
+        ) from error
+
+
+def checkpoint(name: str, option: str) -> str:
+    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither."""
+    path = os.path.expanduser(name)
+    remedy = "give a checkpoint's folder or its id on the Hub."
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ValueError(f"{option} {name} holds no config.json: {remedy}")
+        return path
+    if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
+    return name
+
+
+def torch_dtype(dtype: Dtype) -> Any:
+    """What `from_pretrained` takes as `dtype`."""
+    import torch
+
+    return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
+
+
+def known_device(device: str | None) -> str:
+    """What to pass as `device_map`; ValueError for a device that this machine or torch does not have."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "auto":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
+    return device
+
+
+def own_device(processes: Any) -> str | None:
+    """The GPU of this process among several on one machine; `None` leaves the choice."""
+    import torch
+
+    if processes.count == 1 or not torch.cuda.is_available():
+        return None
+    return f"cuda:{processes.local_rank % torch.cuda.device_count()}"
+
+
+def api_key(variable: str | None) -> str | None:
+    """What the environment variable of --api-key-env holds, `None` without one; ValueError if it is not set."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(f"--api-key-env {variable} is not set: export it, or leave the option out.")
+    return key
+
+
+def given(text: str) -> str:
+    """The prompt; ValueError if there is none."""
+    if not text.strip():
+        raise ValueError("The prompt is empty: give some text.")
+    return text
+
+
+def hide_loading_bars() -> None:
+    """Keeps the bars of transformers out of ours. Called inside a wait, because the import is most of it."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = False) -> Any:
+    """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
+    from dflash.evaluation import chat_encoder
+
+    return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+
+
+def numbered_lines(path: Path, option: str) -> list[tuple[int, str]]:
+    """A file's lines that are not blank, counted from 1; ValueError if it cannot be read or has none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} cannot be read ({error.strerror}): name a file of one prompt a line."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is no text in UTF-8: name a file of one prompt a line.") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{option} {path} is empty: write one prompt a line.")
+    return lines
+
+
+def listed(text: str, option: str) -> tuple[str, ...]:
+    """Names that were given with commas between, each once; ValueError if there are none."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
+    return names
+
+
+def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
+    """Headings and cells on standard output, figures to the right; a heading is broken to the width of its cells."""
+    from rich.console import Console
+    from rich.table import Table
+
+    headings, rows = table
+    shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+    for place, heading in enumerate(headings):
+        cells = [row[place] for row in rows]
+        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
+        is_figure = any(cell[:1].isdigit() for cell in cells)
+        broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
+        shown.add_column(broken, justify="right" if is_figure else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    Console(highlight=False, markup=False).print(shown)
+
+
+def dtype_name(pair: Pair) -> str:
+    """The target's dtype without `torch.`."""
+    return str(pair.target.dtype).removeprefix("torch.")
+
+
+def version(distribution: str) -> str | None:
+    """Of an installed distribution, `None` if it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,62 @@
+"""`dflash publish`: a drafter's folder to the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal
+
+
+if TYPE_CHECKING:
+    from dflash.checkpoints import Plan
+
+
+def publish(
+    folder: Annotated[Path, typer.Argument(help="The drafter's checkpoint.")],
+    repo_id: Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The repository on the Hub.")],
+    target: Annotated[
+        str | None, typer.Option(help="Its target, a folder or an id on the Hub: check the pair too.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Only you or the organisation see it.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch; made if there is none. Default: main.")] = None,
+    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload a DFlash drafter",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would go up, and connect to nothing.")
+    ] = False,
+) -> None:
+    """Publishes a drafter: weights, config, code and card in one commit, once `dflash check` finds that it loads."""
+    from dflash.checkpoints import publishing
+
+    plan = publishing.plan(folder, repo_id, target)
+    if dry_run:
+        _show(plan, has_card=(folder.expanduser() / publishing.CARD).is_file())
+        return
+    done = publishing.publish(plan, private, revision, message)
+    if not done.is_new:
+        print("Nothing has changed since the last commit.")
+    print(done.url)
+    print(done.load_line)
+
+
+def _show(plan: Plan, has_card: bool) -> None:
+    """Files and sizes, what stays behind, what the card says or how it would, and engines that cannot run the drafter."""
+    for file in plan.files:
+        print(f"{decimal(file.size):>10}  {file.path}{'  (written)' if file.path in plan.written else ''}")
+    print(f"{decimal(sum(file.size for file in plan.files)):>10}  in {len(plan.files)} files to {plan.repo_id}")
+    if plan.left_out:
+        print(f"left out: {', '.join(plan.left_out)}")
+    print("card:")
+    for name in ("license", "base_model", "datasets", "tags"):
+        value = plan.card.get(name)
+        said = ", ".join(map(str, value)) if isinstance(value, list) else value
+        remedy = f"write `{name}: …` into a README.md in the folder, between two lines of ---"
+        if name == "base_model" and not has_card:
+            remedy = "give --target with its id on the Hub"
+        print(f"  {name}: {said or f'not said ({remedy})'}")
+    for verdict in plan.report.verdicts:
+        if verdict.verdict != "works":
+            print(f"{verdict.name} {verdict.verdict}: `dflash check` says why.")
+    if "dflash" not in plan.repo_id.lower():
+        print('vLLM knows a drafter by "DFlash" in its name: under this one it needs "method": "dflash".')

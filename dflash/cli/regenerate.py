@@ -1,0 +1,173 @@
+"""`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress, TextColumn
+
+from .options import (
+    Dtype,
+    api_key,
+    checkpoint,
+    hide_loading_bars,
+    known_device,
+    load_pair,
+    named,
+    own_device,
+    torch_dtype,
+)
+from .terminal import counting_bar
+
+
+def regenerate(
+    target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
+    data: Annotated[str, typer.Option(help="Chats, prompts or texts: a JSONL file, a folder, or an id on the Hub.")],
+    output: Annotated[Path, typer.Option(help="The .jsonl file to write, for dflash train --data.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="0 answers greedily; above 0 samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many most probable tokens; 0 from all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise and of --samples: a row's answer hangs on it.")] = 0,
+    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="First tokens of a text that are its prompt.")] = 16,
+    samples: Annotated[int | None, typer.Option(min=1, help="So many rows. Default: all.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a data set that has several.")] = "train",
+    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows answered together. Default: 8; 64 requests with --url.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="A first drafter: the same text, sooner.")] = None,
+    url: Annotated[str | None, typer.Option(help="Ask an OpenAI-compatible server that serves the target.")] = None,
+    model: Annotated[str | None, typer.Option(help="The target's name there. Default: its only model.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence of the data. Default: as the source states it.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="auto: as the checkpoint is stored.")] = Dtype.auto,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, auto … Default: a GPU per process if there are any.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
+    ] = False,
+) -> None:
+    """Writes DATA with the target's own answers, to train a drafter on. Chats are written turn by turn.
+
+    In N processes, each with its share of the rows, on GPUs or on a CPU (where accelerate launch starts one alone):
+    torchrun --nproc_per_node N -m dflash regenerate …
+    """
+    if url is not None and drafter is not None:
+        raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
+    if url is None and (model is not None or api_key_env is not None):
+        raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
+    hide_loading_bars()
+    from dflash.common.processes import Processes
+    from dflash.common.provenance import command
+    from dflash.regeneration import RegenerationSettings, regenerate_data
+
+    settings = RegenerationSettings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        thinking=thinking,
+        prompt_tokens=prompt_tokens,
+        samples=samples,
+        split=split,
+        drop_cut=drop_cut,
+    )
+    processes = Processes()
+    target = checkpoint(target, "--target")
+    if url is not None:
+        writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
+    else:
+        writer, tokenizer = _target(target, drafter, dtype, device or own_device(processes), batch_size or 8)
+    with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
+        progress = _Bar(bar)
+        record = regenerate_data(
+            writer,
+            tokenizer,
+            data,
+            output,
+            settings,
+            target_name=target,
+            license=license,
+            provenance={"command": command(), "drafter": drafter and Path(drafter).name, "processes": processes.count},
+            resume=resume,
+            overwrite=overwrite,
+            processes=processes,
+            on_begin=progress.begin,
+            on_row=progress.row,
+        )
+    if processes.is_first:
+        print(summary(output, record, drop_cut))
+
+
+def summary(output: Path, record: Any, drop_cut: bool) -> str:
+    """One line on what came of a run."""
+    parts = [f"{output}: {record.rows:,} rows, {record.tokens:,} tokens by the target"]
+    if record.cut:
+        what = "rows dropped, cut off at the length" if drop_cut else "rows cut off at the length"
+        parts.append(f"{record.cut:,} {what}")
+    if record.steps:
+        parts.append(f"tau {record.tau:.2f} over {record.steps:,} steps")
+    if record.encoded:
+        parts.append(f"{record.encoded:,} answers encoded from the server's text")
+    return ", ".join(parts)
+
+
+def _target(target: str, drafter: str | None, dtype: Dtype, device: str | None, batch_size: int) -> tuple[Any, Any]:
+    """The target in this process, with a drafter if there is one, and its tokenizer."""
+    from dflash.regeneration import TargetWriter
+
+    if drafter is not None:
+        pair = load_pair(target, drafter, dtype, device)
+        return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with named("--target", target):
+        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
+        return TargetWriter(model, None, batch_size), AutoTokenizer.from_pretrained(target)
+
+
+def _server(target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int) -> tuple[Any, Any]:
+    """The target on a server, and its tokenizer; no weights are loaded here."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    from dflash.regeneration import ServerWriter
+
+    key = api_key(api_key_env)
+    with named("--target", target):
+        tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target)
+        try:
+            generation_config = GenerationConfig.from_pretrained(target)
+        except OSError:  # what the config says of it then counts
+            generation_config = GenerationConfig.from_model_config(config)
+    return ServerWriter(url, model, tokenizer, config, generation_config, batch_size, key), tokenizer
+
+
+class _Bar:
+    """Progress over one process's share."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("Answering", total=None, rate="")
+        self._tokens = 0
+
+    def begin(self, share: int, record: Any) -> None:
+        for reason, count in (record.left_out or {}).items():
+            self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
+        if record.was_finished:
+            everything = share + record.was_finished
+            self._progress.console.print(f"Answered before: {record.was_finished:,} of {everything:,} rows.")
+        self._progress.reset(self._task, total=share)
+
+    def row(self, tokens: int) -> None:
+        self._tokens += tokens
+        seconds = next(task.elapsed for task in self._progress.tasks if task.id == self._task)
+        rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch
+        self._progress.update(self._task, advance=1, rate=rate)

@@ -1,0 +1,172 @@
+"""What a person sees: progress, blocks as they commit with their accepted run marked, and the table at the end.
+
+It knows `rich` and no model: ids, counts and seconds come in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+
+if TYPE_CHECKING:  # for annotations alone: the modules behind these names take seconds to import
+    from dflash.evaluation import Difference, TimedRun
+    from dflash.model.decoding_dflash import Block
+
+
+ACCEPTED_STYLE, OWN_STYLE = "green underline", "bold magenta"
+
+
+@contextmanager
+def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, gone at the end; the function that is yielded ends a step. Hidden off a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = hidden or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task(what, total=num_steps)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
+    """A bar for many of a kind, on standard error, gone at the end: how many are done, `more`, and how long is left.
+
+    Hidden off a terminal; in all processes but the first its console is silent too.
+    """
+    console = Console(stderr=True, highlight=False, quiet=not is_first)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    hidden = not (is_first and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
+        yield progress
+
+
+class TextStream:
+    """Token ids in, the text that they add out; half a character waits for its other bytes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._length = 0
+
+    def push(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        """The text that `token_ids` complete, special tokens left out."""
+        self._token_ids += token_ids
+        text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        if text.endswith("\ufffd") and not is_last:
+            return ""
+        added, self._length = text[self._length :], len(text)
+        return added
+
+
+class BlockPrinter:
+    """Prints text as it comes, the accepted run of each block marked: by colour, or by [ ] where there is none."""
+
+    def __init__(self, console: Console, tokenizer: Any, is_marked: bool = True) -> None:
+        self._console = console
+        self._stream = TextStream(tokenizer)
+        self._is_marked = is_marked
+
+    def block(self, block: Block) -> None:
+        """Prints a block: the drafted tokens that stood, then the target's own."""
+        accepted, own = block.token_ids[: block.num_accepted], block.token_ids[block.num_accepted :]
+        self._print(self._stream.push(accepted), ACCEPTED_STYLE, "[{}]")
+        self._print(self._stream.push(own), OWN_STYLE)
+
+    def tokens(self, token_ids: list[int]) -> None:
+        """Prints tokens that no drafter had a part in."""
+        self._print(self._stream.push(token_ids))
+
+    def end(self) -> None:
+        """Prints what waited and ends the line."""
+        self._print(self._stream.push([], is_last=True))
+        self._console.print()
+
+    def _print(self, text: str, style: str = "", brackets: str = "{}") -> None:
+        if not text:
+            return
+        if self._is_marked and not has_colour(self._console):
+            text = brackets.format(text)
+        self._console.print(Text(text, style if self._is_marked else ""), end="", soft_wrap=True)
+
+
+def has_colour(console: Console) -> bool:
+    """Whether marks can be colours; not so in a pipe, on a dumb terminal or where NO_COLOR is set."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def legend(console: Console) -> Text:
+    """One line that explains the marks."""
+    if has_colour(console):
+        return Text.assemble(
+            "DFlash marks each block: ",
+            ("accepted draft", ACCEPTED_STYLE),
+            ", then ",
+            ("the target's own token", OWN_STYLE),
+        )
+    return Text("DFlash marks each block: [accepted draft], then the target's own token")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt answered twice, and where the two texts part."""
+
+    plain: TimedRun
+    fast: TimedRun
+    difference: Difference | None
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Table:
+    """Speeds, counts and whether the texts agree: a line per prompt and one for all."""
+    table = Table(title="Tokens per second, the prompt's forward included", title_justify="left", title_style="dim")
+    table.add_column("#")
+    for name in ("tokens", "generate", "DFlash", "speed-up", "tau", "per step"):
+        table.add_column(name, justify="right")
+    table.add_column("text", min_width=len("identical"))  # the cell that matters most is whole on any terminal
+    for number, row in enumerate(rows, start=1):
+        table.add_row(str(number), *_figures([row]), _agreement(row.difference), end_section=number == len(rows))
+    if len(rows) > 1:
+        same = sum(row.difference is None for row in rows)
+        table.add_row("all", *_figures(rows), "identical" if same == len(rows) else f"{same} of {len(rows)} identical")
+    return table
+
+
+def number(value: float) -> str:
+    """Two decimals, or a dash where there was nothing to count."""
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _figures(rows: Sequence[Comparison]) -> list[str]:
+    """Tokens, tokens/s of both, speed-up, tau and tokens per step, over `rows` together."""
+    tokens = sum(len(row.fast.token_ids) for row in rows)
+    plain = sum(len(row.plain.token_ids) for row in rows) / sum(row.plain.seconds for row in rows)
+    fast = tokens / sum(row.fast.seconds for row in rows)
+    lengths = [length for row in rows for length in row.fast.acceptance_lengths]
+    tau = sum(lengths) / len(lengths) if lengths else math.nan
+    per_step = (tokens - len(rows)) / len(lengths) if lengths else math.nan
+    return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
+
+
+def _agreement(difference: Difference | None) -> str:
+    if difference is None:
+        return "identical"
+    return f"differs from token {difference.index}, margin {difference.margin:.2g}"

@@ -1,0 +1,205 @@
+"""`dflash train`: a target and data in, a drafter's checkpoint out. Its flags are the fields of `TrainingSettings`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from dflash.training import TrainingSettings
+
+from .options import hide_loading_bars
+
+
+# A dry run measures so many steps behind one that pays for what happens once.
+MEASURED_STEPS = 3
+
+
+def train(
+    target: str | None,
+    data: str | None,
+    output: Path | None,
+    config: Path | None,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool,
+    **flags: Any,
+) -> None:
+    """Trains a drafter for a target, by the paper's recipe unless told otherwise; comes back with its checkpoint.
+
+    In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
+    torchrun --nproc_per_node N -m dflash train …
+    """
+    given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
+    asked = _from_file(config) | given
+    places = {"target": target, "data": data, "output": output}
+    for name in places:
+        written = asked.pop(name, None)
+        places[name] = written if places[name] is None else places[name]
+        if places[name] is None:
+            raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
+    settings = TrainingSettings(**asked)
+    hide_loading_bars()
+    if dry_run:
+        _rehearse(str(places["target"]), str(places["data"]), settings)
+        return
+
+    from dflash.common.provenance import command
+    from dflash.training import train_drafter
+
+    record = train_drafter(
+        str(places["target"]),
+        str(places["data"]),
+        str(places["output"]),
+        settings,
+        resume=resume,
+        overwrite=overwrite,
+        provenance={"command": command()},
+        show_progress=sys.stderr.isatty(),
+        on_point=_print_point,
+        announce=_announce,
+    )
+    if record.stopped_at is not None:
+        print(f"Stopped behind step {record.stopped_at}: go on with the same command and --resume.", file=sys.stderr)
+        raise typer.Exit(128 + (record.signal or 0))
+    if os.environ.get("RANK", "0") == "0":
+        tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
+        print(f"{places['output']}: step {record.best_step}{tau}")
+
+
+def _announce(sentence: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(sentence, file=sys.stderr)
+
+
+def _print_point(point: dict[str, Any]) -> None:
+    tau = f", tau {point['tau']:.2f}" if "tau" in point else ""
+    print(
+        f"step {point['step']}: loss {point['loss']:.3f}, {point['accepted_per_block']:.2f} accepted per block{tau}",
+        flush=True,
+    )
+
+
+def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
+    """Prints what the run would take, after a few real steps of it; writes nothing."""
+    from dflash.common.stopwatch import seconds_of
+    from dflash.training import Trainer, peak_memory, plan, prepare
+
+    ready = prepare(target, data, settings, _announce)
+    trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
+    planned = plan(trainer)
+    print(f"steps     {planned.steps:,} ({planned.epochs:.1f} epochs of {planned.batches_per_epoch:,} batches)")
+    print(
+        f"data      {planned.sequences:,} sequences, {planned.tokens:,} tokens an epoch, {planned.supervised_tokens:,} "
+        f"supervised; {len(ready.held_out)} held-out prompts"
+    )
+    taps = ready.drafter.config.target_layer_ids
+    print(
+        f"drafter   {planned.drafter_parameters:,} parameters in {ready.drafter.config.num_hidden_layers} layers, block "
+        f"{ready.drafter.config.block_size}, target layers {taps}; target {planned.target_parameters:,} parameters"
+    )
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in planned.memory.items())
+    print(f"memory    about {_bytes(sum(planned.memory.values()))} per process, estimated from shapes: {parts}")
+    if settings.features is not None:
+        print(f"features  {_bytes(planned.feature_bytes)} in {settings.features}, written once; measured here online")
+    if planned.steps <= MEASURED_STEPS:
+        print("time      not measured: the run is shorter than a measurement")
+        return
+    trainer.step()
+    seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
+    print(
+        f"time      about {_duration(seconds * planned.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
+        "the decoding of held-out prompts is not in it"
+    )
+    peak = peak_memory(trainer.accelerator.device)
+    if peak is not None:
+        print(f"measured  {_bytes(peak)} at most on {trainer.accelerator.device} in these steps")
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit in ("B", "KiB") else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _from_file(path: Path | None) -> dict[str, Any]:
+    """What a YAML file says: settings, and target, data and output."""
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise ValueError(
+            f"--config {path} is no file: write one `name: value` a line, the names as the flags are called."
+        )
+    from dflash.training import read_yaml
+
+    found = read_yaml(path)
+    known = {one.name for one in fields(TrainingSettings)} | {"target", "data", "output"}
+    unknown = sorted(set(found) - known)
+    if unknown:
+        raise ValueError(f"--config {path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
+    return found
+
+
+def _listed(name: str, value: Any) -> Any:
+    """A flag's value as the field wants it: 1,9,17 is a list of numbers."""
+    if get_type_hints(TrainingSettings)[name] != list[int] | None:
+        return value
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise ValueError(f"--{name.replace('_', '-')} {value} is no list of numbers: write it as 1,9,17.") from None
+
+
+def with_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
+    own: dict[str, Any] = {
+        "target": Annotated[str | None, typer.Option(help="The target: a local folder or an id on the Hub.")],
+        "data": Annotated[str | None, typer.Option(help="Chats, prompts and completions, or texts to train on.")],
+        "output": Annotated[Path | None, typer.Option(help="Folder of the checkpoint.")],
+        "config": Annotated[Path | None, typer.Option(help="YAML file of these options; flags win over it.")],
+        "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")],
+        "overwrite": Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")],
+        "dry_run": Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")],
+    }
+    hints = get_type_hints(TrainingSettings)
+    options = dict(own)
+    for one in fields(TrainingSettings):
+        kind = str | None if hints[one.name] == list[int] | None else hints[one.name] | None
+        help_text = one.metadata["help"] + ("" if one.default is None else f" Default: {_shown(one.default)}.")
+        options[one.name] = Annotated[kind, typer.Option(help=help_text, show_default=False)]
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if get_args(hint)[0] is bool and name in own else None,
+            annotation=hint,
+        )
+        for name, hint in options.items()
+    ]
+
+    def command_function(**given: Any) -> None:
+        function(**given)
+
+    command_function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command_function.__annotations__ = options
+    command_function.__name__, command_function.__doc__ = function.__name__, function.__doc__
+    return command_function
+
+
+def _shown(value: Any) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

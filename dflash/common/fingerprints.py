@@ -1,0 +1,39 @@
+"""Short hashes by which a model is known again, wherever it was loaded from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+
+# Of each of a model's tensors so many values go into its fingerprint: enough to tell two trainings apart, and cheap.
+SAMPLED_VALUES = 64
+
+# What a config says about a machine or an installation and not about the model.
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A short hash of a model's tensors by name, shape and some of their values, whatever dtype they are loaded in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        values = tensor.detach().flatten()
+        chosen = values[:: max(1, len(values) // SAMPLED_VALUES)][:SAMPLED_VALUES]
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        if chosen.device.type != "meta":  # offloaded weights
+            digest.update(chosen.to("cpu", torch.bfloat16).float().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def config_fingerprint(config: Any, generation_config: Any) -> str:
+    """A short hash of what both configs say about the model, wherever it was loaded from."""
+    said = [
+        {name: value for name, value in one.to_dict().items() if name not in NOT_THE_MODEL}
+        for one in (config, generation_config)
+        if one is not None
+    ]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]

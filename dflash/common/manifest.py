@@ -1,0 +1,25 @@
+"""The manifest beside a file of regenerated answers: who wrote it, how, and whether it is complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def manifest_path(path: Path) -> Path:
+    """Where the manifest of an output stands."""
+    return path.with_suffix(".manifest.json")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest beside an output says; ValueError for a file that is none."""
+    manifest = manifest_path(path)
+    try:
+        found: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
+        found["settings"]["samples"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{manifest} is no manifest of a run: move it away from {path.name}, or choose another file."
+        ) from error
+    return found

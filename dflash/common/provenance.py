@@ -1,0 +1,111 @@
+"""What stands in a result file beside the figures, and how it is written; `results` reads it.
+
+The same for every kind of result: the command, the revision, and what the figures depend on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_utils import PreTrainedModel
+
+
+# Raised when a field of a result changes its meaning or goes away.
+SCHEMA_VERSION = 1
+
+
+def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, Any]:
+    """A result of this process: `content` behind the command, the revision and the environment."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "command": command(),
+        "revision": revision(),
+        "environment": {"dflash": library_version(), "python": platform.python_version(), **environment},
+        **content,
+    }
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result as JSON, aside and then renamed: what is at `path` is always whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, Any]:
+    """What the figures of a pair depend on besides the code: versions, hardware, dtype, attention, threads, sizes."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "drafter_dtype": str(drafter.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
+        "target_parameters": target.num_parameters(),
+        "drafter_parameters": drafter.num_parameters(),
+        "block_size": drafter.config.block_size,
+    }
+
+
+def command() -> str:
+    """What was called, without this machine's paths: they say nothing to a reader; a Hub id keeps its slash."""
+    program = Path(sys.argv[0]).resolve()
+    is_script = program.suffix == ".py" and program.name != "__main__.py"  # `python -m dflash` is `dflash`
+    name = f"{program.parent.name}/{program.name}" if is_script else "dflash"
+    return shlex.join([name, *(_without_place(word) for word in sys.argv[1:])])
+
+
+def public_name(source: str | os.PathLike[str] | None) -> str | None:
+    """A Hub id as it is, and of a path of this machine the last part alone."""
+    if source is None:
+        return None
+    path = Path(source).expanduser()
+    return path.absolute().name if path.exists() else os.fspath(source)
+
+
+def revision() -> str:
+    """The commit of this code, empty where it is installed and no checkout."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git
+        return ""
+
+
+def _without_place(word: str) -> str:
+    """A word of the command line, of a path or `--option=path` that begins at the root or at home its last part."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value)
+
+
+def library_version() -> str | None:
+    """This library's, `None` where it is not installed."""
+    try:
+        return metadata.version("dflash-transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown"

@@ -1,0 +1,19 @@
+"""Seconds of wall time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds that `work()` takes; it ends with a value read on the CPU, so that a device has finished too."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def stopwatch() -> Callable[[], float]:
+    """A function that gives the seconds since this call."""
+    began = time.perf_counter()
+    return lambda: time.perf_counter() - began

@@ -1,0 +1,245 @@
+"""Answers in the target's own words: what a drafter must learn is what its target would write, not what the data says.
+
+Ids in, ids out: it knows no text and no file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.common.fingerprints import config_fingerprint, model_fingerprint
+from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
+from dflash.model.generation_dflash import max_positions
+from dflash.model.verification_dflash import PositionNoise, choose_sampled
+from dflash.training import Example, stop_ids, with_response
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: greedily at temperature 0, else sampled as `generate` would with these settings.
+
+    Attributes:
+        temperature: Above 0 samples.
+        top_p: Only the most probable tokens that have this probability together.
+        top_k: Only so many most probable tokens, 0 for all.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(
+                f"temperature={self.temperature}: use 0 for greedy answers or a number above 0 to sample."
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: use a number of tokens, or 0 to keep every token.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to answer, the seed of its noise, and the longest answer."""
+
+    prompt_ids: Sequence[int]
+    seed: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target wrote behind a prompt.
+
+    Attributes:
+        token_ids: Its stop token included.
+        ended: False where the longest answer cut it off.
+        acceptance_lengths: Per verify step, where a drafter helped.
+        is_encoded: Whether the ids were made from a text, because a server did not tell them.
+    """
+
+    token_ids: list[int]
+    ended: bool
+    acceptance_lengths: list[int] = field(default_factory=list)
+    is_encoded: bool = False
+
+
+class TargetWriter:
+    """The target in this process; a drafter makes it faster and changes no token that fp32 tells apart.
+
+    An answer depends on its prompt, its seed and the sampling, and on what it shares a batch with only as far as a forward
+    rounds differently in another shape.
+
+    Args:
+        target: Any causal model.
+        drafter: A `DFlashDraftModel` trained for it.
+        batch_size: Prompts that are answered together.
+
+    Attributes:
+        is_concurrent: Whether requests may be under way side by side and begin at any time.
+        positions: Longest sequence, `None` where nobody says.
+        facts: What the answers depend on besides requests and sampling, for the record.
+        revision: The target's on the Hub.
+    """
+
+    is_concurrent = False
+
+    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel | None = None, batch_size: int = 8) -> None:
+        self.target, self.drafter, self.batch_size = target, drafter, batch_size
+        self.positions = max_positions(target)
+        self.revision = getattr(target.config, "_commit_hash", None)
+        self.facts = {
+            "weights": model_fingerprint(target),
+            "config": config_fingerprint(target.config, target.generation_config),
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
+
+    def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """The answers, one batch."""
+        longest = max(request.max_new_tokens for request in requests)
+        noise = [torch.Generator().manual_seed(request.seed) for request in requests]
+        prompts = [request.prompt_ids for request in requests]
+        lengths: list[list[int]] = [[] for _ in requests]
+        if self.drafter is None:
+            responses = _write(self.target, prompts, longest, sampling, noise)
+        else:
+            drafter: Any = self.drafter
+            output = drafter.spec_generate(
+                [torch.tensor(prompt) for prompt in prompts],
+                target=self.target,
+                max_new_tokens=longest,
+                generator=noise,
+                verification="match",  # the noise of a position then chooses its token as it does without a drafter
+                return_dict_in_generate=True,
+                **({"temperature": 0.0} if not sampling.temperature else vars(sampling)),
+            )
+            width = max(map(len, prompts))
+            responses, lengths = output.sequences[:, width:].tolist(), output.acceptance_lengths
+        stops = stop_ids(self.target.generation_config)
+        return [
+            _answer(response, request.max_new_tokens, stops, of_row)
+            for response, request, of_row in zip(responses, requests, lengths, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Regenerated:
+    """What the target wrote behind prompt number `index`; `ended` is False where `max_new_tokens` cut it off."""
+
+    index: int
+    example: Example
+    ended: bool
+
+
+def regenerate(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    drafter: PreTrainedModel | None = None,
+) -> Iterator[Regenerated]:
+    """The target's response to each prompt, greedy at temperature 0, in the order in which batches finish.
+
+    Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not on
+    the batch, and no global state changes.
+    """
+    write, sampling = TargetWriter(target, drafter, batch_size), Sampling(temperature, top_p, top_k)
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    for begin in range(0, len(order), batch_size):
+        chosen = order[begin : begin + batch_size]
+        requests = [Request(prompts[i], row_seed(seed, i), max_new_tokens) for i in chosen]
+        for i, answer in zip(chosen, write(requests, sampling), strict=True):
+            yield Regenerated(i, with_response(prompts[i], answer.token_ids), ended=answer.ended)
+
+
+def row_seed(seed: int, *place: int) -> int:
+    """A seed of its own for a place in the data, such as a row and a turn: below 2**63."""
+    return int(hashlib.sha256(repr((seed, *place)).encode()).hexdigest()[:16], 16) >> 1
+
+
+def _answer(token_ids: list[int], limit: int, stops: set[int], lengths: list[int]) -> Answer:
+    """What stands of a row: up to its stop token or its own limit, where its batch went on."""
+    kept = token_ids[:limit]
+    end = next((k for k, token_id in enumerate(kept) if token_id in stops), None)
+    return Answer(kept if end is None else kept[: end + 1], end is not None, lengths)
+
+
+@torch.inference_mode()
+def _write(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    noise: list[torch.Generator],
+) -> list[list[int]]:
+    """New tokens behind each prompt, one batch, with whatever stands behind a stop token."""
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # padded with a token that nobody sees
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    config = target.config.get_text_config(decoder=True)
+    processors = LogitsProcessorList()
+    if sampling.temperature:
+        # Behind whatever the target's own config asks for, in the order of `generate`.
+        processors.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            processors.append(TopPLogitsWarper(sampling.top_p))
+        processors.append(_RowNoise(PositionNoise(len(prompts), noise), width))
+    # Appending in place is faster; targets with linear layers have caches of their own.
+    has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
+    capacity = width + max_new_tokens
+    cache: dict[str, Any] = (
+        {} if has_states else {"past_key_values": PreallocatedCache(config.num_hidden_layers, capacity)}
+    )
+    stops = stop_ids(target.generation_config)
+    padding = {} if target.generation_config.pad_token_id is not None or not stops else {"pad_token_id": min(stops)}
+    generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
+    sequences = generate(
+        input_ids.to(target.device),
+        attention_mask=attention_mask.to(target.device),
+        max_new_tokens=max_new_tokens,
+        logits_processor=processors,
+        do_sample=False,
+        **dict.fromkeys(("temperature", "top_p", "top_k")),  # unused here, and warned about where the target sets them
+        **padding,
+        **cache,
+    )
+    return sequences[:, width:].tolist()
+
+
+class _RowNoise(LogitsProcessor):
+    """Leaves the one token that each row's own noise picks, as sampled decoding with a drafter does."""
+
+    def __init__(self, noise: PositionNoise, width: int) -> None:
+        self.noise, self.width = noise, width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores [B, V]: 0 for the token that is picked, -inf for all others."""
+        position = input_ids.shape[1] - self.width
+        uniforms = torch.stack([self.noise(row, position, 1) for row in range(len(scores))])  # [B, 1]
+        choices = choose_sampled(scores[:, None], uniforms.to(scores.device))  # [B, 1]
+        picked: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
+        return picked

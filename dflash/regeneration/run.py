@@ -1,0 +1,320 @@
+"""A data set whose answers are replaced by the target's own: any rows in, a file of rows to train on out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from dflash.common.provenance import public_name
+from dflash.training import FORMS, read_rows
+
+from .answer_file import AnswerFile
+from .answering import Answer, Request, Sampling, TargetWriter, row_seed
+from .dialogues import Dialogue, Unanswerable, as_dialogue
+from .server_writer import ServerWriter
+
+
+# Whoever answers: the target in this process or on a server.
+Writer = TargetWriter | ServerWriter
+
+
+@dataclass(frozen=True)
+class RegenerationSettings:
+    """What is answered, and how.
+
+    Attributes:
+        max_new_tokens: The longest answer; also cut where the target's positions end.
+        temperature: 0 answers greedily; above 0 samples.
+        top_p: Only the most probable tokens that have this probability together.
+        top_k: Only so many most probable tokens, 0 for all.
+        seed: Of the noise, and of which rows `samples` chooses. A row's answer depends on its number and on this.
+        thinking: Whether the chat template asks for thinking.
+        prompt_tokens: So many first tokens of a `text` are its prompt.
+        samples: So many rows; `None` for all. More of them contain the fewer.
+        split: Of a data set that has several.
+        drop_cut: Leave out rows with an answer that the longest length cut off.
+    """
+
+    max_new_tokens: int = 2048
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    thinking: bool = False
+    prompt_tokens: int = 16
+    samples: int | None = None
+    split: str = "train"
+    drop_cut: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "prompt_tokens", "samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: use 1 or more.")
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass
+class RegenerationRecord:
+    """What came of a run.
+
+    Attributes:
+        rows: In the output.
+        tokens: That the target wrote in them.
+        cut: Rows with an answer that the longest length cut off; in the output unless they are dropped.
+        left_out: How many rows were not asked, by the reason.
+        was_finished: Rows that an earlier start had answered.
+        steps: Verify steps of this start, 0 without a drafter.
+        tau: Their mean acceptance length, NaN without a step.
+        encoded: Answers of this start whose ids were made from a server's text.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    cut: int = 0
+    left_out: dict[str, int] | None = None
+    was_finished: int = 0
+    steps: int = 0
+    tau: float = float("nan")
+    encoded: int = 0
+
+
+def regenerate_data(
+    writer: Writer,
+    tokenizer: Any,
+    data: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+    output: str | os.PathLike[str],
+    settings: RegenerationSettings | None = None,
+    *,
+    target_name: str | None = None,
+    license: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    processes: Any = None,
+    on_begin: Callable[[int, RegenerationRecord], None] = lambda share, record: None,
+    on_row: Callable[[int], None] = lambda tokens: None,
+) -> RegenerationRecord:
+    """Writes `data` with the target's own answers to `output`: what `dflash regenerate` does.
+
+    A chat's assistant turns are written in order, each behind those written before it. Rows appear in the output as they
+    are finished, and in the data's order at the end; a run that was stopped goes on with `resume`.
+
+    Args:
+        writer: A [`TargetWriter`] or a [`ServerWriter`], or what has their attributes and is called as they are.
+        tokenizer: The target's.
+        data: A file, folder or Hub id as in [`load_examples`], or rows.
+        output: A file that ends in `.jsonl`; `dflash train --data` reads it token for token. Its manifest stands beside it.
+        settings: What is answered, and how.
+        target_name: Folder or Hub id, for the record.
+        license: Of the data; by default what the source states.
+        provenance: More to record, such as the command.
+        resume: Go on with the run in `output`.
+        overwrite: Begin anew in an `output` that holds a run.
+        processes: Siblings with `rank`, `is_first`, `share` and `gather`, such as `dflash.evaluation.Processes`; `None`: alone.
+        on_begin: Told how many rows are to be answered here, and what is known of the run.
+        on_row: Told of each finished row how many tokens were written.
+
+    Raises:
+        ValueError: for data that asks nothing, settings that changed, or an output that holds something else.
+        OSError: if the output cannot be written; what stands in it stands.
+
+    Example:
+        >>> writer = TargetWriter(target)
+        >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", RegenerationSettings(samples=1000))
+    """
+    settings = settings or RegenerationSettings()
+    processes = processes or _Alone()
+    if isinstance(data, (str, os.PathLike)) and Path(data).exists() and Path(data).resolve() == Path(output).resolve():
+        raise ValueError(f"The output {output} is the data itself: choose another output.")
+    name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data"
+    source = read_rows(name, settings.split) if isinstance(data, (str, os.PathLike)) else data
+    rows = list(source)
+    if not rows:
+        raise ValueError(f"{name} holds no row: give {FORMS}.")
+    depends_on = {
+        **{name: value for name, value in asdict(settings).items() if name not in ("split", "drop_cut")},
+        **writer.facts,
+        "chat_template": _hash(getattr(tokenizer, "chat_template", None)),
+        "data": _hash(rows),
+    }
+    file = AnswerFile(Path(output), depends_on, processes.rank)
+    file.check(resume, overwrite)
+    finished = set() if overwrite else file.finished()
+    record = RegenerationRecord()
+    asked, record.left_out = _dialogues(rows, name, tokenizer, settings, writer.positions)
+    open_rows = [dialogue for dialogue in asked if dialogue.number not in finished]
+    record.was_finished = len(asked) - len(open_rows)
+    facts = _facts(
+        target_name, writer.revision, data, rows, license or _stated_license(source, rows), settings, provenance
+    )
+    processes.gather([None])  # nobody writes before all have looked
+    if processes.is_first:
+        file.begin(overwrite, facts)
+    processes.gather([None])
+    file.mend()
+
+    # Rows of like length and as many turns share a batch; the longest first, so that memory runs out at once or never.
+    open_rows.sort(key=lambda one: (one.num_turns, len(one.prompt_ids or ()), one.number), reverse=True)
+    share = processes.share(open_rows)
+    on_begin(len(share), record)
+    accepted = [0, 0, 0]  # verify steps, tokens, answers encoded again
+    for dialogues, answers in _answered(writer, share, settings):
+        file.append([row for dialogue in dialogues for row in dialogue.rows()])
+        for answer in answers:
+            accepted[0] += len(answer.acceptance_lengths)
+            accepted[1] += sum(answer.acceptance_lengths)
+            accepted[2] += answer.is_encoded
+        for dialogue in dialogues:
+            on_row(dialogue.num_tokens)
+    steps, tokens, record.encoded = (sum(of_all) for of_all in zip(*processes.gather([accepted]), strict=True))
+    record.steps, record.tau = steps, tokens / steps if steps else float("nan")
+    if processes.is_first:
+        counts = file.join(settings.drop_cut)
+        record.rows, record.tokens, record.cut = counts["rows"], counts["tokens"], counts["cut"]
+        if not record.rows:
+            raise ValueError(f"Every one of the {record.cut} answers was cut off: ask for a larger max_new_tokens.")
+        result = asdict(record) | {"tau": record.tau if steps else None}
+        file.write_manifest(facts | {"complete": True, "result": result})
+    return record
+
+
+class _Alone:
+    """One process."""
+
+    rank, is_first = 0, True
+
+    def share(self, items: Sequence[Any]) -> Sequence[Any]:
+        return items
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+
+def _dialogues(
+    rows: Sequence[Mapping[str, Any]], name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
+) -> tuple[list[Dialogue], dict[str, int]]:
+    """The dialogues of the chosen rows, and how many others there are by the reason."""
+    order = list(range(1, len(rows) + 1))
+    if settings.samples is not None:
+        random.Random(f"samples-{settings.seed}").shuffle(order)
+    left_out: Counter[str] = Counter()
+    found = []
+    for number in sorted(order[: settings.samples]):
+        try:
+            dialogue = as_dialogue(
+                number, rows[number - 1], tokenizer, settings.prompt_tokens, enable_thinking=settings.thinking
+            )
+        except Unanswerable as reason:
+            left_out[str(reason)] += 1
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        else:
+            if dialogue.room(1, positions):
+                found.append(dialogue)
+            else:
+                left_out[f"a prompt that fills the target's {positions} positions"] += 1
+    if not found:
+        said = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
+        raise ValueError(f"No row of {name} can be answered: {said}; give rows with a question.")
+    return found, dict(left_out)
+
+
+def _answered(
+    writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings
+) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
+    """Dialogues as they are finished, and the answers that were given meanwhile."""
+    if not writer.is_concurrent:
+        for begin in range(0, len(dialogues), writer.batch_size):
+            yield from _rounds(writer, dialogues[begin : begin + writer.batch_size], settings)
+        return
+    with ThreadPoolExecutor(writer.batch_size) as pool:
+        futures = [pool.submit(lambda one: list(_rounds(writer, [one], settings)), dialogue) for dialogue in dialogues]
+        try:
+            for future in as_completed(futures):
+                yield from future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _rounds(
+    writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings
+) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
+    """Answers one batch turn by turn until all of it is finished."""
+    going = list(dialogues)
+    while going:
+        requests = [
+            Request(
+                dialogue.prompt_ids or (),
+                row_seed(settings.seed, dialogue.number, dialogue.num_answers),
+                dialogue.room(settings.max_new_tokens, writer.positions),
+            )
+            for dialogue in going
+        ]
+        answers = writer(requests, settings.sampling)
+        for dialogue, answer in zip(going, answers, strict=True):
+            dialogue.write(answer.token_ids, answer.ended)
+            if not dialogue.room(1, writer.positions):
+                dialogue.end()
+        done = [dialogue for dialogue in going if dialogue.prompt_ids is None]
+        going = [dialogue for dialogue in going if dialogue.prompt_ids is not None]
+        yield done, answers
+
+
+def _facts(
+    target_name: str | None,
+    revision: str | None,
+    data: Any,
+    rows: Sequence[Mapping[str, Any]],
+    license: str | None,
+    settings: RegenerationSettings,
+    provenance: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a reader needs to repeat the run, without a path of the machine."""
+    return {
+        "target": public_name(target_name),
+        "revision": revision,
+        "data": {
+            "name": public_name(data) if isinstance(data, (str, os.PathLike)) else None,
+            "split": settings.split,
+            "rows": len(rows),
+            "license": license,
+        },
+        "drop_cut": settings.drop_cut,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        **(provenance or {}),
+    }
+
+
+def _stated_license(source: Any, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What a data set's card or its rows say."""
+    stated = getattr(getattr(source, "info", None), "license", None)
+    if stated:
+        return str(stated)
+    found = sorted({str(row[key]) for row in rows for key in ("license", "licence") if row.get(key)})
+    return ", ".join(found) or None
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
