@@ -1,0 +1,74 @@
+"""Files that are whole or not there, and one process at a time that writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `path` aside and then renames it: a reader or an interruption never meets half a file; folders are made.
+
+    Raises:
+        OSError: if it cannot be written; what was at `path` before stands.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError or ValueError if a file cannot be written at `path`: asked before minutes of work, not after."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a file in it.")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder, so {path} cannot be written: name another path.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise PermissionError(13, "Permission denied", str(path))
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keeps other processes of this machine from writing `path`, a file or a folder, while the body runs.
+
+    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it.
+
+    Raises:
+        ValueError: if another process holds it, with that process's number and since when it runs what.
+    """
+    path = path.expanduser().absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    holder = path.with_name(f".{path.name}.writer.json")
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"{path} is being written by {_holder(holder)}: wait for it, stop it, or choose another path."
+        ) from None
+    try:
+        write_text(holder, json.dumps({"process": os.getpid(), "machine": platform.node()}))
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _holder(path: Path) -> str:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {said['process']} on {said['machine']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
+        return "another process"

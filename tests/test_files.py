@@ -1,0 +1,75 @@
+"""Files that are whole or not there, and one process at a time that writes them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash.common.files import check_writable, only_writer, write_text
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from dflash.common.files import only_writer
+with only_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holding(path: Path) -> subprocess.Popen:
+    """Another process that holds `path` until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path):
+    output = tmp_path / "run"
+    process = holding(output)
+    with (
+        pytest.raises(ValueError, match=rf"run is being written by process {process.pid} on .+: wait"),
+        only_writer(output),
+    ):
+        pass
+    process.communicate("")
+    with only_writer(output):
+        pass
+    assert list(tmp_path.iterdir()) == []  # nothing is left beside it
+
+
+def test_a_killed_writer_holds_nothing(tmp_path):
+    process = holding(tmp_path / "run")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with only_writer(tmp_path / "run"):
+        pass
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "out.json"
+    write_text(path, "first")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "second")
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_is_said_before(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_writable(tmp_path / "made" / "on" / "the" / "way.json")
+    with pytest.raises(ValueError, match="is a folder"):
+        check_writable(tmp_path)
+    with pytest.raises(ValueError, match="is no folder"):
+        check_writable(tmp_path / "file" / "out.json")
