@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -62,8 +62,9 @@ def only_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         holder.unlink(missing_ok=True)
+        with suppress(OSError):  # Windows deletes no open file; who waits for a deleted one looks again
+            Path(lock.lock_file).unlink()
         lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def _holder(path: Path) -> str:
