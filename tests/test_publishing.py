@@ -237,7 +237,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from huggingface_hub import constants
 
-from dflash import cli
+from dflash.cli import main as cli
 
 answers = []
 for token, endpoint, arguments in CALLS:
