@@ -7,8 +7,10 @@ import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import dflash
 
@@ -115,3 +117,55 @@ def test_remote_code_snippet_runs_where_the_package_is_not_importable(tmp_path: 
     printed = re.findall(r"^# (.*)$", snippet, re.MULTILINE)
     assert printed
     assert done.stdout.strip().splitlines() == printed
+
+
+def workflow(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A workflow's triggers and jobs. YAML 1.1 reads the key `on` as true."""
+    parsed = yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+    return parsed[True], parsed["jobs"]
+
+
+def commands_of(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def test_the_ci_workflow_runs_what_is_run_here() -> None:
+    """Promise: every push and pull request runs `.ci/run`, with torch's CPU build, and nothing else decides."""
+    triggers, jobs = workflow("ci.yml")
+    assert {"push", "pull_request", "workflow_call"} <= set(triggers)
+    (job,) = jobs.values()
+    assert commands_of(job) == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "python:3.11" in job["container"]
+    assert job["env"]["PIP_EXTRA_INDEX_URL"].endswith("/whl/cpu")
+
+
+def test_a_release_is_published_after_ci_from_a_tag_alone() -> None:
+    """Promise: a tag that names the version builds wheel and sdist once CI has passed, and only that job may publish."""
+    triggers, jobs = workflow("release.yml")
+    assert triggers == {"push": {"tags": ["v*"]}}
+    assert jobs["ci"]["uses"] == "./.github/workflows/ci.yml"
+    assert jobs["build"]["needs"] == "ci"
+    assert jobs["publish"]["needs"] == "build"
+    commands = "\n".join(commands_of(jobs["build"]))
+    assert re.search(r"python -m build\n.*twine check --strict dist/\*", commands)
+    checked = next(command for command in commands_of(jobs["build"]) if "GITHUB_REF_NAME" in command)
+    for tag, is_right in ((f"v{dflash.__version__}", True), ("v99.0.0", False)):
+        done = subprocess.run(["bash", "-c", checked], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False)
+        assert (done.returncode == 0) == is_right
+    assert "run" not in "".join(step for steps in jobs["publish"]["steps"] for step in steps)
+    assert jobs["publish"]["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+    may_publish = [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})]
+    assert may_publish == ["publish"]
+
+
+def test_ci_runs_the_wheel_in_an_environment_that_holds_nothing_else() -> None:
+    """Promise: what would be published is built, installed before anything else is, and run away from the checkout."""
+    steps = (ROOT / ".ci" / "run").read_text().split("\nstep ")
+    first = next(index for index, step in enumerate(steps) if ".venv/bin/" in step)
+    wheel = steps[first]
+    assert wheel.startswith('"the wheel"')
+    assert re.search(r'-m build .*\n.*\npython3 -m venv \.venv\n\.venv/bin/pip install .*"\$wheel" </dev/null\n', wheel)
+    for command in ("dflash\" --version", "-m dflash --help", "dflash\" demo --prompts 1"):
+        assert command in wheel
+    assert "cd .elsewhere" in wheel
