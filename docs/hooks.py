@@ -46,6 +46,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return markdown
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Links of docstrings: [`name`] leads to the entry of that name, where there is one."""
+    link = r'<autoref optional identifier="dflash.\1"><code>\1</code></autoref>'
+    return re.sub(r"\[<code>(\w+)</code>\]", link, html) if page.url.startswith("reference/") else html
+
+
 def pages() -> dict[str, str]:
     """Every page that is made, by its path."""
     made = {f"{COMMANDS}/{name}.md": command_page(name, command) for name, command in commands().items()}

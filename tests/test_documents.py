@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from test_layering import FLOORS
 
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +88,10 @@ def test_contributing_runs_the_tests_as_ci_does() -> None:
     steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     (unpinned,) = re.findall(r"grep -vE '[^']+' constraints\.txt", CONTRIBUTING)
     assert unpinned in steps
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_rooms_are_named_in_the_order_in_which_they_import(name: str) -> None:
+    """Promise: "only rooms before it in this table" is the rule that `test_layering.py` holds."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| `dflash/(\w+)` \|", text, re.MULTILINE)) == FLOORS
