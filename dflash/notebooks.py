@@ -1,7 +1,6 @@
-"""What a notebook shows: text with each block's accepted run in colour, one step token by token, and drawings.
+"""HTML and drawings for notebooks: a text with its accepted tokens in colour, one step token by token, taps and masks.
 
-Tokens, counts, masks and a config come in; HTML for any front end goes out, or shapes on axes that the caller made with
-matplotlib, which is not imported here.
+Drawings go to axes that the caller made with matplotlib, which is not imported here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ GREEN, MAGENTA, RED, GREY, BLUE = "#2ea043", "#bf4bbe", "#da3633", "#c4c9d0", "#
 
 @dataclass(frozen=True)
 class Page:
-    """Something that a notebook shows in colour, and everything else as text."""
+    """Coloured HTML for a notebook, and the same as text for a terminal."""
 
     html: str
     text: str
@@ -50,7 +49,7 @@ def show_blocks(blocks: Iterable[Block], tokenizer: Any) -> Page:
     """The text of one prompt's blocks: accepted drafts green, the target's own tokens magenta, a step's count on hover.
 
     Args:
-        blocks: Of `generate_blocks`; of several rows, the first one's.
+        blocks: From `generate_blocks`; of several sequences, the first one's.
         tokenizer: The target's.
 
     Example:
@@ -88,13 +87,13 @@ def show_step(
     anchor: int,
     tokenizer: Any,
 ) -> Page:
-    """One step as a table: what was proposed behind the anchor, above what the target chose for the same places."""
+    """One step as a table: the proposals after the anchor, and below them the target's choices for the same positions."""
     drafted = [tokenizer.decode([i]) for i in proposals[0].tolist()]
     chosen = [tokenizer.decode([anchor]), *(tokenizer.decode([i]) for i in choices[0].tolist())]
     looks = [ACCEPTED_STYLE] * num_accepted + [REJECTED_STYLE] + [UNUSED_STYLE] * len(drafted)
     kept = ["", *[ACCEPTED_STYLE] * num_accepted, OWN_STYLE] + [UNUSED_STYLE] * len(drafted)
     rows = {
-        "place": [_cell(text, "") for text in ["anchor", *(f"+{i}" for i in range(1, len(chosen)))]],
+        "position": [_cell(text, "") for text in ["anchor", *(f"+{i}" for i in range(1, len(chosen)))]],
         "drafted": [_cell("", ""), *map(_cell, drafted, looks), _cell("", "")],
         "target": [*map(_cell, chosen, kept)],
     }
@@ -106,10 +105,10 @@ def show_step(
 
 
 def draw_taps(axes: Any, config: DFlashConfig) -> None:
-    """The target's layers, those that the drafter reads, and where what it reads goes in.
+    """Draws the target's layers, the taps among them, and where the context features enter the drafter.
 
     Raises:
-        ValueError: if the config does not say how deep the target is.
+        ValueError: if the config does not say how many layers the target has.
     """
     depth = config.num_target_layers
     if depth is None:
@@ -132,13 +131,13 @@ def draw_taps(axes: Any, config: DFlashConfig) -> None:
 
 
 def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: Sequence[str] = ()) -> None:
-    """Who sees whom, of visible [rows, keys]: a filled square is a key that the row sees.
+    """Draws an attention mask [positions, keys]: a filled square is a key that the position sees.
 
     Args:
         axes: Of matplotlib.
-        visible: A bool mask; its last columns are the rows' own keys, those before them the context.
-        block_size: Rows of a block, anchor included; each block is set off by lines.
-        labels: Names of the rows.
+        visible: A bool mask; the last columns are the positions' own keys, those before them the context.
+        block_size: Positions of a block, anchor included; lines separate the blocks.
+        labels: Names of the positions.
     """
     rows, keys = visible.shape
     context = keys - rows
@@ -146,19 +145,19 @@ def draw_visibility(axes: Any, visible: torch.Tensor, block_size: int, labels: S
     picture[:, :context][visible[:, :context]] = torch.tensor(_rgb(BLUE))
     picture[:, context:][visible[:, context:]] = torch.tensor(_rgb(GREEN))
     axes.imshow(picture.numpy(), aspect="equal", interpolation="nearest")
-    axes.set_xticks([i - 0.5 for i in range(keys)], minor=True)
-    axes.set_yticks([i - 0.5 for i in range(rows)], minor=True)
-    axes.grid(which="minor", color="white", linewidth=0.7)
-    for place in range(0, rows + 1, block_size):
-        axes.axhline(place - 0.5, color="black", linewidth=1)
-        axes.axvline(context + place - 0.5, color="black", linewidth=1)
-    axes.set_xticks([(context - 1) / 2, context + (rows - 1) / 2], ["context features", "the rows' own keys"])
+    # Lines and not a grid of minor ticks: matplotlib drops a minor tick that coincides with a major one.
+    axes.vlines([i - 0.5 for i in range(1, keys)], -0.5, rows - 0.5, color="white", linewidth=0.7)
+    axes.hlines([i - 0.5 for i in range(1, rows)], -0.5, keys - 0.5, color="white", linewidth=0.7)
+    for start in range(0, rows + 1, block_size):
+        axes.axhline(start - 0.5, color="black", linewidth=1)
+        axes.axvline(context + start - 0.5, color="black", linewidth=1)
+    axes.set_xticks([(context - 1) / 2, context + (rows - 1) / 2], ["context features", "the blocks' own keys"])
     axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(length=0, which="both")
+    axes.tick_params(length=0)
 
 
 def draw_acceptance(axes: Any, lengths: Sequence[int], block_size: int) -> None:
-    """One bar per verify step: accepted drafts, and the target's own token on top; their mean is tau."""
+    """Draws one bar for each verify step: accepted drafts, with the target's own token on top. The mean is tau."""
     steps = range(1, len(lengths) + 1)
     accepted = [length - 1 for length in lengths]
     axes.bar(steps, accepted, color=GREEN, label="accepted drafts")
@@ -172,7 +171,7 @@ def draw_acceptance(axes: Any, lengths: Sequence[int], block_size: int) -> None:
 
 
 def _text(text: str) -> str:
-    """`text` for HTML. A dollar sign stands alone in an element: front ends take text between two of them for TeX."""
+    """`text` as HTML. A dollar sign gets an element of its own: front ends read text between two of them as TeX."""
     return escape(text).replace("$", "<span>&#36;</span>")
 
 

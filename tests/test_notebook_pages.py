@@ -88,7 +88,7 @@ def test_a_character_of_two_blocks_is_shown_once(tokenizer: Any) -> None:
     assert "".join(run for *_, run in spans(page.html)) == "é日"
 
 
-def test_other_rows_of_a_batch_are_left_out(tokenizer: Any) -> None:
+def test_other_sequences_of_a_batch_are_left_out(tokenizer: Any) -> None:
     mine, other = words(tokenizer, "apples"), words(tokenizer, "pens")
     page = show_blocks([block(mine, []), block(other, [], row=1)], tokenizer)
     assert "".join(run for *_, run in spans(page.html)) == "apples"
@@ -111,7 +111,7 @@ def test_step_shows_what_fell_and_what_stands_instead(tokenizer: Any, num_accept
     proposals, choices = torch.tensor([[10, 11, 12]]), torch.tensor([[20, 21, 22, 23]])
     page = show_step(proposals, choices, num_accepted, anchor=30, tokenizer=tokenizer)
     rows = re.findall(r"<tr><th>(\w+)</th>(.*?)</tr>", page.html)
-    assert [name for name, _ in rows] == ["place", "drafted", "target"]
+    assert [name for name, _ in rows] == ["position", "drafted", "target"]
     cells = [re.findall(r'<td style="[^"]*?;([^"]*)">', row) for _, row in rows]
     assert [len(row) for row in cells] == [5, 5, 5]
     drafted, chosen = ([style.split("padding:2px 6px;")[-1] for style in row] for row in cells[1:])
@@ -141,8 +141,29 @@ def test_taps_of_a_target_of_unknown_depth_are_refused() -> None:
         draw_taps(MagicMock(), config(num_target_layers=None, target_layer_ids=[1]))
 
 
+def test_every_line_of_a_mask_is_drawn() -> None:
+    """Minor ticks that met a label's tick were dropped, and with them lines of the grid."""
+    figures = pytest.importorskip("matplotlib.figure", reason="needs the extra eval")
+    backends = pytest.importorskip("matplotlib.backends.backend_agg", reason="needs the extra eval")
+    canvas = backends.FigureCanvasAgg(figures.Figure(figsize=(10, 4)))
+    axes = canvas.figure.add_subplot()
+    draw_visibility(axes, torch.ones(6, 18, dtype=torch.bool), block_size=6)
+    canvas.draw()
+    shades = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(400, 1000, 4)[..., :3].sum(-1)
+
+    def contrast(x: float, y: float) -> torch.Tensor:
+        """The largest difference in brightness within two pixels of a point of the mask."""
+        column, line = axes.transData.transform((x, y)).round().astype(int)
+        around = shades.flip(0)[line - 2 : line + 3, column - 2 : column + 3]
+        return around.max() - around.min()
+
+    assert contrast(3.2, 2.2) == 0  # inside a square
+    assert all(contrast(i - 0.5, 2.2) > 60 for i in range(1, 18))
+    assert all(contrast(3.2, i - 0.5) > 60 for i in range(1, 6))
+
+
 @pytest.mark.parametrize("window", [None, 4])
-def test_filled_squares_are_the_keys_that_a_row_sees(window: int | None) -> None:
+def test_filled_squares_are_the_keys_that_a_position_sees(window: int | None) -> None:
     sliding = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": window}
     shown = config(**(sliding if window else {}))
     sees = draft_sees(shown, 0, torch.tensor([5]), 4)
