@@ -80,7 +80,7 @@ def test_text_is_shown_as_text(view: Any) -> None:
 
 
 def test_figures_are_those_of_the_blocks(view: Any) -> None:
-    """Tau before the last cut, tokens per step behind it, and nothing where nothing was verified."""
+    """Tau before the last cut, tokens per step after it, and nothing where nothing was verified."""
     fast = view.Answer(Letters())
     assert math.isnan(fast.tau)
     assert math.isnan(fast.tokens_per_step)
@@ -94,6 +94,13 @@ def test_figures_are_those_of_the_blocks(view: Any) -> None:
     assert 'aria-label="Acceptance lengths: 4, 6"' in html
     assert 'aria-label="Steps of length 1, 2, …: 0, 0, 0, 1, 0, 1, 0, 0"' in html
     assert "1.00×" in html
+    assert "the cost of a step, here 3.00 plain steps.</p>" in html
+    assert '<div class="axis" aria-hidden="true"><b>8</b><b>4</b><b>0</b></div>' in html  # block size 8
+    slow = view.Answer(Letters())
+    slow.add_tokens([65] * 7)
+    assert "plain steps" not in view.page(slow, fast)  # before there is a speed-up
+    slow.end(seconds=2.0)
+    assert "here 0.75 plain steps: target.generate does more work" in view.page(slow, fast)  # 4.00× at 3 tokens a step
 
 
 def test_half_a_character_waits(view: Any) -> None:

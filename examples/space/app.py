@@ -1,8 +1,8 @@
-"""A page that writes every answer twice, streamed: the target by itself, then DFlash, with what each block accepted.
+"""A page that streams every answer twice: first the target alone, then DFlash with the accepted tokens of each block.
 
     python examples/space/app.py
 
-Needs `dflash-transformers[space]`. Opens on the embedded pair, which needs no download; any other is loaded on demand.
+Needs the extra `space`. The page opens with the embedded pair, which needs no download; another pair is loaded on demand.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from dflash.model.generation_dflash import max_positions
 
 
 MAX_PROMPT_TOKENS = 4096
-# A text of so many characters per token is longer than the limit in any tokenizer, and is not worth running through one.
+# A text with more characters per token than this is over the limit in any tokenizer: it is refused without tokenizing it.
 MAX_CHARACTERS_PER_TOKEN = 64
 SECONDS_PER_FRAME = 0.05
 VISITORS_IN_LINE = 32
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-# One thread decodes, always the same: what it warmed up stays warm.
+# One thread decodes all answers, so that it stays warm.
 DECODER = ThreadPoolExecutor(1)
 
 
 class VisitorLeft(Exception):
-    """Ends a decode whose reader is gone."""
+    """Ends the decode of a visitor who left."""
 
 
-@lru_cache(maxsize=1)  # the pair asked for last stays
+@lru_cache(maxsize=1)  # the last pair stays loaded
 def load(target: str, drafter: str) -> Pair:
-    """A pair by folders or Hub ids, the embedded one if both are empty, warmed up; ValueError if they do not match."""
+    """A pair by folders or Hub ids, warmed up; the embedded pair if both are empty. ValueError if they do not match."""
     if bool(target) != bool(drafter):
         raise ValueError("Target and drafter go together: name both, or neither for the embedded pair.")
     pair = load_pair(target, drafter, Dtype.auto, None) if target else Pair(*load_embedded_pair())
@@ -66,7 +66,7 @@ def read(pair: Pair, prompt: str) -> torch.Tensor:
 
 
 def answer(prompt: str, target: str, drafter: str, max_new_tokens: int) -> Iterator[str]:
-    """The page as it fills: first the target's own answer, then DFlash's; what is refused is one sentence."""
+    """Frames of the page: first the target's own answer, then DFlash's. A refusal is one sentence."""
     try:
         yield view.page(note="Loading the pair…")
         pair = DECODER.submit(load, target.strip(), drafter.strip()).result()
@@ -83,7 +83,7 @@ def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[s
     positions = max_positions(pair.target)
     if positions is not None:
         max_new_tokens = min(max_new_tokens, positions - input_ids.shape[1])
-    note = f"Greedy, batch 1, block size {pair.drafter.config.block_size}, {dtype_name(pair)}, {place(pair.target.device)}."
+    note = f"Greedy, batch 1, block size {pair.drafter.config.block_size}, {dtype_name(pair)}, {device_name(pair.target.device)}."
     plain, fast = view.Answer(pair.tokenizer), view.Answer(pair.tokenizer)
     generate = partial(timed_generate, pair.target, input_ids, max_new_tokens=max_new_tokens, **GREEDY)
     plain_run = yield from streamed(generate, plain, plain.add_tokens, lambda: view.page(plain, note=note))
@@ -97,7 +97,7 @@ def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[s
         verdict = f"Identical: both sides wrote the same {len(fast_run.token_ids)} tokens."
     else:
         apart = "one of them ends" if isnan(parts.margin) else f"the target's two logits are {parts.margin:.2g} apart"
-        verdict = f"The texts part at token {parts.index + 1}, where {apart}."
+        verdict = f"The texts differ from token {parts.index + 1} on, where {apart}."
     yield view.page(plain, fast, verdict, note)
 
 
@@ -106,8 +106,8 @@ def streamed(
 ) -> Generator[str, None, TimedRun]:
     """Yields frames of `answer` while `run` fills it through `add`, and returns what it returns.
 
-    `run` computes only while the reader waits for the next frame, so drawing costs no decoder anything. Closing the
-    generator ends the decode at the next token.
+    `run` computes only while the reader waits for the next frame, so drawing is not counted. Closing the generator ends
+    the decode at the next token.
     """
     frames: SimpleQueue[str | None] = SimpleQueue()
     turn = Semaphore(0)
@@ -142,15 +142,15 @@ def streamed(
     return done
 
 
-def place(device: torch.device) -> str:
-    """Where a model runs, in words."""
+def device_name(device: torch.device) -> str:
+    """The device of a model, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{threads} CPU thread{'s' * (threads > 1)}" if device.type == "cpu" else str(device)
 
 
-# Served by Gradio itself: nothing is fetched from elsewhere.
+# Gradio serves the font itself: nothing is fetched from elsewhere.
 FONTS = [gr.themes.LocalFont("Source Sans Pro", weights=(400, 700)), "system-ui", "sans-serif"]
 PROBLEMS = [problem.question for problem in heldout_problems()[:4]]
 
@@ -160,7 +160,7 @@ with gr.Blocks(title="DFlash, side by side", analytics_enabled=False) as demo:
     gr.Examples([[question] for question in PROBLEMS], prompt, label="Word problems that the embedded pair never saw")
     with gr.Accordion("Another pair, another length", open=False):
         gr.Markdown(
-            "Hub ids or folders, both or none: none is the pair inside the package, which knows word problems."
+            "Hub ids or folders, both or none. With none, the page uses the pair inside the package, which knows word problems."
         )
         with gr.Row():
             target = gr.Textbox("", label="Target", placeholder="Qwen/Qwen3-4B", elem_id="target")

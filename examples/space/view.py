@@ -1,4 +1,4 @@
-"""What the page shows of two answers: HTML out of texts and counts. It knows no model, no clock and no Gradio."""
+"""HTML of two answers: their texts, speeds and acceptance. Nothing here loads a model, reads a clock or needs Gradio."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from dflash.cli.terminal import TextStream, number
 
 
 HEAD = (
-    '<div class="head"><h1>DFlash, side by side</h1><p>A small drafter guesses a block of tokens, the target checks all of them '
+    '<div class="head"><h1>DFlash, side by side</h1><p>A small drafter proposes a block of tokens. The target checks all of them '
     "in one forward and keeps those that it would have written itself. The text is the target’s own, in fewer forwards. "
     '<a href="https://arxiv.org/abs/2602.06036">The paper</a></p></div>'
 )
 
 LEGEND = '<span class="drafted">draft accepted</span> <span class="own">target’s own</span>'
 LINE = (
-    "<p>First target.generate, then DFlash: each has the machine to itself, and neither clock counts the drawing of this "
-    "page.</p>"
+    "<p>First target.generate, then DFlash: each has the machine to itself, and drawing this page is not counted.</p>"
 )
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward of the target added: the text of the drafted run that stood, then the target's own.
+    """The text that one forward of the target added: the accepted drafts, then the target's own token.
 
     Attributes:
-        drafted: Text of the accepted run.
+        drafted: Text of the accepted drafts.
         own: Text of the target's own token.
         num_accepted: Accepted tokens, before stop and length cuts.
         num_proposals: Drafted tokens; 0 where nothing was drafted, as in the prompt's forward.
@@ -43,7 +42,7 @@ class Step:
 
 
 class Answer:
-    """What one decoder has written so far, and the seconds that it took, which are set from outside."""
+    """The text that one decoder has written so far, and its seconds, which the caller sets."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._stream = TextStream(tokenizer)
@@ -54,7 +53,7 @@ class Answer:
         self.is_done = False
 
     def add_tokens(self, token_ids: list[int]) -> None:
-        """Adds tokens that no drafter had a part in."""
+        """Adds tokens of plain decoding."""
         self.num_tokens += len(token_ids)
         self.steps.append(Step("", self._stream.push(token_ids)))
 
@@ -66,13 +65,13 @@ class Answer:
         self.steps.append(Step(drafted, own, block.num_accepted, block.num_proposals))
 
     def end(self, seconds: float) -> None:
-        """Adds what waited for the other bytes of a character, and takes the whole decode's time."""
+        """Adds the bytes of an unfinished character, and sets the seconds of the whole decode."""
         self.rest = self._stream.push([], is_last=True)
         self.seconds, self.is_done = seconds, True
 
     @property
     def verified(self) -> list[Step]:
-        """The verify steps, those that had something drafted."""
+        """The verify steps: those with proposals."""
         return [step for step in self.steps if step.num_proposals]
 
     @property
@@ -87,12 +86,12 @@ class Answer:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens kept behind the first, per verify step; NaN without one."""
+        """Tokens kept after the first, per verify step; NaN without one."""
         return _over(self.num_tokens - 1, len(self.verified))
 
 
 def page(plain: Answer | None = None, fast: Answer | None = None, verdict: str = "", note: str = "") -> str:
-    """Both answers side by side, what came of the comparison, and how many tokens each step accepted."""
+    """Both answers side by side, the verdict, and the tokens that each step accepted."""
     left = _side("plain", "target.generate", "one token per forward", plain, "The target by itself writes here first.")
     right = _side("fast", "DFlash", LEGEND, fast, "DFlash writes here when target.generate has ended.")
     status = f'<p class="verdict" role="status">{escape(verdict)}</p>' if verdict else ""
@@ -105,7 +104,7 @@ def stopped(shown: str) -> str:
 
 
 def problem(sentence: str) -> str:
-    """What went wrong, in the place of the answers."""
+    """An error in place of the answers."""
     return f'<p class="problem" role="alert">{escape(sentence)}</p>'
 
 
@@ -136,7 +135,7 @@ def _marked(step: Step) -> str:
 
 
 def _acceptance(plain: Answer | None, fast: Answer | None) -> str:
-    """The figures, a bar for each verify step, and how often each acceptance length came."""
+    """The figures, a bar for each verify step, and the histogram of acceptance lengths."""
     answer = fast or Answer()
     steps = answer.verified
     block_size = max((step.num_proposals + 1 for step in steps), default=16)
@@ -152,10 +151,10 @@ def _acceptance(plain: Answer | None, fast: Answer | None) -> str:
     }
     named = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
     bars = "".join(
-        f'<i title="step {place}: {step.num_accepted} drafted tokens and one of the target’s own">'
+        f'<i title="step {index}: {step.num_accepted} drafted tokens and one of the target’s own">'
         f'<i class="drafted" style="height:{100 * step.num_accepted / block_size:.2f}%"></i>'
         f'<i class="own" style="height:{100 / block_size:.2f}%"></i></i>'
-        for place, step in enumerate(steps, start=1)
+        for index, step in enumerate(steps, start=1)
     )
     most = max(counts) or 1
     columns = "".join(
@@ -164,13 +163,23 @@ def _acceptance(plain: Answer | None, fast: Answer | None) -> str:
         for length, count in enumerate(counts, start=1)
     )
     return (
-        f'<section class="acceptance" aria-label="Acceptance"><dl>{named}</dl><div class="charts">'
+        f'<section class="acceptance" aria-label="Acceptance"><dl>{named}</dl>{_cost(answer, speedup)}<div class="charts">'
         f'<figure class="by-step"><figcaption>Tokens of each step; pale: drafted and refused</figcaption>'
-        f'<div class="bars" role="img" aria-label="Acceptance lengths: {_list(lengths)}">{bars}</div></figure>'
+        f'<div class="plot"><div class="axis" aria-hidden="true"><b>{block_size}</b><b>{block_size // 2}</b><b>0</b></div>'
+        f'<div class="bars" role="img" aria-label="Acceptance lengths: {_list(lengths)}">{bars}</div></div></figure>'
         f'<figure class="histogram"><figcaption>Steps by their number of tokens</figcaption>'
         f'<div class="bars" role="img" aria-label="Steps of length 1, 2, …: {_list(counts)}">{columns}</div></figure>'
         f"</div></section>"
     )
+
+
+def _cost(answer: Answer, speedup: float) -> str:
+    """Why speed-up and tokens per step differ: the cost of a step."""
+    cost = answer.tokens_per_step / speedup
+    if math.isnan(cost):
+        return ""
+    why = ": target.generate does more work around each forward" if cost < 1 else ""
+    return f'<p class="cost">Speed-up is tokens per step over the cost of a step, here {cost:.2f} plain steps{why}.</p>'
 
 
 def _list(values: Sequence[int]) -> str:

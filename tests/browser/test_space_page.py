@@ -155,7 +155,7 @@ def unfold(page: Any) -> None:
     """Opens the fields of another pair.
 
     Gradio mounts them at the first opening, and at the next frame sets the values that they had from the server again: what
-    a robot fills in between is lost. The second frame is behind that.
+    a robot fills in between is lost. The second frame comes after that.
     """
     page.get_by_text("Another pair, another length").click()
     page.wait_for_selector("#drafter textarea, #drafter input")
@@ -308,7 +308,7 @@ def test_texts_that_part_are_not_called_identical(
     """Promise: the verdict is the comparison's; the embedded pair, in fp32, never shows this one."""
     monkeypatch.setattr(space.app, "first_difference", lambda *_: Difference(4, margin))
     *_, last = space.app.answer(PROMPT, "", "", 16)
-    assert f"The texts part at token 5, {said}" in html.unescape(last)
+    assert f"The texts differ from token 5 on, {said}" in html.unescape(last)
     assert "Identical" not in last
 
 
@@ -322,8 +322,8 @@ def test_a_full_device_is_one_sentence(space: Space, monkeypatch: pytest.MonkeyP
 
 
 def test_a_second_visitor_waits_in_line(space: Space, visit: Callable[..., Any]) -> None:
-    """Promise: one answer at a time; who waits sees the place in the queue; both get the answer to their own prompt."""
-    first, second = visit(), visit()
+    """Promise: one answer at a time; who waits, on a phone too, sees why and where; both get the answer to their own prompt."""
+    first, second = visit(), visit(viewport={"width": 360, "height": 740})
     other = "Tom has 9 pens and loses 2. How many pens has he left?"
     space.gate.is_held = True
     ask(first)
@@ -331,6 +331,12 @@ def test_a_second_visitor_waits_in_line(space: Space, visit: Callable[..., Any])
     first.wait_for_selector(".side.plain.writes")
     ask(second, other)
     second.get_by_text("queue: 1/1").wait_for()
+    box = second.locator("#line .progress-text").bounding_box()
+    said = "getComputedStyle(document.querySelector('#line .progress-text'), '::before').content"
+    assert "one answer is written at a time" in second.evaluate(said)
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 360
+    assert box["y"] + box["height"] <= second.locator("#result").bounding_box()["y"]
     assert second.locator(".side.plain.waits").count() == 1
     assert space.gate.num_forwards <= 2  # the one that passed, and the one that waits
     space.gate.open()
