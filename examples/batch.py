@@ -1,8 +1,8 @@
-"""Several prompts at once, of different lengths: every row accepts its own number of tokens per step.
+"""Several prompts of different lengths at once: each sequence accepts its own number of tokens in each step.
 
     python examples/batch.py
 
-Prints each answer behind its question, with the acceptance lengths of its row: no row waits for the slowest.
+Prints each answer after its question, with the acceptance lengths of its sequence. No sequence waits for the slowest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A chat in the terminal: answers stream in, and each turn computes its new tokens alone.
+"""A chat in the terminal: answers are streamed, and each turn computes only its new tokens.
 
     python examples/chat.py
     python examples/chat.py --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
 
-Type a message and press enter; an empty line or Ctrl-D ends the chat. Behind each answer stands its tau, and how many of
-the prompt's tokens both caches held from the turns before. (The embedded pair answers word problems, one at a time; the
-earlier ones are in its prompt all the same.)
+Type a message and press enter; an empty line or Ctrl-D ends the chat. After each answer the chat prints its tau, and
+how many of the prompt's tokens were in the caches from earlier turns. (The embedded pair answers one word problem at
+a time; the earlier ones are still in its prompt.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dflash import Conversation
 
 
 def messages(is_tiny: bool) -> Iterator[str]:
-    """What the user says: lines of standard input, or two questions where nobody types."""
+    """The user's messages: lines of standard input, or two questions with `--tiny`."""
     if is_tiny:
         for question in questions(2):
             print(f"> {question}")
@@ -45,7 +45,7 @@ def main() -> None:
     turns: list[dict[str, Any]] = []
     for text in messages(arguments.tiny):
         turns.append({"role": "user", "content": text})
-        # The whole chat, each time: what of it the caches hold is found by its ids.
+        # The whole chat each time: the part that the caches hold is found by its ids.
         prompt = tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )

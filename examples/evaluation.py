@@ -1,10 +1,11 @@
-"""A task with any pair: speed, acceptance, and whether the answers are right, plainly and with DFlash.
+"""A task with any pair: speed, acceptance and right answers of plain decoding and of DFlash.
 
     python examples/evaluation.py
     python examples/evaluation.py --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --task math500
 
-The embedded pair answers its own held-out problems, scored as GSM8K's are; another pair answers the task's rows from the
-Hub. `dflash eval` does it for all tasks of the paper, with a progress bar, a file to go on from, and several GPUs.
+The embedded pair answers its own held-out problems, which are scored like GSM8K's. Another pair answers the task's
+rows from the Hub. `dflash eval` does this for all tasks of the paper, with a progress bar, resumption, and several
+GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
     )
     if arguments.target:
         questions = questions_of(plan)
-    else:  # questions of your own: what is asked, and what the scorer compares the answer with
+    else:  # questions of your own, with the answers for the scorer
         questions = [
             Question("gsm8k", index, (problem.question,), problem.answer.split("####")[1].strip())
             for index, problem in enumerate(heldout_problems()[: plan.num_prompts])

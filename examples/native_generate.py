@@ -1,9 +1,9 @@
-"""The same drafter through `target.generate` itself: our loop as its `custom_generate`, or the loop of transformers.
+"""A drafter with `target.generate`: the loop of this library as `custom_generate`, or the loop of transformers.
 
     python examples/native_generate.py
 
-Prints the answer, then which ways write the same text. Transformers has a DFlash of its own from 5.15 on: one prompt at a
-time, and it misses a stop string that ends inside an accepted block.
+Prints the answer, and whether both loops write the same text. Transformers has a DFlash of its own from 5.15 on: one
+prompt at a time, and it misses a stop string that ends inside an accepted block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash import custom_generate
 
 
 def main() -> None:
-    """Answers one question plainly, through our loop and through the native one."""
+    """Answers one question with plain decoding, with our loop and with the native one."""
     arguments = options(__doc__).parse_args()
     target, drafter, tokenizer = load(arguments)
     inputs = tokenizer(chat(tokenizer, questions(1)[0]), return_tensors="pt").to(target.device)

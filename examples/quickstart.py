@@ -1,4 +1,4 @@
-"""One prompt, greedily: the target's own text, and how many tokens each of its forwards gave.
+"""One prompt with greedy decoding: the target's own text, and the tokens that each forward committed.
 
     python examples/quickstart.py
     python examples/quickstart.py --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16

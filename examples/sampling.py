@@ -1,4 +1,4 @@
-"""Sampling: the law is the target's, whatever is drafted, and a seed gives the same text at every block size.
+"""Sampling: the text has the target's distribution, and a seed gives the same text at every block size.
 
     python examples/sampling.py
     python examples/sampling.py --temperature 1.5 --seed 3

@@ -1,9 +1,9 @@
-"""The text as it is written: through a transformers streamer, then block by block with what each step accepted.
+"""Streaming: through a transformers streamer, then block by block with the accepted tokens of each step.
 
     python examples/streaming.py
 
-Prints the answer once through `TextStreamer`, then again with every step's accepted run in brackets, as in
-`[ has 3 + 4] =`: the token behind a bracket is the target's own.
+Prints the answer through `TextStreamer`, then again with the accepted tokens of each step in brackets, as in
+`[ has 3 + 4] =`. The token after a bracket is the target's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         if accepted:
             print(f"[{tokenizer.decode(accepted, skip_special_tokens=True)}]", end="")
         print(tokenizer.decode(own, skip_special_tokens=True), end="", flush=True)
-    print(f"\n{num_steps} steps behind the prompt")
+    print(f"\n{num_steps} steps after the prompt")
 
 
 if __name__ == "__main__":

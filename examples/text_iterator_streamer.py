@@ -1,4 +1,4 @@
-"""A thread writes, the main thread reads: `TextIteratorStreamer`, as web front ends use it.
+"""One thread writes and the main thread reads: `TextIteratorStreamer`, as web front ends use it.
 
     python examples/text_iterator_streamer.py
 

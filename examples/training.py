@@ -3,9 +3,9 @@
     python examples/training.py
     python examples/training.py --target Qwen/Qwen3-0.6B --prompts prompts.jsonl --steps 5000 --layers 5 --block-size 16
 
-Prints how many tokens the target wrote, the loss and the true acceptance on held-out prompts as training goes on, and what
-the checkpoint accepts when it is loaded back. As it stands it runs for about a minute on a CPU, which is far too little for a
-good drafter. `--prompts` is a file of JSON lines with a "prompt" each.
+Prints how many tokens the target wrote, then the loss and the acceptance on held-out prompts during training, and the
+acceptance of the saved checkpoint. As it is, it runs for about a minute on a CPU, which is far too little for a good
+drafter. `--prompts` is a file of JSON lines with a "prompt" each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The same pair behind an OpenAI-compatible server: vLLM's own command line for it, printed and then run.
+"""The pair on an OpenAI-compatible server: prints vLLM's own command, then runs it.
 
     python examples/vllm_serving.py
     python examples/vllm_serving.py --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --port 8001
 
-vLLM is installed in an environment of its own; where it is not on the PATH, what is printed can be pasted there. Prints the
-command, and a request for the server that it starts. The embedded pair is written to `demo/` for it.
+Also prints a request for the server. vLLM belongs in an environment of its own; if it is not on the PATH, paste the
+command there. The embedded pair is written to `demo/` first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash.checkpoints import check, declared_block_size, export_embedded_pair,
 
 
 def main() -> None:
-    """Prints how the pair is served, then becomes the server."""
+    """Prints the command, then runs it in place of this process."""
     parser = options(__doc__)
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
@@ -30,7 +30,7 @@ def main() -> None:
         (verdict,) = check(drafter, target, ("vllm",)).verdicts
         print(f"# {verdict.name}: {verdict.verdict}")
 
-    refuse_unfit("vllm", target, drafter)  # a checkpoint that vLLM would misread is refused here, with the remedy
+    refuse_unfit("vllm", target, drafter)  # raises for a checkpoint that vLLM would misread
     plan = launch("vllm", target, drafter, declared_block_size(drafter), ["--port", str(arguments.port)])
     print(plan.script())
 

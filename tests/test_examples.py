@@ -34,7 +34,7 @@ SAID = {
     "pipeline.py": ["the same without the drafter: True"],
     "quickstart.py": [r"tau \d+\.\d\d", "the same as target.generate: True"],
     "sampling.py": [r"the same in blocks of \d+: True"],
-    "streaming.py": [r"\[.+\]", r"[1-9]\d* steps behind the prompt"],
+    "streaming.py": [r"\[.+\]", r"[1-9]\d* steps after the prompt"],
     "text_iterator_streamer.py": [r"[1-9]\d* pieces"],
     "training.py": [r"step 2: loss \d+\.\d+, tau \d", r"my-DFlash: tau \d\.\d\d over [1-9]\d* verify steps"],
     "vllm_serving.py": [
