@@ -1,9 +1,9 @@
-"""Writes one card for each published drafter, and their index, out of `drafters.json`.
+"""Writes one card for each published drafter, and their index, from `drafters.json`.
 
     python model_cards/build.py
 
-With `--check` it writes nothing and fails if a card says anything else than the data. It reads that one file and no
-network. A field that is null reads "not published": it is not stated in the public sources that the card names.
+With `--check` it writes nothing, and fails if a card differs from the data. It reads only that file and no network. A null
+field is shown as "not published": the public sources that the card names do not state it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ CARD = """\
 ---
 {metadata}
 ---
-<!-- Written by model_cards/build.py out of drafters.json: change the data, not this file. -->
+<!-- Written by model_cards/build.py from drafters.json: change the data, not this file. -->
 
 # {id}
 
 A [DFlash](https://arxiv.org/abs/2602.06036) drafter for {target}: a small network that proposes {proposals} in one forward.
-The target checks them in one forward of its own, and every token of the text is the target's choice. It is no language
-model by itself.
+The target checks them in one forward of its own, and every token of the text is the target's choice. The drafter is not a
+language model by itself.
 
 ## Facts
 
 {facts}
 
-Sources: {fact_sources}. "{not_published}" means not found in the public copies of them that this card was written from.
-What follows about loading goes by the layout and the kind of target; nothing was run for this card.
+Sources: {fact_sources}. "{not_published}" means that the public copies of these sources do not state it.
+The sections on loading follow from the layout and the kind of target; nothing was run for this card.
 
 ## With this library
 
@@ -55,7 +55,7 @@ What follows about loading goes by the layout and the kind of target; nothing wa
 
 ## Published figures
 
-`tau` is the mean number of tokens that one verify step yields, the target's own included; the speed-up is over plain
+`tau` is the mean number of tokens that one verify step commits, the target's own included. The speed-up is over plain
 decoding of the same target.
 
 {results}
@@ -99,7 +99,7 @@ output = draft.spec_generate(inputs, target=target, max_new_tokens=512, temperat
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 ```
 
-`dflash` is the import name of the distribution `dflash-transformers`."""
+`dflash` is the import name of the distribution `dflash-transformers`. Until it is on an index, install it from a checkout."""
 
 NATIVE = """\
 With transformers 5.15 or later and the objects above, one prompt at a time:
@@ -116,7 +116,7 @@ vllm serve {target} \\
   --speculative-config '{{"method": "dflash", "model": "{id}"{proposals}}}'
 ```
 
-The drafter needs an attention backend that can be non-causal, such as `--attention-backend flash_attn`."""
+The drafter needs an attention backend with non-causal attention, such as `--attention-backend flash_attn`."""
 
 SGLANG = """\
 ```bash
@@ -138,7 +138,7 @@ llm = LLM(
 ```"""
 
 MLX = """\
-z-lab's own package, whose import name is `dflash` too (use another environment):
+With z-lab's own package. Its import name is `dflash` too, so use another environment:
 
 ```python
 from dflash.model_mlx import load, load_draft, stream_generate
@@ -177,13 +177,13 @@ def shown(value: Any) -> str:
 
 
 def num_proposals(drafter: dict[str, Any]) -> int | None:
-    """Tokens that one forward proposes: a row fewer than the block has, unless the anchor's row predicts too."""
+    """Tokens that one forward proposes: one fewer than the block has, unless the anchor's position proposes too."""
     block_size = drafter["block_size"]
     return block_size if block_size is None or drafter["dialect"] == "deepseek" else block_size - 1
 
 
 def attention(drafter: dict[str, Any]) -> str:
-    """The layers' windows and what a row sees of its block."""
+    """The layers' windows, and whether attention in the block is causal."""
     sliding, window, layers = drafter["sliding_layers"], drafter["window"], drafter["num_layers"]
     if sliding is None:
         return NOT_PUBLISHED if window is None else f"window {window}; which layers: {NOT_PUBLISHED}"
@@ -214,7 +214,7 @@ def metadata(drafter: dict[str, Any]) -> str:
 
 
 def facts(data: dict[str, Any], drafter: dict[str, Any]) -> str:
-    """The table of what the checkpoint is, and what changed where it was trained again under its name."""
+    """The table of the checkpoint's facts, and the changes if it was trained again under the same name."""
     target, license_ = drafter["target"], drafter["license"] or {}
     fields = {
         "target": target["id"] or target["name"],
@@ -244,18 +244,18 @@ def facts(data: dict[str, Any], drafter: dict[str, Any]) -> str:
 
 
 def library_verdict(data: dict[str, Any], drafter: dict[str, Any]) -> tuple[bool | None, list[str]]:
-    """Whether this library runs the drafter with its target (null: not tried), and what is to be said about that."""
+    """Whether this library runs the drafter with its target (null: not tried), and the remarks on that."""
     checkpoint = drafter["library"] or data["dialects"][drafter["dialect"]]["library"]
     verdicts = [checkpoint, data["target_support"][drafter["target"]["kind"]]]
     answers = [verdict["supported"] for verdict in verdicts]
     answer = False if False in answers else None if None in answers else True
-    # A refusal needs no more said than why; what runs has the conditions of both.
+    # For a refusal only its reasons are given; for a pair that runs, the conditions of drafter and target.
     told = [verdict for verdict in verdicts if verdict["supported"] is answer or answer is not False]
     return answer, [verdict["text"] for verdict in told if verdict["text"]]
 
 
 def library(data: dict[str, Any], drafter: dict[str, Any]) -> str:
-    """How to load the drafter here, or why it is refused."""
+    """How to load the drafter with this library, or why it is refused."""
     answer, texts = library_verdict(data, drafter)
     said = "; ".join(texts)
     if answer is False:
@@ -274,10 +274,10 @@ def library(data: dict[str, Any], drafter: dict[str, Any]) -> str:
 
 
 def native(data: dict[str, Any], drafter: dict[str, Any]) -> str:
-    """The native loop, where it takes the target and this library's class reads the drafter."""
+    """How to use transformers' own loop, or why it does not take this pair."""
     if drafter["dialect"] == "native":
         return (
-            "transformers has a class for this checkpoint (5.15 or later), to be passed as `assistant_model` with "
+            "transformers 5.15 or later has a class for this checkpoint. Pass it as `assistant_model` with "
             '`speculation_type="dflash"`, one prompt at a time.'
         )
     refusal = data["target_support"][drafter["target"]["kind"]]["native"]
@@ -298,12 +298,12 @@ def stand_in(drafter: dict[str, Any]) -> str:
 
 
 def engine_verdict(data: dict[str, Any], drafter: dict[str, Any], engine: str) -> dict[str, Any]:
-    """What is known of `engine` and this checkpoint: of itself where it is, else of its layout."""
+    """What is known of `engine` and this checkpoint, or else of `engine` and its layout."""
     return drafter["engines"].get(engine) or data["dialects"][drafter["dialect"]]["engines"][engine]
 
 
 def engine_section(data: dict[str, Any], drafter: dict[str, Any], engine: str) -> str:
-    """The engine's command where it is known to read the checkpoint, else what is known."""
+    """The engine's command if it is known to read the checkpoint, else what is known."""
     verdict, names = (
         engine_verdict(data, drafter, engine),
         {"id": drafter["id"], "target": drafter["target"]["id"] or TARGET},
@@ -318,12 +318,12 @@ def engine_section(data: dict[str, Any], drafter: dict[str, Any], engine: str) -
     proposals = num_proposals(drafter)
     count = "N" if proposals is None else str(proposals)
     if engine == "vllm":
-        # A speculators config says how many tokens it proposes; the other layouts leave it to the user.
+        # A speculators config holds the number of proposals; with other layouts the user gives it.
         given = "" if drafter["dialect"] == "speculators" else f', "num_speculative_tokens": {count}'
         code = VLLM.format(**names, proposals=given)
     elif engine == "sglang":
         flag = data["target_support"][drafter["target"]["kind"]]["sglang_flag"]
-        # SGLang counts the anchor; without the option it reads the config.
+        # SGLang counts the anchor too. Without the option it reads the config.
         width = f" --speculative-num-draft-tokens {proposals + 1}" if proposals else ""
         code = SGLANG.format(**names, hybrid=f" {flag}" if flag else "", width=width)
     elif engine == "trtllm":
@@ -373,7 +373,7 @@ def figures(cell: Any, places: int) -> str:
 
 
 def limits(data: dict[str, Any], drafter: dict[str, Any]) -> str:
-    """What is known to go wrong, with where it is told."""
+    """Known limits with their sources."""
     lines = []
     for name in drafter["limits"]:
         sources = ", ".join(cite(data, drafter, source) for source in data["limits"][name]["sources"])
@@ -401,7 +401,7 @@ def card(data: dict[str, Any], drafter: dict[str, Any]) -> str:
 
 
 def index(data: dict[str, Any]) -> str:
-    """The folder's README: every card, and what runs it."""
+    """The folder's README: a table of all cards and of what runs each drafter."""
     words = {True: "yes", False: "no", None: "?"}
     rows = []
     for drafter in data["drafters"]:
@@ -412,9 +412,9 @@ def index(data: dict[str, Any]) -> str:
     header = ["drafter", "target", "block", "layers", "this library", *ENGINES.values()]
     return (
         "# Published DFlash drafters\n\n"
-        "One card each, written by `python model_cards/build.py` out of [drafters.json](drafters.json), the only place to\n"
-        'change. "Yes" is a layout that the source named in the card reads, "no" one that it does not read or a target that\n'
-        'is refused, "?" not known. A field that reads "not published" was not found in the sources that its card names.\n\n'
+        "Each drafter has a card. `python model_cards/build.py` writes the cards from [drafters.json](drafters.json); change only that\n"
+        'file. "Yes" means that the source named in the card reads the layout, "no" that it does not read it or that the target is\n'
+        'refused, "?" that it is not known. "Not published" means that the sources of the card do not state the field.\n\n'
         f"{table(header, rows)}\n"
     )
 
