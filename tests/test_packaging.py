@@ -59,6 +59,20 @@ def test_nothing_installs_the_registrys_dflash() -> None:
             assert not re.search(r"pip install[^\n`]* dflash(?![-/\w])", path.read_text()), path
 
 
+def test_until_the_first_release_everything_installs_from_the_checkout() -> None:
+    """README and notebooks named the package to an index that did not hold it."""
+    if "not released yet" not in (ROOT / "CHANGELOG.md").read_text():
+        pytest.skip("the package is published")
+    books = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *books]
+    for path in pages:
+        assert not re.search(r"pip install[^\n`]*dflash-transformers", path.read_text(encoding="utf-8")), path
+    for path in (ROOT / "README.md", ROOT / "docs" / "quickstart.md"):
+        assert "not on an index yet" in path.read_text(encoding="utf-8")
+    for path in books:
+        assert r'%pip install -q \"..[notebooks]\"' in path.read_text(encoding="utf-8"), path
+
+
 def test_readme_gives_two_commands_of_one_line_each() -> None:
     """`.ci/run` reads the second one from here, so the README cannot drift from what is run."""
     lines = README.splitlines()
