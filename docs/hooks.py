@@ -1,6 +1,6 @@
-"""Pages that are made out of what they describe, for mkdocs: commands, files, cards, the changelog, and plots of results.
+"""Pages that mkdocs makes from their sources: commands, files, cards, the changelog, and plots of results.
 
-So none of them can say anything else than the source does, and none is committed.
+None of them is committed, so none can differ from its source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages and pictures that are not in this folder."""
+    """Adds the pages and pictures that are made or lie outside this folder."""
     from mkdocs.structure.files import File
 
     for path, text in pages().items():
@@ -39,7 +39,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """What stands outside this folder: in the repository it is found by its path, on the site by that of its copy."""
+    """Points links to files outside this folder at their copies on the site."""
     outside = {"](../benchmarks/results/": "](results/", "](../model_cards/README.md": "](cards/index.md"}
     for path, here in outside.items():
         markdown = markdown.replace(path, here)
@@ -53,7 +53,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every page that is made, by its path."""
+    """The text of every made page, by its path."""
     made = {f"{COMMANDS}/{name}.md": command_page(name, command) for name, command in commands().items()}
     made[f"{COMMANDS}/index.md"] = commands_page()
     made["reference/files.md"] = files_page()
@@ -72,7 +72,7 @@ def commands() -> dict[str, Any]:
 
 
 def command_page(name: str, command: Any) -> str:
-    """What `dflash NAME --help` says, its options grouped as there."""
+    """The help of `dflash NAME`, its options in the same groups."""
     with command.make_context(name, [], resilient_parsing=True) as context:
         usage = " ".join(["dflash", name, *command.collect_usage_pieces(context)])
         parts = [f"# dflash {name}", _paragraphs(command.help or ""), f"```text\n{usage}\n```"]
@@ -96,7 +96,7 @@ def commands_page() -> str:
 
 
 def files_page() -> str:
-    """Every module of the package and the question that it answers: the first line of its docstring."""
+    """Every module of the package with the first paragraph of its docstring."""
     parts = ["# Files", "One line for each module: the first of its docstring."]
     folders: dict[str, list[str]] = {}
     for path in sorted((ROOT / "dflash").rglob("*.py")):
@@ -108,7 +108,7 @@ def files_page() -> str:
 
 
 def card_page(card: str) -> str:
-    """A model card without its metadata, and without links to files that the site does not hold."""
+    """A model card without its metadata, and without links to files that are not on the site."""
     text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
     return re.sub(r"\[([\w.]+)\]\((?!http)[\w.]+\.json\)", r"`model_cards/\1`", text)
 
@@ -118,7 +118,7 @@ def _entry(name: str, said: str) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    """A help's paragraphs; a command that stands on a line of its own stays there."""
+    """The paragraphs of a help text; a command on a line of its own stays there."""
     return re.sub(r"\n(torchrun [^\n,]+)", r"  \n`\1`  ", _escaped(text.replace("\b\n", "").strip())).replace(
         "\\_", "_"
     )
@@ -129,5 +129,5 @@ def _first_paragraph(text: str | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Plain text as Markdown: what looks like a tag, a link or emphasis is neither."""
+    """Plain text with its Markdown characters escaped."""
     return re.sub(r"([<\[\]*_])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,17 @@ def test_made_pages_say_what_their_sources_say(hooks: Any) -> None:
     assert {f"cards/{path.stem}.md" for path in (ROOT / "model_cards").glob("*.md")} - set(pages) == {
         "cards/README.md"
     }
+
+
+def test_a_name_in_a_docstring_leads_to_its_entry(hooks: Any) -> None:
+    """Promise: [`name`] of a docstring is a link on the reference's pages, and brackets elsewhere stay."""
+    said = "a [<code>DFlashOutput</code>] that holds them"
+    shown = hooks.on_page_content(said, SimpleNamespace(url="reference/python.html"), None, None)
+    assert (
+        shown
+        == 'a <autoref optional identifier="dflash.DFlashOutput"><code>DFlashOutput</code></autoref> that holds them'
+    )
+    assert hooks.on_page_content(said, SimpleNamespace(url="limits.html"), None, None) == said
 
 
 def test_a_made_page_is_never_written_here() -> None:

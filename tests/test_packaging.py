@@ -70,7 +70,7 @@ def test_until_the_first_release_everything_installs_from_the_checkout() -> None
     for path in (ROOT / "README.md", ROOT / "docs" / "quickstart.md"):
         assert "not on an index yet" in path.read_text(encoding="utf-8")
     for path in books:
-        assert r'%pip install -q \"..[notebooks]\"' in path.read_text(encoding="utf-8"), path
+        assert r"%pip install -q \"..[notebooks]\"" in path.read_text(encoding="utf-8"), path
 
 
 def test_readme_gives_two_commands_of_one_line_each() -> None:
@@ -165,7 +165,9 @@ def test_a_release_is_published_after_ci_from_a_tag_alone() -> None:
     assert re.search(r"python -m build\n.*twine check --strict dist/\*", commands)
     checked = next(command for command in commands_of(jobs["build"]) if "GITHUB_REF_NAME" in command)
     for tag, is_right in ((f"v{dflash.__version__}", True), ("v99.0.0", False)):
-        done = subprocess.run(["bash", "-c", checked], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False)
+        done = subprocess.run(
+            ["bash", "-c", checked], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False
+        )
         assert (done.returncode == 0) == is_right
     assert "run" not in "".join(step for steps in jobs["publish"]["steps"] for step in steps)
     assert jobs["publish"]["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
@@ -179,7 +181,9 @@ def test_ci_runs_the_wheel_in_an_environment_that_holds_nothing_else() -> None:
     first = next(index for index, step in enumerate(steps) if ".venv/bin/" in step)
     wheel = steps[first]
     assert wheel.startswith('"the wheel"')
-    assert re.search(r'-m build .*\n.*\npython3 -m venv \.venv\n\.venv/bin/pip install .*"\$wheel" </dev/null\n', wheel)
-    for command in ("dflash\" --version", "-m dflash --help", "dflash\" demo --prompts 1"):
+    assert re.search(
+        r'-m build .*\n.*\npython3 -m venv \.venv\n\.venv/bin/pip install .*"\$wheel" </dev/null\n', wheel
+    )
+    for command in ('dflash" --version', "-m dflash --help", 'dflash" demo --prompts 1'):
         assert command in wheel
     assert "cd .elsewhere" in wheel

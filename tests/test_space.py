@@ -100,7 +100,9 @@ def test_figures_are_those_of_the_blocks(view: Any) -> None:
     slow.add_tokens([65] * 7)
     assert "plain steps" not in view.page(slow, fast)  # before there is a speed-up
     slow.end(seconds=2.0)
-    assert "here 0.75 plain steps: target.generate does more work" in view.page(slow, fast)  # 4.00× at 3 tokens a step
+    assert "here 0.75 plain steps: target.generate does more work" in view.page(
+        slow, fast
+    )  # 4 times as fast at 3 tokens a step
 
 
 def test_half_a_character_waits(view: Any) -> None:

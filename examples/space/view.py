@@ -179,7 +179,9 @@ def _cost(answer: Answer, speedup: float) -> str:
     if math.isnan(cost):
         return ""
     why = ": target.generate does more work around each forward" if cost < 1 else ""
-    return f'<p class="cost">Speed-up is tokens per step over the cost of a step, here {cost:.2f} plain steps{why}.</p>'
+    return (
+        f'<p class="cost">Speed-up is tokens per step over the cost of a step, here {cost:.2f} plain steps{why}.</p>'
+    )
 
 
 def _list(values: Sequence[int]) -> str:
