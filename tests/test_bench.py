@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 from tiny_models import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
@@ -22,29 +21,43 @@ from typer.testing import CliRunner
 from dflash import generate_blocks
 from dflash.cli.main import app
 from dflash.common.provenance import command
-from dflash.evaluation import GREEDY, Prompt, TimedRun, profiling, run_bench, save_plots, timed_blocks, timed_generate
-from dflash.evaluation.harness import (
+from dflash.evaluation import (
+    GREEDY,
+    HAS_NATIVE,
     NATIVE,
     OURS,
     PLAIN,
     PROMPT_LOOKUP,
     RANDOM_DRAFTER,
+    SHAPES,
     Measurement,
+    Profile,
+    Prompt,
+    Script,
+    TimedRun,
+    allocated_memory,
     compare,
     decoding_methods,
+    host_syncs,
+    measure_point,
+    measure_prefill,
+    milliseconds,
+    profiling,
+    read_result,
+    run_bench,
+    save_plots,
+    scripted_pair,
+    scripted_prompt,
+    step_split,
     summarise,
+    timed_blocks,
+    timed_generate,
     untrained,
 )
-from dflash.evaluation.memory import allocated_memory
-from dflash.evaluation.profiling import Profile, host_syncs, step_split
-from dflash.evaluation.results import read_result
-from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_prompt
-from dflash.evaluation.sweep import measure_point, measure_prefill, milliseconds
 from dflash.model.decoding_dflash import Proposer
 from dflash.model.step_dflash import Pair
 
 
-HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="transformers has native DFlash from 5.15 on")
 CPU = torch.device("cpu")
 SCRIPT = [3, 0, 5, 1]

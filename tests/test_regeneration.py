@@ -27,8 +27,8 @@ from dflash.regeneration import (
     ServerWriter,
     TargetWriter,
     regenerate_data,
+    row_seed,
 )
-from dflash.regeneration.answering import row_seed
 from dflash.training import load_examples
 
 

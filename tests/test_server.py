@@ -20,12 +20,20 @@ from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_
 
 from dflash import generate_blocks
 from dflash.cli import main as cli
-from dflash.evaluation import Load, Question, Server, chat_encoder, run_canary, server_backend, timed_blocks
-from dflash.evaluation.answers import evaluate
+from dflash.evaluation import (
+    Load,
+    PeakMemory,
+    Question,
+    Server,
+    answer_questions,
+    chat_encoder,
+    read_result,
+    run_canary,
+    server_backend,
+    timed_blocks,
+)
 from dflash.evaluation.canary import at_target, percentile
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.results import read_result
-from dflash.evaluation.server import _read_counters, drafting
+from dflash.evaluation.draft_counters import drafting, read_counters
 
 
 USER = [{"role": "user", "content": "hi"}]
@@ -278,7 +286,7 @@ def test_counters_of_several_engines_are_added_up() -> None:
         for i, (drafts, accepted) in enumerate(engines):
             lines.append(f'vllm:spec_decode_num_drafts_total{{engine="{i}",model_name="a}} b"}} {drafts}')
             lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{i}"}} {accepted}')
-        return _read_counters("\n".join(lines))
+        return read_counters("\n".join(lines))
 
     found = drafting(read((10, 20), (5, 5)), read((30, 80), (15, 10)))
     assert found is not None
@@ -344,7 +352,7 @@ def test_a_served_pair_is_evaluated_as_a_pair_in_this_process_is(metrics: str, t
         serving(Decoder(target, None, tokenizer, tells_ids, metrics)) as plain,
     ):
         begin = server_backend(Server(fast.url), Server(plain.url), tokenizer, max_new_tokens=24).begin
-        [[base, ours]] = evaluate([question], begin, encode, tokenizer, PeakMemory(on_cuda=False))
+        [[base, ours]] = answer_questions([question], begin, encode, tokenizer, PeakMemory(on_cuda=False))
     assert (base.method, ours.method) == ("target.generate", "dflash")
     assert base.text == ours.text == tokenizer.decode(there.token_ids, skip_special_tokens=True)
     assert ours.is_identical
@@ -452,7 +460,7 @@ def test_a_server_that_is_not_there_or_silent_is_named(run: Any) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(ValueError, match=r"did not answer within 0\.05 seconds: raise --timeout"):
+        with pytest.raises(ValueError, match=r"did not answer within 0\.05 seconds: raise the timeout"):
             Server(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.05).models()
 
 
@@ -494,7 +502,7 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     with serving(models='{"data": [{"id": "a"}, {"id": "b"}]}') as engine:
         assert "serves a, b: name one with --model." in run("--url", engine.url)[2]
     with serving(models='{"data": []}') as engine:
-        assert "serves no model: name one with --model." in run("--url", engine.url)[2]
+        assert "serves no model: start it with one." in run("--url", engine.url)[2]
     with serving(models='{"models": []}') as engine:
         assert '/v1/models lists no models but {"models": []}: is this a model server?' in run("--url", engine.url)[2]
     with serving(models="hello") as engine:

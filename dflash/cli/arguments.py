@@ -1,0 +1,43 @@
+"""Options that several commands have, and the panels that group them in the help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import Dtype
+
+
+def panel(title: str) -> Callable[..., Any]:
+    """`typer.Option` for options that the help shows together under a title."""
+    return partial(typer.Option, rich_help_panel=title)
+
+
+prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
+server_option, result_option = panel("Servers"), panel("Result")
+
+Target = Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")]
+Drafter = Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")]
+DtypeOption = Annotated[
+    Dtype,
+    model_option(
+        metavar="NAME",
+        help="float32, bfloat16, float16, or auto: as each checkpoint is stored (the embedded pair: float32).",
+    ),
+]
+Device = Annotated[
+    str | None,
+    model_option(metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is any, one GPU per process."),
+]
+ChatTemplate = Annotated[bool, prompt_option(help="Use the target's chat template.")]
+Thinking = Annotated[bool, prompt_option(help="Let the chat template ask for thinking.")]
+ApiKeyEnv = Annotated[str | None, server_option(metavar="NAME", help="Environment variable that holds the API key.")]
+Hardware = Annotated[str | None, server_option(help="Hardware of the servers, for the record.")]
+Model = Annotated[str | None, server_option(help="The served model's name. Default: the only one.")]
+Output = Annotated[Path | None, result_option(help="JSON file to write.")]
+Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
+AsJson = Annotated[bool, result_option("--json", help="Print the summary as one JSON object.")]
