@@ -441,6 +441,71 @@ def test_command_refuses_in_a_sentence(
     assert len(err.strip().splitlines()) == 1
 
 
+def test_the_default_length_is_what_the_target_has_room_for(
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
+) -> None:
+    """2048 tokens leave no room for a prompt in a small target; a length that was asked for is not changed."""
+    target = make_target(max_position_embeddings=160)
+    assert pair_backend(target, make_drafter()).max_new_tokens == 80
+    assert pair_backend(make_target(max_position_embeddings=40960), make_drafter()).max_new_tokens == 2048
+    target.save_pretrained(tmp_path / "small")
+    make_tokenizer().save_pretrained(tmp_path / "small")
+    asked = ("--target", tmp_path / "small", "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    status, out, err = run(*asked, "--prompts", 1)
+    assert status == 0, err
+    assert "Answers are cut at 80 tokens, half of the target's positions (--max-new-tokens)." in err
+    assert "at most 80 tokens" in out
+    assert "leaves no room" in run(*asked, "--max-new-tokens", 160)[2]
+
+
+@pytest.mark.parametrize("methods", [["dflash"], ["prompt lookup"]])
+def test_a_target_whose_logits_are_no_numbers_is_refused(methods: list[str]) -> None:
+    """All methods would write the same nonsense, which once counted as identical."""
+    target = make_target()
+    target.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match="target's logits are NaN or infinite"):
+        pair_backend(target, make_drafter(), 8, methods)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--output", "old.json"), "old.json exists: pass overwrite (--overwrite)"),
+        (("--output", "r.jsonl"), "r.jsonl must not end in .jsonl"),
+        (("--output", "."), "is a folder: name a file in it"),
+        (("--output", "old.json/r.json"), "old.json is no folder"),
+        (("--device", "nonsense"), "--device nonsense cannot be used"),
+        (("--methods", "fast"), "There is no method 'fast'"),
+    ],
+)
+def test_command_refuses_before_a_row_or_a_model_is_read(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").write_text("{}")
+    monkeypatch.setattr("dflash.evaluation.eval_run.load_questions", lambda *_: pytest.fail("rows were read"))
+    status, _, err = run("--target", "org/t", "--drafter", "org/d", "--tasks", "mt-bench", *options)
+    assert status == 1
+    assert message in err
+    assert (tmp_path / "old.json").read_text() == "{}"
+
+
+def test_two_runs_do_not_write_one_result(pair: tuple[Any, Any, Any], data_root: Path, tmp_path: Path) -> None:
+    """Promise: while one run answers, another that would write the same file is refused, and the first ends whole."""
+    plan, output = replace(PLAN, data_root=data_root, num_prompts=2), tmp_path / "r.json"
+    refused: list[str] = []
+
+    def second(answers: list[TaskAnswer]) -> None:
+        with pytest.raises(ValueError, match=r"r\.json is being written by process") as caught:
+            run_pair(plan, pair, output=output, overwrite=True)
+        refused.append(str(caught.value))
+
+    result = run_pair(plan, pair, output=output, on_question=second)
+    assert len(refused) == 2
+    assert json.loads(output.read_text()) == result
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.jsonl"]
+
+
 SIBLING = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("processes", sys.argv[1])

@@ -114,6 +114,13 @@ def test_livecodebench_compares_what_is_printed_in_public_and_private_tests(pack
     assert not is_right("livecodebench", "```python\nprint(2)\n```", reference)  # the public test alone
 
 
+def test_livecodebench_keeps_lines_apart() -> None:
+    """`1 2` is not what `1` and `2` on lines of their own are; spaces and lines at the ends do not count."""
+    reference = livecodebench([{"input": "", "output": "1\n2\n", "testtype": "stdin"}])
+    assert not is_right("livecodebench", "```python\nprint(1, 2)\n```", reference)
+    assert is_right("livecodebench", "```python\nprint('1 ')\nprint('2\\n\\n')\n```", reference)
+
+
 def test_livecodebench_calls_the_method_that_is_asked_for() -> None:
     tests = [{"input": f"[{n}]\n2", "output": f"[{n}, 2]", "testtype": "functional"} for n in (1, 5)]
     reference = livecodebench(tests, name="join")

@@ -280,6 +280,54 @@ def test_acceptance_is_what_the_server_counted_meanwhile(metrics: str, tau: floa
         assert source in found.source
 
 
+class Warming(Engine):
+    """Accepts everything in its first answers, which are the warm-up, and nothing later."""
+
+    def __init__(self, num_warm_ups: int) -> None:
+        super().__init__(tau=4, num_tokens=5)
+        self.num_warm_ups = num_warm_ups
+
+    @property
+    def tau(self) -> int:
+        return 4 if len(self.requests) <= self.num_warm_ups else 1
+
+    @tau.setter
+    def tau(self, value: int) -> None:
+        """Set by `Engine`."""
+
+    requests: list[dict[str, Any]] = []
+
+
+def test_acceptance_leaves_out_the_warm_up() -> None:
+    """The first drafts of a server compile and fill its caches; here they accept 3 proposals each, the others none."""
+    with serving(Warming(num_warm_ups=2)) as engine:
+        result = run_canary({"dflash": (Server(engine.url), "org/model")}, [USER] * 3, Load(concurrency=(2,)))
+    assert result["summary"][0]["tau"] == 1.0
+
+
+@pytest.mark.parametrize("field", ["temperature", "price_per_hour", "target_ms_per_output_token"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_load_of_infinite_numbers_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}={value}: use a finite number"):
+        Load(**{field: value})
+
+
+def test_canary_refuses_before_anything_is_asked(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    with serving() as engine:
+        for options, said in (
+            (("--output", tmp_path / "old.json"), "old.json exists: pass overwrite (--overwrite)"),
+            (("--plot", tmp_path), "is a folder: name a file in it"),
+            (("--temperature", "nan"), "temperature=nan: use a finite number"),
+            (("--timeout", "inf"), "timeout=inf: use a number of seconds"),
+            (("--model", "other"), "serves org/model and not other: name one of them with --model."),
+        ):
+            assert said in run("--url", engine.url, *options)[2]
+        assert engine.requests == []
+    assert (tmp_path / "old.json").read_text() == "{}"
+    assert "http://x:y is no server's URL" in run("--url", "http://x:y")[2]
+
+
 def test_counters_of_several_engines_are_added_up() -> None:
     def read(*engines: tuple[int, int]) -> dict[str, float]:
         lines = ["vllm:spec_decode_num_drafts_total nonsense", "# vllm:spec_decode_num_drafts 5"]

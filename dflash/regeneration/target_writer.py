@@ -26,6 +26,9 @@ from dflash.model.verification_dflash import PositionNoise, choose_sampled
 from dflash.training import Example, stop_ids, with_response
 
 
+SMALLEST_TEMPERATURE = 1e-6  # logits over less overflow
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen: greedily at temperature 0, else sampled as `generate` would with these settings.
@@ -41,7 +44,7 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}: use 0 for greedy answers or a finite number above 0 to sample."
             )
