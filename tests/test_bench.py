@@ -396,8 +396,8 @@ def test_bench_on_the_command_line(tmp_path):
         ("", [], "is empty: write one prompt a line"),
         ("x", ["--prompts", "none.txt"], "--prompts none.txt cannot be read (No such file or directory): name a file"),
         (b"\xff", [], "is no text in UTF-8: name a file of one prompt a line"),
-        ('{"question"\n', [], "line 1 is no JSON"),
-        ('{"answer": "4"}\n', [], "line 1 holds no text: give a prompt or a question"),
+        ('{"question"\n', [], "line 1 is no prompt: write a text, or a JSON object"),
+        ('{"answer": "4"}\n', [], "line 1 is no prompt"),
         ("x", ["--target", "t"], "--target and --drafter go together"),
         ("x", ["--methods", " ,"], "--methods ' ,' names nothing"),
         (

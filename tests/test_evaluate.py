@@ -445,17 +445,17 @@ def test_the_default_length_is_what_the_target_has_room_for(
     run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
 ) -> None:
     """2048 tokens leave no room for a prompt in a small target; a length that was asked for is not changed."""
-    target = make_target(max_position_embeddings=160)
-    assert pair_backend(target, make_drafter()).max_new_tokens == 80
+    target = make_target(max_position_embeddings=400)
+    assert pair_backend(target, make_drafter()).max_new_tokens == 200
     assert pair_backend(make_target(max_position_embeddings=40960), make_drafter()).max_new_tokens == 2048
     target.save_pretrained(tmp_path / "small")
     make_tokenizer().save_pretrained(tmp_path / "small")
     asked = ("--target", tmp_path / "small", "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
     status, out, err = run(*asked, "--prompts", 1)
     assert status == 0, err
-    assert "Answers are cut at 80 tokens, half of the target's positions (--max-new-tokens)." in err
-    assert "at most 80 tokens" in out
-    assert "leaves no room" in run(*asked, "--max-new-tokens", 160)[2]
+    assert "Answers are cut at 200 tokens, half of the target's positions (--max-new-tokens)." in err
+    assert "at most 200 tokens" in out
+    assert "leaves no room" in run(*asked, "--max-new-tokens", 400)[2]
 
 
 @pytest.mark.parametrize("methods", [["dflash"], ["prompt lookup"]])

@@ -318,7 +318,7 @@ def test_canary_refuses_before_anything_is_asked(run: Any, tmp_path: Path) -> No
         for options, said in (
             (("--output", tmp_path / "old.json"), "old.json exists: pass overwrite (--overwrite)"),
             (("--plot", tmp_path), "is a folder: name a file in it"),
-            (("--temperature", "nan"), "temperature=nan: use a finite number"),
+            (("--temperature", "inf"), "temperature=inf: use a finite number"),
             (("--timeout", "inf"), "timeout=inf: use a number of seconds"),
             (("--model", "other"), "serves org/model and not other: name one of them with --model."),
         ):
@@ -539,10 +539,13 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     assert "--api-key-env NO_SUCH_KEY is not set" in run("--url", "http://x", "--api-key-env", "NO_SUCH_KEY")[2]
     bad = tmp_path / "prompts.jsonl"
     for text, message in (
-        ('{"prompt": "a"}\nplain text\n', "line 2: each line is a JSON object with messages, prompt or question"),
-        ('{"text": "a"}\n', "line 1: each line"),
-        ('{"prompt": " "}\n', "line 1: each line"),
-        ("[1]\n", "line 1: each line"),
+        (
+            '{"prompt": "a"}\n{"prompt": 3}\n',
+            "line 2 is no prompt: write a text, or a JSON object with messages, prompt or question",
+        ),
+        ('{"text": "a"}\n', "line 1 is no prompt"),
+        ('{"prompt": " "}\n', "line 1 is no prompt"),
+        ('{"messages": [1]}\n', "line 1 is no prompt"),
         ("\n", "is empty: write one prompt a line"),
     ):
         bad.write_text(text, encoding="utf-8")

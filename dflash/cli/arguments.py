@@ -1,7 +1,8 @@
-"""Options that several commands have, and the panels that group them in the help."""
+"""Options that several commands have, the panels that group them in the help, and the file of --prompts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Dtype
+from .options import Dtype, numbered_lines
 
 
 def panel(title: str) -> Callable[..., Any]:
@@ -41,3 +42,23 @@ Model = Annotated[str | None, server_option(help="The served model's name. Defau
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print the summary as one JSON object.")]
+
+
+def read_prompts(path: Path) -> list[list[dict[str, str]]]:
+    """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`."""
+    prompts = []
+    for number, line in numbered_lines(path, "--prompts"):
+        try:
+            row: Any = json.loads(line) if line.lstrip().startswith("{") else {"prompt": line}
+            said = row["prompt"] if "prompt" in row else row.get("question")
+            messages = row.get("messages") or [{"role": "user", "content": said}]
+            dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
+            if not all(turn["content"].strip() for turn in dialogue):
+                raise ValueError("There is no text.")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--prompts {path}, line {number} is no prompt: write a text, or a JSON object with messages, prompt or "
+                "question."
+            ) from error
+        prompts.append(dialogue)
+    return prompts

@@ -24,17 +24,16 @@ from .arguments import (
     decoding_option,
     model_option,
     prompt_option,
+    read_prompts,
     result_option,
 )
 from .options import (
     Dtype,
     Pair,
-    encode,
     hide_loading_bars,
     known_device,
     listed,
     load_pair,
-    numbered_lines,
     show_table,
     torch_dtype,
 )
@@ -51,7 +50,10 @@ def bench(
     device: Device = None,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
-        Path | None, prompt_option(help="A text file, one prompt a line. Default: the embedded word problems.")
+        Path | None,
+        prompt_option(
+            help="A file with a prompt a line, or JSON with messages, prompt or question. Default: word problems."
+        ),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts.")] = 40,
     chat_template: ChatTemplate = True,
@@ -77,7 +79,7 @@ def bench(
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
-    texts = None if prompts is None else read_prompts(prompts)[:limit]
+    asked = None if prompts is None else read_prompts(prompts)[:limit]
     with ExitStack() as lock:
         if output is not None:
             check_output(output, overwrite)
@@ -87,7 +89,7 @@ def bench(
 
         from dflash.checkpoints import heldout_problems, load_embedded_pair
         from dflash.common.provenance import write_result
-        from dflash.evaluation import Prompt, check_methods, run_bench, save_plots
+        from dflash.evaluation import Prompt, chat_encoder, check_methods, run_bench, save_plots
 
         check_methods(chosen or ())
         known_device(device)
@@ -97,12 +99,13 @@ def bench(
             pair = load_pair(target, drafter, dtype, device)
         else:
             pair = Pair(*load_embedded_pair(torch.float32 if dtype is Dtype.auto else torch_dtype(dtype)))
-        texts = texts or [problem.question for problem in heldout_problems()[:limit]]
+        asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()[:limit]]
+        encode = chat_encoder(pair.tokenizer, thinking, chat_template)
         task = "held-out templates" if prompts is None else prompts.stem
         result = run_bench(
             pair.target,
             pair.drafter,
-            [Prompt(task, encode(pair, text, chat_template, thinking)) for text in texts],
+            [Prompt(task, encode(dialogue)) for dialogue in asked],
             max_new_tokens,
             repeats,
             chosen,
@@ -141,23 +144,6 @@ PROFILED = (
 )  # fmt: skip
 # Fields of a result that hold one entry per prompt.
 RAW = ("measurements", "profiles")
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: its lines, or the `prompt` or `question` of those that are JSON objects."""
-    prompts = []
-    for number, line in numbered_lines(path, "--prompts"):
-        prompt: Any = line
-        if line.lstrip().startswith("{"):
-            try:
-                fields = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--prompts {path}, line {number} is no JSON ({error}): correct it.") from error
-            prompt = fields.get("prompt", fields.get("question"))
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f"--prompts {path}, line {number} holds no text: give a prompt or a question.")
-        prompts.append(prompt)
-    return prompts
 
 
 def bar(items: Iterable[Any], what: str) -> Iterable[Any]:

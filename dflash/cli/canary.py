@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +19,11 @@ from .arguments import (
     Thinking,
     panel,
     prompt_option,
+    read_prompts,
     result_option,
     server_option,
 )
-from .options import api_key, given, numbered_lines, show_table
+from .options import api_key, show_table
 from .terminal import progress_bar
 
 
@@ -38,7 +38,10 @@ def canary(
     timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
     hardware: Hardware = None,
     prompts: Annotated[
-        Path | None, prompt_option(help="Your own traffic: a line of JSON each, with messages, prompt or question.")
+        Path | None,
+        prompt_option(
+            help="Your own traffic: a file with a prompt a line, or JSON with messages, prompt or question."
+        ),
     ] = None,
     thinking: Thinking = False,
     concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",
@@ -61,9 +64,10 @@ def canary(
     levels = _levels(concurrency)
     for path in filter(None, (output, plot)):
         check_output(path, overwrite)
-    asked = _prompts(prompts)
+    asked = None if prompts is None else read_prompts(prompts)
     key = api_key(api_key_env)
 
+    from dflash.checkpoints import heldout_problems
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
@@ -78,6 +82,7 @@ def canary(
         target_ms_per_token,
         target_ms_to_first_token,
     )
+    asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
     urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
     clients = {name: Server(address, key, timeout) for name, address in urls.items()}
     servers = {name: (server, server.only_model(model)) for name, server in clients.items()}
@@ -112,24 +117,3 @@ def _levels(text: str) -> tuple[int, ...]:
     if not levels or levels[0] < 1:
         raise ValueError(f"--concurrency {text} is no list of numbers from 1 on: give one such as 1,4,16.")
     return levels
-
-
-def _prompts(path: Path | None) -> list[list[dict[str, str]]]:
-    """Chat messages of each prompt; those of the embedded pair's held-out problems if none are given."""
-    if path is None:
-        from dflash.checkpoints import heldout_problems
-
-        return [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
-    prompts = []
-    for number, line in numbered_lines(path, "--prompts"):
-        try:
-            row = json.loads(line)
-            messages = row.get("messages") or [
-                {"role": "user", "content": given(row["prompt"] if "prompt" in row else row["question"])}
-            ]
-            prompts.append([{"role": str(turn["role"]), "content": str(turn["content"])} for turn in messages])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"--prompts {path}, line {number}: each line is a JSON object with messages, prompt or question."
-            ) from error
-    return prompts

@@ -71,6 +71,7 @@ def check_eval_output(output: Path, overwrite: bool = False) -> None:
 
     A result with its journal beside it may be continued. Any other file is replaced only with `overwrite`.
     """
+    check_writable(output)
     journal = output.with_suffix(".jsonl")
     if journal == output:
         raise ValueError(f"The output {output} must not end in .jsonl, as its journal does: end it in .json.")

@@ -20,11 +20,6 @@ from dflash.model.configuration_dflash import DFlashConfig, default_target_layer
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 
-QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-QWEN3_MASK = 151669
-SMALL = {"vocab_size": 8192, "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 16384}
-SMOKE = {"vocab_size": 512, "head_dim": 32, "num_key_value_heads": 1, "max_position_embeddings": 16384}
-
 # Layers with outputs this small leave the token's embedding in the residual stream.
 QUIET = 0.01
 
@@ -39,32 +34,23 @@ class Shape:
     block_size: int = 16
 
 
-def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Shape:
-    sizes = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-    }
-    return Shape({**QWEN3, **sizes}, 5, QWEN3_MASK)
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int) -> Shape:
+    sizes = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+    sizes |= {"hidden_size": hidden, "intermediate_size": intermediate} | others
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return Shape(sizes, draft_layers, min(151669, sizes["vocab_size"] - 1))
 
 
+SMALL = {"vocab_size": 8192, "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 16384}
+SMOKE = {"vocab_size": 512, "head_dim": 32, "num_key_value_heads": 1, "max_position_embeddings": 16384}
 # The first two are Qwen3 with z-lab/Qwen3-{8B,4B}-DFlash-b16; no drafter was published for the third. The last two are for
 # machines without an accelerator, and for tests.
 SHAPES = {
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
-    "small": Shape(
-        {**SMALL, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8},
-        2,
-        8191,
-    ),
-    "smoke": Shape(
-        {**SMOKE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2},
-        1,
-        511,
-    ),
+    "qwen3-8b": _shape(4096, 12288, 36, 32),
+    "qwen3-4b": _shape(2560, 9728, 36, 32),
+    "qwen3-0.6b": _shape(1024, 3072, 28, 16),
+    "small": _shape(512, 1536, 10, 8, draft_layers=2, **SMALL),
+    "smoke": _shape(64, 128, 4, 2, draft_layers=1, **SMOKE),
 }
 
 
