@@ -451,10 +451,10 @@ def test_the_default_length_is_what_the_target_has_room_for(
     target.save_pretrained(tmp_path / "small")
     make_tokenizer().save_pretrained(tmp_path / "small")
     asked = ("--target", tmp_path / "small", "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
-    status, out, err = run(*asked, "--prompts", 1)
+    status, out, err = run(*asked, "--prompts", 1, "--json")
     assert status == 0, err
     assert "Answers are cut at 200 tokens, half of the target's positions (--max-new-tokens)." in err
-    assert "at most 200 tokens" in out
+    assert json.loads(out)["decoding"]["max_new_tokens"] == 200
     assert "leaves no room" in run(*asked, "--max-new-tokens", 400)[2]
 
 
