@@ -127,7 +127,7 @@ def evaluate(
     else:
         pair = load_pair(target, drafter, dtype, device or own_device(processes))
         backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
-        if max_new_tokens is None and backend.max_prompt_tokens == backend.max_new_tokens and processes.is_first:
+        if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
             print(
                 f"Answers are cut at {backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens).",
                 file=sys.stderr,
