@@ -42,7 +42,7 @@ from transformers import (
 from dflash import DFlashConfig, DFlashDraftModel, LatencyCurve, custom_generate, generate_blocks
 from dflash.cli.options import show_table
 from dflash.common.provenance import record, write_result
-from dflash.evaluation.harness import HAS_NATIVE
+from dflash.evaluation import HAS_NATIVE
 from dflash.model import decoding_dflash, generation_dflash, step_dflash, verification_dflash
 from dflash.model.proposals_dflash import machine
 

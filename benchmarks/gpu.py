@@ -6,7 +6,7 @@
     benchmarks/gpu.sh --smoke                      # the same rows on the CPU with a tiny shape; its figures mean nothing
     benchmarks/gpu.sh --pack                       # the packages for a machine that has torch alone: see gpu_pack.py
 
-Weights are random and acceptance is simulated (`dflash/evaluation/scripted.py`): milliseconds are measured, and how many tokens
+Weights are random and acceptance is simulated (`dflash/evaluation/simulated_pairs.py`): milliseconds are measured, and how many tokens
 a step gives is decided by a script. A row that fails, hangs or ends its process loses only itself; what the time does not
 suffice for is noted as skipped. The file is written after each row.
 """

@@ -22,10 +22,16 @@ from gpu_training import TrainingSize, time_training
 
 from dflash import generate_blocks
 from dflash.common.stopwatch import seconds_of
-from dflash.evaluation import GREEDY
-from dflash.evaluation.harness import EAGER, HAS_NATIVE
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.scripted import scripted_continuation, scripted_pair, scripted_prompt, useless
+from dflash.evaluation import (
+    EAGER,
+    GREEDY,
+    HAS_NATIVE,
+    PeakMemory,
+    scripted_continuation,
+    scripted_pair,
+    scripted_prompt,
+    useless,
+)
 
 
 def why_not_compiled(target: Any, drafter: Any) -> str | None:

@@ -21,10 +21,16 @@ from rich.progress import track
 
 from dflash.cli.options import show_table
 from dflash.common.provenance import environment, record, write_result
-from dflash.evaluation import any_table, save_plots
-from dflash.evaluation.harness import VARIANTS
-from dflash.evaluation.scripted import SHAPES, scripted_pair
-from dflash.evaluation.sweep import EAGERLY, measure_point, measure_prefill
+from dflash.evaluation import (
+    EAGERLY,
+    SHAPES,
+    VARIANTS,
+    any_table,
+    measure_point,
+    measure_prefill,
+    save_plots,
+    scripted_pair,
+)
 
 
 AXES: dict[str, list[int]] = {

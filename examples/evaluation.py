@@ -13,7 +13,7 @@ from __future__ import annotations
 from pair import load, options
 
 from dflash.checkpoints import heldout_problems
-from dflash.evaluation import Plan, Question, pair_backend, questions_of, run_plan
+from dflash.evaluation import EvalPlan, Question, pair_backend, questions_of, run_eval
 
 
 def main() -> None:
@@ -24,12 +24,11 @@ def main() -> None:
     arguments = parser.parse_args()
     target, drafter, tokenizer = load(arguments)
 
-    plan = Plan(
+    plan = EvalPlan(
         target=arguments.target or "embedded target",
         drafter=arguments.drafter or "embedded drafter",
         tasks=(arguments.task,),
         num_prompts=2 if arguments.tiny else arguments.prompts,
-        max_new_tokens=16 if arguments.tiny else 256,
     )
     if arguments.target:
         questions = questions_of(plan)
@@ -38,7 +37,8 @@ def main() -> None:
             Question("gsm8k", index, (problem.question,), problem.answer.split("####")[1].strip())
             for index, problem in enumerate(heldout_problems()[: plan.num_prompts])
         ]
-    result = run_plan(plan, questions, pair_backend(plan, target, drafter), tokenizer)
+    backend = pair_backend(target, drafter, 16 if arguments.tiny else 256, ["dflash"])
+    result = run_eval(plan, questions, backend, tokenizer)
 
     plain, ours = result["summary"]
     for row in (plain, ours):

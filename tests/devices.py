@@ -21,7 +21,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.modeling_outputs import BaseModelOutput
 
-from dflash.evaluation.profiling import READING_OPERATIONS, READS
+from dflash.evaluation import READING_OPERATIONS, READS
 from dflash.model import step_dflash
 
 

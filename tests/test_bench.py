@@ -1,11 +1,11 @@
 """The benchmark: what is counted, and that watching changes nothing. No test here asserts a time."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
-import transformers
 from tiny_models import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
@@ -17,34 +17,49 @@ from tiny_models import (
     make_target,
     num_hooks,
 )
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from dflash import generate_blocks
 from dflash.cli.main import app
 from dflash.common.provenance import command
-from dflash.evaluation import GREEDY, Prompt, TimedRun, profiling, run_bench, save_plots, timed_blocks, timed_generate
-from dflash.evaluation.harness import (
+from dflash.evaluation import (
+    GREEDY,
+    HAS_NATIVE,
     NATIVE,
     OURS,
     PLAIN,
     PROMPT_LOOKUP,
     RANDOM_DRAFTER,
+    SHAPES,
     Measurement,
+    Profile,
+    Prompt,
+    Script,
+    TimedRun,
+    allocated_memory,
     compare,
     decoding_methods,
+    host_syncs,
+    measure_point,
+    measure_prefill,
+    milliseconds,
+    profiling,
+    read_result,
+    run_bench,
+    save_plots,
+    scripted_pair,
+    scripted_prompt,
+    step_split,
     summarise,
+    timed_blocks,
+    timed_generate,
     untrained,
 )
-from dflash.evaluation.memory import allocated_memory
-from dflash.evaluation.profiling import Profile, host_syncs, step_split
-from dflash.evaluation.results import read_result
-from dflash.evaluation.scripted import SHAPES, Script, scripted_pair, scripted_prompt
-from dflash.evaluation.sweep import measure_point, measure_prefill, milliseconds
 from dflash.model.decoding_dflash import Proposer
 from dflash.model.step_dflash import Pair
 
 
-HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="transformers has native DFlash from 5.15 on")
 CPU = torch.device("cpu")
 SCRIPT = [3, 0, 5, 1]
@@ -185,6 +200,23 @@ def test_a_row_says_both_spreads_and_what_was_compiled():
     assert (ours["tau_micro"], ours["tokens_per_step"], ours["ms_per_step"]) == (2.5, 2.0, 500.0)
     assert ours["acceptance_histogram"] == [0, 1, 1]
     assert "profiled_ms_draft" not in ours
+
+
+def test_tokens_per_step_leaves_out_the_first_token_of_every_prompt():
+    """Each prompt has a prefill and its token: of 5 + 7 tokens and 3 + 4 forwards, 10 tokens took 5 steps."""
+    rows = [Measurement("t", i, PLAIN, *counts, [], True, [2.0], [1.0]) for i, counts in enumerate([(5, 3), (7, 4)])]
+    assert summarise(rows)[0]["tokens_per_step"] == 2.0
+
+
+def test_a_text_that_differs_in_a_later_repeat_is_not_identical():
+    texts = iter([[1, 2], [1, 2], [1, 3]])  # warm-up, two repeats
+
+    def wavering(ids):
+        return TimedRun(next(texts), 1.0, 0.5, 2, [])
+
+    steady = {"plain": lambda ids: TimedRun([1, 2], 1.0, 0.5, 2, [])}
+    rows = compare({**steady, "other": wavering}, [Prompt("t", torch.zeros(1, 3, dtype=torch.long))], repeats=2)
+    assert [row.is_identical for row in rows] == [True, False]
 
 
 def test_a_text_of_one_token_has_no_step():
@@ -364,8 +396,8 @@ def test_bench_on_the_command_line(tmp_path):
         ("", [], "is empty: write one prompt a line"),
         ("x", ["--prompts", "none.txt"], "--prompts none.txt cannot be read (No such file or directory): name a file"),
         (b"\xff", [], "is no text in UTF-8: name a file of one prompt a line"),
-        ('{"question"\n', [], "line 1 is no JSON"),
-        ('{"answer": "4"}\n', [], "line 1 holds no text: give a prompt or a question"),
+        ('{"question"\n', [], "line 1 is no prompt: write a text, or a JSON object"),
+        ('{"answer": "4"}\n', [], "line 1 is no prompt"),
         ("x", ["--target", "t"], "--target and --drafter go together"),
         ("x", ["--methods", " ,"], "--methods ' ,' names nothing"),
         (
@@ -492,3 +524,79 @@ def test_a_prefill_keeps_no_more_of_the_target_than_its_taps(simulated):
     plain, ours = measure_prefill(*simulated, context=1024)
     assert (plain["over_plain"], plain["taps_bytes"]) == (1.0, 0)
     assert 0 < ours["allocated_bytes"] - plain["allocated_bytes"] < 2.1 * ours["taps_bytes"], "no layer twice"
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch):
+    """Fails where a command begins to load models."""
+    for name in ("dflash.checkpoints.load_embedded_pair", "dflash.cli.bench.load_pair"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("models were loaded"), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--output", "old.json"], r"old.json exists: pass overwrite \(--overwrite\)"),
+        (["--output", "."], "is a folder: name a file in it"),
+        (["--output", "old.json/r.json"], "old.json is no folder"),
+        (["--device", "nonsense"], "--device nonsense cannot be used"),
+        (["--methods", "fast"], "There is no method 'fast'"),
+    ],
+)
+def test_bench_refuses_before_anything_is_loaded(loads_nothing, tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").write_text("{}")
+    outcome = CliRunner().invoke(app, ["bench", *options])
+    assert isinstance(outcome.exception, ValueError)
+    assert re.search(said, str(outcome.exception))
+    assert (tmp_path / "old.json").read_text() == "{}"
+
+
+def test_bench_replaces_a_file_when_asked_to(tmp_path):
+    (tmp_path / "r.json").write_text("{}")
+    options = [
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "2",
+        "--repeats",
+        "1",
+        "--profiled",
+        "0",
+        "--methods",
+        "prompt lookup",
+    ]
+    outcome = CliRunner().invoke(
+        app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
+    )
+    assert outcome.exit_code == 0, outcome.output
+    assert read_result(tmp_path / "r.json")["kind"] == "decode"
+
+
+def test_bench_names_a_target_whose_logits_are_no_numbers():
+    target, drafter, prompt_ids = make_target(), make_drafter(), make_prompt()
+    target.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match=r"target's logits are NaN or infinite \(Qwen3ForCausalLM in float32\)"):
+        run_bench(target, drafter, [Prompt("t", prompt_ids)], 4, 1, [PROMPT_LOOKUP], num_profiled=0)
+
+
+@pytest.mark.parametrize(
+    ("command", "required"),
+    [
+        ("bench", []),
+        ("eval", ["--target", "--drafter", "--tasks"]),
+        ("canary", ["--url"]),
+        ("regenerate", ["--target", "--data", "--output"]),
+    ],
+)
+def test_help_names_every_option_whole_and_the_required_ones_first(command, required):
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).output
+    lines = [line.strip("│ ") for line in text.splitlines() if line.startswith("│")]
+    named = [word for line in lines for word in line.split()[:3] if word.startswith("--")]
+    options = get_command(app).commands[command].params
+    assert {name for option in options for name in (*option.opts, *option.secondary_opts)} - {"-h"} <= set(named) | {
+        "--help"
+    }
+    assert [line.split()[1] for line in lines if line.startswith("* ")] == required
+    assert [name for name in named if name != "--help"][: len(required)] == required
+    assert text.count("╭─") >= 4

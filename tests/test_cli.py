@@ -20,8 +20,16 @@ from dflash import Block
 from dflash.checkpoints import embedded
 from dflash.cli import main as cli
 from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
-from dflash.evaluation import TASKS, TimedRun, first_difference, timed_blocks, timed_generate
-from dflash.evaluation.harness import HAS_NATIVE, METHODS, NATIVE
+from dflash.evaluation import (
+    HAS_NATIVE,
+    METHODS,
+    NATIVE,
+    TASKS,
+    TimedRun,
+    first_difference,
+    timed_blocks,
+    timed_generate,
+)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
-from dflash.evaluation.memory import allocated_memory
+from dflash.evaluation import allocated_memory
 from dflash.model import decoding_dflash, step_dflash
 from dflash.model.step_dflash import CompiledPair
 

@@ -22,23 +22,25 @@ from dflash.cli import main as cli
 from dflash.common import processes
 from dflash.common.processes import Processes
 from dflash.evaluation import (
-    Answer,
-    Plan,
+    EvalPlan,
+    PeakMemory,
     Question,
+    TaskAnswer,
     TimedRun,
+    answer_questions,
     chat_encoder,
+    decoding_methods,
+    numbered,
     pair_backend,
     questions_of,
-    run_plan,
+    run_eval,
     summarise_answers,
 )
-from dflash.evaluation.answers import evaluate, numbered
+from dflash.evaluation.backends import PlainDialogue, keeping_methods, pair_dialogues
 from dflash.evaluation.journal import Journal, key
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.sessions import PlainDialogue, keeps_plain_cache, pair_sessions
 
 
-PLAN = Plan("t", "d", ("gsm8k",), max_new_tokens=8)
+PLAN = EvalPlan("t", "d", ("gsm8k",))
 # Rows of GSM8K's and MT-Bench's form that a tokenizer of one token per character can read.
 GSM8K = [{"question": f"{n} and 1?", "answer": f"#### {n + 1}"} for n in range(6)]
 MT_BENCH = [{"turns": [f"say {n}", "again"], "category": "writing" if n else "maths"} for n in range(2)]
@@ -72,10 +74,13 @@ def folders(pair: tuple[Any, Any, Any], tmp_path_factory: pytest.TempPathFactory
     return str(folder / "target"), str(folder / "drafter")
 
 
-def run_pair(plan: Plan, pair: tuple[Any, Any, Any], **options: Any) -> dict[str, Any]:
+def run_pair(
+    plan: EvalPlan, pair: tuple[Any, Any, Any], max_new_tokens: int | None = 8, **options: Any
+) -> dict[str, Any]:
     """The result of all questions of a plan."""
     target, drafter, tokenizer = pair
-    return run_plan(plan, questions_of(plan), pair_backend(plan, target, drafter), tokenizer, **options)
+    backend = pair_backend(target, drafter, max_new_tokens, ["dflash"])
+    return run_eval(plan, questions_of(plan), backend, tokenizer, **options)
 
 
 class Saying:
@@ -91,14 +96,14 @@ def said(token_ids: list[int], seconds: float = 1.0, lengths: list[int] | None =
 
 def run_scripted(
     question: Question, methods: dict[str, Callable[[torch.Tensor], TimedRun]], asked: list[Any], **options: Any
-) -> list[Answer]:
+) -> list[TaskAnswer]:
     """One question answered by `methods`; every dialogue that is encoded is noted in `asked`."""
 
     def encode(messages: list[dict[str, str]]) -> torch.Tensor:
         asked.append([message["content"] for message in messages])
         return torch.ones(1, 3 * len(messages), dtype=torch.long)
 
-    (answers,) = evaluate([question], lambda: methods, encode, Saying(), PeakMemory(on_cuda=False), **options)
+    (answers,) = answer_questions([question], lambda: methods, encode, Saying(), PeakMemory(on_cuda=False), **options)
     return answers
 
 
@@ -119,7 +124,7 @@ def test_both_answers_are_scored_at_the_last_turn_alone() -> None:
     encoded: list[Any] = []
     tokenizer = Saying()
     tokenizer.decode = lambda ids, **options: f"#### {ids[0]}"  # type: ignore[method-assign]
-    (answers,) = evaluate(
+    (answers,) = answer_questions(
         [question], lambda: methods, lambda m: encoded.append(m) or torch.ones(1, 2), tokenizer, PeakMemory(False)
     )
     assert [answer.score for answer in answers] == [None, None, True, False]
@@ -165,7 +170,7 @@ def test_every_repeat_is_a_dialogue_of_its_own() -> None:
         return {"plain": lambda ids: mine.append(ids.shape[1]) or said([1, 2])}  # type: ignore[func-returns-value]
 
     question = Question("mt-bench", 0, ("a", "b"))
-    list(evaluate([question], begin, lambda m: torch.ones(1, len(m)), Saying(), PeakMemory(False), repeats=2))
+    list(answer_questions([question], begin, lambda m: torch.ones(1, len(m)), Saying(), PeakMemory(False), repeats=2))
     assert begun == [[1], [1, 3], [1, 3]]
 
 
@@ -193,8 +198,6 @@ def test_plain_dialogue_writes_what_generate_writes(kind: str) -> None:
     target = make_target(kind)
     calls: list[int] = []
     target.register_forward_hook(lambda m, a, k, o: calls.append(k["input_ids"].shape[1]), with_kwargs=True)
-    from dflash.evaluation.harness import decoding_methods
-
     dialogue = PlainDialogue(target, decoding_methods(target, make_drafter(), 6, [])["target.generate"])
     first = torch.arange(5, 14)[None]
     written = dialogue(first).token_ids
@@ -210,9 +213,9 @@ def test_targets_whose_cache_cannot_go_back_keep_nothing() -> None:
     """Promise: then ours keeps nothing either, so that later turns compare decoders and not caches."""
     target = make_target("qwen3", layer_types=["sliding_attention"] * 4, sliding_window=4, use_sliding_window=True)
     assert any(layer.is_sliding for layer in DynamicCache(config=target.config).layers)
-    assert not keeps_plain_cache(target)
-    assert keeps_plain_cache(make_target())
-    methods = pair_sessions(target, make_drafter(), 4, ["dflash"])()
+    assert not keeping_methods(target)
+    assert keeping_methods(make_target())
+    methods = pair_dialogues(target, make_drafter(), 4, ["dflash"])()
     ids = torch.arange(5, 14)[None]
     assert methods["dflash"](ids).token_ids == methods["target.generate"](ids).token_ids
 
@@ -250,11 +253,11 @@ def test_result_holds_what_its_figures_depend_on(pair: tuple[Any, Any, Any], dat
 def test_known_acceptance_gives_known_figures(data_root: Path) -> None:
     """Promise: tau, micro and macro, and the histogram are those of the blocks that were accepted."""
     target, tokenizer = make_target(), make_tokenizer()
-    plan = replace(PLAN, data_root=data_root, num_prompts=1, chat_template=False, max_new_tokens=11)
+    plan = replace(PLAN, data_root=data_root, num_prompts=1, chat_template=False)
     questions = questions_of(plan)
     ids = tokenizer(questions[0].turns[0], return_tensors="pt")["input_ids"]
     drafter = ScriptedDrafter(target, greedy(target, ids, max_new_tokens=40), [3, 0, 1])
-    row = run_pair(plan, (target, drafter, tokenizer))["summary"][1]
+    row = run_pair(plan, (target, drafter, tokenizer), 11)["summary"][1]
     lengths = expected_lengths([3, 0, 1], num_new_tokens=11)
     assert row["acceptance_histogram"] == [lengths.count(n) for n in range(1, max(lengths) + 1)]
     assert row["tau_micro"] == row["tau_macro"] == round(sum(lengths) / len(lengths), 4)
@@ -267,11 +270,11 @@ def test_run_goes_on_where_it_stopped(pair: tuple[Any, Any, Any], data_root: Pat
     done: list[Any] = []
     shares: list[tuple[int, int]] = []
 
-    def run(plan: Plan) -> dict[str, Any]:
+    def run(plan: EvalPlan) -> dict[str, Any]:
         done.clear()
         return run_pair(plan, pair, output=output, on_question=done.append, on_begin=lambda *n: shares.append(n))
 
-    def fail(answers: list[Answer]) -> None:
+    def fail(answers: list[TaskAnswer]) -> None:
         done.append(answers)
         if len(done) == 2:
             raise KeyboardInterrupt
@@ -297,21 +300,25 @@ def test_changed_setting_is_refused_by_name(pair: tuple[Any, Any, Any], data_roo
     plan = replace(PLAN, data_root=data_root, num_prompts=1)
     run_pair(plan, pair, output=tmp_path / "r.json")
     for change, message in (
-        ({"max_new_tokens": 9}, r"max_new_tokens 8, now 9\)"),
-        ({"thinking": True}, r"enable_thinking false, now true\)"),
-        ({"repeats": 2, "drafter": "e"}, r'drafter "d", now "e", repeats 1, now 2\)'),
-        ({"chat_template": False}, r"chat_template \"\w+\", now null\)"),
+        ({"thinking": True}, r"enable_thinking: false, now true\)"),
+        ({"repeats": 2, "drafter": "e"}, r'drafter: "d", now "e"; repeats: 1, now 2\)'),
+        ({"chat_template": False}, r"chat_template: \"\w+\", now null\)"),
     ):
         changed = replace(plan, **change)
         with pytest.raises(ValueError, match=message):
             run_pair(changed, pair, output=tmp_path / "r.json")
+    with pytest.raises(ValueError, match=r"max_new_tokens: 8, now 9\).*pass overwrite \(--overwrite\)"):
+        run_pair(plan, pair, 9, output=tmp_path / "r.json")
+    result = run_pair(plan, pair, 9, output=tmp_path / "r.json", overwrite=True)
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    assert result["decoding"]["max_new_tokens"] == 9
 
 
 def test_changed_rows_are_asked_again(tmp_path: Path) -> None:
     """Promise: a question is known by its text, not by its place in a file that may have changed."""
     question = Question("gsm8k", 0, ("a",), "1")
     journal = Journal(tmp_path / "r.jsonl", {"a": 1})
-    journal.append(question, [])
+    journal.add(question, [])
     assert set(journal.read()) == {key(question)}
     assert key(question) not in {key(replace(question, turns=("b",))), key(replace(question, reference="2"))}
 
@@ -333,14 +340,14 @@ def test_processes_share_the_questions_and_the_first_writes(
     """Promise: each question is answered by one process; the first one's result holds all, in one file and one journal."""
     plan, output = replace(PLAN, data_root=data_root, num_prompts=5), tmp_path / "r.json"
     questions = questions_of(plan)
-    made: list[list[Answer]] = []
+    made: list[list[TaskAnswer]] = []
     second = Sibling(1, [[], [(key(q), []) for q in questions[::2]]])
     run_pair(plan, pair, output=output, processes=second, on_question=made.append)
     assert [answers[0].row for answers in made] == [q.index for q in questions[1::2]]
     assert not output.exists()
     assert (tmp_path / "r.part1.jsonl").exists()
 
-    mine: list[list[Answer]] = []
+    mine: list[list[TaskAnswer]] = []
     of_second = [(key(q), answers) for q, answers in zip(questions[1::2], made, strict=True)]
     first = Sibling(0, [[], of_second])
     (tmp_path / "r.part1.jsonl").rename(tmp_path / "aside")  # the first came before the second wrote
@@ -357,9 +364,8 @@ def test_processes_share_the_questions_and_the_first_writes(
 
 
 def test_answer_that_leaves_no_room_for_a_prompt_is_refused(pair: tuple[Any, Any, Any], data_root: Path) -> None:
-    plan = replace(PLAN, data_root=data_root, max_new_tokens=10**6)
-    with pytest.raises(ValueError, match="1000000 leaves no room for a prompt: the target can tell"):
-        run_pair(plan, pair)
+    with pytest.raises(ValueError, match="1000000 leaves no room for a prompt: the target has"):
+        run_pair(replace(PLAN, data_root=data_root), pair, 10**6)
 
 
 def test_peak_memory_is_that_of_the_run() -> None:
@@ -433,6 +439,71 @@ def test_command_refuses_in_a_sentence(
     assert message in err
     assert err.startswith("dflash: ")
     assert len(err.strip().splitlines()) == 1
+
+
+def test_the_default_length_is_what_the_target_has_room_for(
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
+) -> None:
+    """2048 tokens leave no room for a prompt in a small target; a length that was asked for is not changed."""
+    target = make_target(max_position_embeddings=400)
+    assert pair_backend(target, make_drafter()).max_new_tokens == 200
+    assert pair_backend(make_target(max_position_embeddings=40960), make_drafter()).max_new_tokens == 2048
+    target.save_pretrained(tmp_path / "small")
+    make_tokenizer().save_pretrained(tmp_path / "small")
+    asked = ("--target", tmp_path / "small", "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    status, out, err = run(*asked, "--prompts", 1, "--json")
+    assert status == 0, err
+    assert "Answers are cut at 200 tokens, half of the target's positions (--max-new-tokens)." in err
+    assert json.loads(out)["decoding"]["max_new_tokens"] == 200
+    assert "leaves no room" in run(*asked, "--max-new-tokens", 400)[2]
+
+
+@pytest.mark.parametrize("methods", [["dflash"], ["prompt lookup"]])
+def test_a_target_whose_logits_are_no_numbers_is_refused(methods: list[str]) -> None:
+    """All methods would write the same nonsense, which once counted as identical."""
+    target = make_target()
+    target.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match="target's logits are NaN or infinite"):
+        pair_backend(target, make_drafter(), 8, methods)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--output", "old.json"), "old.json exists: pass overwrite (--overwrite)"),
+        (("--output", "r.jsonl"), "r.jsonl must not end in .jsonl"),
+        (("--output", "."), "is a folder: name a file in it"),
+        (("--output", "old.json/r.json"), "old.json is no folder"),
+        (("--device", "nonsense"), "--device nonsense cannot be used"),
+        (("--methods", "fast"), "There is no method 'fast'"),
+    ],
+)
+def test_command_refuses_before_a_row_or_a_model_is_read(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.json").write_text("{}")
+    monkeypatch.setattr("dflash.evaluation.eval_run.load_questions", lambda *_: pytest.fail("rows were read"))
+    status, _, err = run("--target", "org/t", "--drafter", "org/d", "--tasks", "mt-bench", *options)
+    assert status == 1
+    assert message in err
+    assert (tmp_path / "old.json").read_text() == "{}"
+
+
+def test_two_runs_do_not_write_one_result(pair: tuple[Any, Any, Any], data_root: Path, tmp_path: Path) -> None:
+    """Promise: while one run answers, another that would write the same file is refused, and the first ends whole."""
+    plan, output = replace(PLAN, data_root=data_root, num_prompts=2), tmp_path / "r.json"
+    refused: list[str] = []
+
+    def second(answers: list[TaskAnswer]) -> None:
+        with pytest.raises(ValueError, match=r"r\.json is being written by process") as caught:
+            run_pair(plan, pair, output=output, overwrite=True)
+        refused.append(str(caught.value))
+
+    result = run_pair(plan, pair, output=output, on_question=second)
+    assert len(refused) == 2
+    assert json.loads(output.read_text()) == result
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.jsonl"]
 
 
 SIBLING = """

@@ -1,6 +1,7 @@
 """Files that are whole or not there, and one process at a time that writes them."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.common.files import check_writable, only_writer, write_text
+from dflash.common.files import check_output, check_writable, only_writer, write_text
 
 
 HOLD = """
@@ -73,3 +74,39 @@ def test_what_cannot_be_written_is_said_before(tmp_path):
         check_writable(tmp_path)
     with pytest.raises(ValueError, match="is no folder"):
         check_writable(tmp_path / "file" / "out.json")
+
+
+def test_a_full_disk_is_named_with_the_file_and_what_was_there_stays(tmp_path):
+    output = tmp_path / "r.json"
+    output.write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"r\.json") as caught:
+            write_text(output, "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(output)
+    assert os.listdir(tmp_path) == ["r.json"]
+    assert output.read_text() == "before"
+
+
+def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path):
+    output = tmp_path / "r.json"
+    check_output(output, overwrite=False)
+    process = holding(output)
+    with pytest.raises(ValueError, match=r"r\.json is being written by process"):
+        check_output(output)
+    process.communicate("")
+    output.write_text("before")
+    with pytest.raises(ValueError, match=r"r\.json exists: pass overwrite"):
+        check_output(output, overwrite=False)
+    check_output(output)
+    assert output.read_text() == "before"
+
+
+def test_an_old_name_of_a_room_still_works_and_warns():
+    import dflash.evaluation
+
+    with pytest.warns(DeprecationWarning, match="dflash.evaluation.run_plan is now dflash.evaluation.run_eval"):
+        assert dflash.evaluation.run_plan is dflash.evaluation.run_eval

@@ -17,10 +17,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from dflash.evaluation import scripted, timed_blocks
-from dflash.evaluation.harness import HAS_NATIVE
-from dflash.evaluation.results import read_result
-from dflash.evaluation.scripted import Script, scripted_continuation, scripted_pair, scripted_prompt, useless
+from dflash.evaluation import (
+    HAS_NATIVE,
+    Script,
+    read_result,
+    scripted_continuation,
+    scripted_pair,
+    scripted_prompt,
+    simulated_pairs,
+    timed_blocks,
+    useless,
+)
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -50,7 +57,7 @@ class RefusesForeignGenerators(TorchFunctionMode):
 
 def test_a_pair_is_drawn_where_generators_of_other_devices_are_refused(monkeypatch):
     """The script was drawn by the CPU's generator in the context of the GPU: no row could begin."""
-    new_weights = scripted._new_weights
+    new_weights = simulated_pairs._new_weights
 
     @contextmanager
     def on_a_gpu(dtype, device):
@@ -59,7 +66,7 @@ def test_a_pair_is_drawn_where_generators_of_other_devices_are_refused(monkeypat
 
     with pytest.raises(RuntimeError, match="but found 'cpu'"), RefusesForeignGenerators():
         torch.rand(3, generator=torch.Generator())
-    monkeypatch.setattr(scripted, "_new_weights", on_a_gpu)
+    monkeypatch.setattr(simulated_pairs, "_new_weights", on_a_gpu)
     _, drafter = scripted_pair("smoke", 6.5, torch.bfloat16)
     assert torch.equal(drafter.runs, Script(6.5, 16).runs(512))
 

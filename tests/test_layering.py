@@ -184,7 +184,7 @@ def test_planted_fault_is_found(name: str, source: str) -> None:
         ("cli/bench", "from dflash.evaluation import timed_blocks"),
         ("regeneration/run", "from dflash.training import Example"),
         ("notebooks", "from .cli.terminal import TextStream"),
-        ("evaluation/harness", "from .timing import timed_blocks\nfrom dflash.checkpoints import save_checkpoint"),
+        ("evaluation/methods", "from .timing import timed_blocks\nfrom dflash.checkpoints import save_checkpoint"),
         ("model/configuration_dflash", "# print(x)\nimport torch.nn\nimport math"),
     ],
 )

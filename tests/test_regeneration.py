@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,8 @@ from dflash.regeneration import (
     ServerWriter,
     TargetWriter,
     regenerate_data,
+    row_seed,
 )
-from dflash.regeneration.answering import row_seed
 from dflash.training import load_examples
 
 
@@ -263,7 +265,7 @@ def test_a_sampled_answer_depends_on_its_row_and_seed_not_on_batch_subset_or_dra
     assert len(set(map(tuple, one.values()))) == len(one)
 
 
-def test_sampling_keeps_to_top_k_and_top_p_and_to_the_targets_law(target: Any) -> None:
+def test_sampling_keeps_to_top_k_and_top_p_and_to_the_targets_distribution(target: Any) -> None:
     prompt = [5, 6, 7]
     logits = target(torch.tensor([prompt])).logits[0, -1].float()
     write = TargetWriter(target, None, 500)
@@ -273,10 +275,10 @@ def test_sampling_keeps_to_top_k_and_top_p_and_to_the_targets_law(target: Any) -
 
     best = logits.topk(3).indices.tolist()
     assert set(first_tokens(Sampling(1.0, top_k=3))) == set(best)
-    law = (logits / 1.5).softmax(-1)
-    drawn = torch.bincount(torch.tensor(first_tokens(Sampling(1.5), 4000)), minlength=len(law)) / 4000
-    assert (drawn - law).abs().sum() < 0.2  # 0.12 is expected of 4000 draws from 96 tokens
-    order = law.sort(descending=True)
+    expected = (logits / 1.5).softmax(-1)
+    drawn = torch.bincount(torch.tensor(first_tokens(Sampling(1.5), 4000)), minlength=len(expected)) / 4000
+    assert (drawn - expected).abs().sum() < 0.2  # 0.12 is expected of 4000 draws from 96 tokens
+    order = expected.sort(descending=True)
     kept = order.indices[: int((order.values.cumsum(0) < 0.3).sum()) + 1].tolist()
     assert set(first_tokens(Sampling(1.5, top_p=0.3))) <= set(kept)
 
@@ -699,3 +701,72 @@ def test_the_command_writes_rows_and_what_they_depend_on(
         1,
         "dflash: --url and --drafter are both given: a server has its own drafter (dflash serve).\n",
     )
+
+
+def test_a_target_whose_logits_are_no_numbers_writes_nothing(tokenizer: Any, tmp_path: Path) -> None:
+    """Its answers would be empty, and were once written as training data."""
+    broken = make_target("qwen3", max_position_embeddings=96)
+    broken.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match="target's logits are NaN or infinite"):
+        regenerate_data(TargetWriter(broken), tokenizer, CHATS, tmp_path / "r.jsonl", SETTINGS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SAMPLED])
+def test_logits_that_overflow_on_the_way_stop_the_run(
+    tokenizer: Any, tmp_path: Path, settings: RegenerationSettings
+) -> None:
+    """As in float16, where a long prompt alone may overflow: the rows of that batch are not written."""
+    target = make_target("qwen3", max_position_embeddings=96)
+    writer = TargetWriter(target, None, 4)
+    target.model.embed_tokens.weight.data[9] = float("inf")
+    rows = [{"prompt_ids": [5, 6, 7]}, {"prompt_ids": [5, 9]}]
+    with pytest.raises(ValueError, match="target's logits are NaN or infinite"):
+        regenerate_data(writer, tokenizer, rows, tmp_path / "r.jsonl", settings)
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--temperature", "inf"), "temperature=inf: use 0 for greedy answers or a finite number"),
+        (("--temperature", "nan"), "temperature=nan"),
+        (("--temperature", "1e-38"), "temperature=1e-38"),
+        (("--top-p", "nan"), "top_p=nan"),
+        (("--device", "nonsense"), "--device nonsense cannot be used"),
+        (("--resume", "--overwrite"), "both given"),
+    ],
+)
+def test_the_command_refuses_values_before_a_model_is_loaded(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("dflash.cli.regenerate._target", lambda *_: pytest.fail("a model was loaded"))
+    status, _, error = run(tmp_path / "r.jsonl", *options)
+    assert status == 1
+    assert said in error
+    for output, reason in ((tmp_path / "r.txt", "must be a file that ends in .jsonl"), (tmp_path, "must be a file")):
+        assert reason in run(output)[2]
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    assert "holds something else than a run" in run(tmp_path / "mine.jsonl")[2]
+
+
+def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Promise: the second is refused with the number of the first; no row is lost or doubled."""
+    output = tmp_path / "r.jsonl"
+    words = ["regenerate", "--target", folder / "target", "--data", folder / "data.jsonl", "--output", output]
+    refusals: list[str] = []
+
+    class Busy(Counting):
+        """Another process comes while this one answers."""
+
+        def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+            if not refusals:
+                other = [sys.executable, "-m", "dflash", *map(str, words), "--overwrite"]
+                refusals.append(subprocess.run(other, capture_output=True, text=True, check=False).stderr)
+            return super().__call__(requests, sampling)
+
+    regenerate_data(Busy(TargetWriter(target, None, 3)), tokenizer, CHATS, output, SETTINGS)
+    assert len(refusals) == 1
+    assert f"r.jsonl is being written by process {os.getpid()} on " in refusals[0]
+    assert [row["row"] for row in read(output)] == list(range(1, len(CHATS) + 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.jsonl", "r.manifest.json"]

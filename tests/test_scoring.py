@@ -18,16 +18,14 @@ from typing import Any
 
 import pytest
 
-from dflash.evaluation import confined
-from dflash.evaluation.sandbox import Limits, run_program
-from dflash.evaluation.scoring import check_scorers, extract_code, is_right
+from dflash.evaluation import Limits, check_scorers, extract_code, is_right, run_program, sandbox_child
 
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="code is scored under POSIX limits")
 
 SMALL = Limits(wall_seconds=1.5, cpu_seconds=1, memory_bytes=2**28, file_bytes=2**20)
 FILTERED = pytest.mark.skipif(
-    not Path("/proc/sys/kernel/seccomp").exists() or platform.machine() not in confined.REFUSED,
+    not Path("/proc/sys/kernel/seccomp").exists() or platform.machine() not in sandbox_child.REFUSED,
     reason="no system-call filter here",
 )
 
@@ -114,6 +112,13 @@ def test_livecodebench_compares_what_is_printed_in_public_and_private_tests(pack
     reference = livecodebench(tests, packed=packed)
     assert is_right("livecodebench", "```python\nprint(int(input()) + 1)\n```", reference)
     assert not is_right("livecodebench", "```python\nprint(2)\n```", reference)  # the public test alone
+
+
+def test_livecodebench_keeps_lines_apart() -> None:
+    """`1 2` is not what `1` and `2` on lines of their own are; spaces and lines at the ends do not count."""
+    reference = livecodebench([{"input": "", "output": "1\n2\n", "testtype": "stdin"}])
+    assert not is_right("livecodebench", "```python\nprint(1, 2)\n```", reference)
+    assert is_right("livecodebench", "```python\nprint('1 ')\nprint('2\\n\\n')\n```", reference)
 
 
 def test_livecodebench_calls_the_method_that_is_asked_for() -> None:
@@ -224,41 +229,43 @@ def test_honest_code_may_use_threads_and_large_numbers() -> None:
 
 def filtered(machine: str, number: int, arguments: tuple[int, ...] = (), audit: int | None = None) -> int:
     """What the kernel makes of a call, by the filter's program, interpreted naively."""
-    audit = confined.REFUSED[machine][0] if audit is None else audit
+    audit = sandbox_child.REFUSED[machine][0] if audit is None else audit
     data = struct.pack("=IIQ6Q", number, audit, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
-    program, at, held = confined.call_filter(machine), 0, 0
+    program, at, held = sandbox_child.call_filter(machine), 0, 0
     assert len(program) < 256  # so that every skip fits
     while True:
         code, if_true, if_false, operand = program[at]
         at += 1
-        if code == confined.RETURN:
+        if code == sandbox_child.RETURN:
             return operand
-        if code == confined.LOAD:
+        if code == sandbox_child.LOAD:
             held = struct.unpack_from("=I", data, operand)[0]
             continue
         holds = {
-            confined.EQUALS: held == operand, confined.AT_LEAST: held >= operand, confined.ANY_BIT: bool(held & operand)
+            sandbox_child.EQUALS: held == operand, sandbox_child.AT_LEAST: held >= operand, sandbox_child.ANY_BIT: bool(held & operand)
         }[code]  # fmt: skip
         at += if_true if holds else if_false
 
 
-@pytest.mark.parametrize("machine", confined.REFUSED)
+@pytest.mark.parametrize("machine", sandbox_child.REFUSED)
 def test_filter_refuses_what_it_names_and_allows_the_rest(machine: str) -> None:
     """Promise: on machines that the tests do not run on too."""
-    _, refused, opening, cloning = confined.REFUSED[machine]
+    _, refused, opening, cloning = sandbox_child.REFUSED[machine]
     for number in refused.values():
-        assert filtered(machine, number) == confined.REFUSE
+        assert filtered(machine, number) == sandbox_child.REFUSE
     for number, place in opening.values():
         before = (0,) * place
-        assert filtered(machine, number, (*before, os.O_RDONLY)) == confined.ALLOW
+        assert filtered(machine, number, (*before, os.O_RDONLY)) == sandbox_child.ALLOW
         for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT | os.O_WRONLY):
-            assert filtered(machine, number, (*before, flags)) == confined.REFUSE
-    assert filtered(machine, cloning["clone"], (0x3D0F00,)) == confined.ALLOW  # a thread, as the C library asks for it
-    assert filtered(machine, cloning["clone"], (signal.SIGCHLD,)) == confined.REFUSE
-    assert filtered(machine, cloning["clone3"]) == confined.UNKNOWN == 0x50000 | errno.ENOSYS
-    assert filtered(machine, 0x40000000 | 59) == confined.UNKNOWN
-    assert filtered(machine, 0, audit=0) == confined.KILL
-    assert filtered(machine, 63) == confined.ALLOW
+            assert filtered(machine, number, (*before, flags)) == sandbox_child.REFUSE
+    assert (
+        filtered(machine, cloning["clone"], (0x3D0F00,)) == sandbox_child.ALLOW
+    )  # a thread, as the C library asks for it
+    assert filtered(machine, cloning["clone"], (signal.SIGCHLD,)) == sandbox_child.REFUSE
+    assert filtered(machine, cloning["clone3"]) == sandbox_child.UNKNOWN == 0x50000 | errno.ENOSYS
+    assert filtered(machine, 0x40000000 | 59) == sandbox_child.UNKNOWN
+    assert filtered(machine, 0, audit=0) == sandbox_child.KILL
+    assert filtered(machine, 63) == sandbox_child.ALLOW
     assert len({*refused.values(), *(number for number, _ in opening.values()), *cloning.values()}) == len(
         refused
     ) + len(opening) + len(cloning)

@@ -20,12 +20,20 @@ from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_
 
 from dflash import generate_blocks
 from dflash.cli import main as cli
-from dflash.evaluation import Load, Question, Server, chat_encoder, run_canary, server_backend, timed_blocks
-from dflash.evaluation.answers import evaluate
+from dflash.evaluation import (
+    Load,
+    PeakMemory,
+    Question,
+    Server,
+    answer_questions,
+    chat_encoder,
+    read_result,
+    run_canary,
+    server_backend,
+    timed_blocks,
+)
 from dflash.evaluation.canary import at_target, percentile
-from dflash.evaluation.memory import PeakMemory
-from dflash.evaluation.results import read_result
-from dflash.evaluation.server import _read_counters, drafting
+from dflash.evaluation.draft_counters import drafting, read_counters
 
 
 USER = [{"role": "user", "content": "hi"}]
@@ -272,13 +280,61 @@ def test_acceptance_is_what_the_server_counted_meanwhile(metrics: str, tau: floa
         assert source in found.source
 
 
+class Warming(Engine):
+    """Accepts everything in its first answers, which are the warm-up, and nothing later."""
+
+    def __init__(self, num_warm_ups: int) -> None:
+        super().__init__(tau=4, num_tokens=5)
+        self.num_warm_ups = num_warm_ups
+
+    @property
+    def tau(self) -> int:
+        return 4 if len(self.requests) <= self.num_warm_ups else 1
+
+    @tau.setter
+    def tau(self, value: int) -> None:
+        """Set by `Engine`."""
+
+    requests: list[dict[str, Any]] = []
+
+
+def test_acceptance_leaves_out_the_warm_up() -> None:
+    """The first drafts of a server compile and fill its caches; here they accept 3 proposals each, the others none."""
+    with serving(Warming(num_warm_ups=2)) as engine:
+        result = run_canary({"dflash": (Server(engine.url), "org/model")}, [USER] * 3, Load(concurrency=(2,)))
+    assert result["summary"][0]["tau"] == 1.0
+
+
+@pytest.mark.parametrize("field", ["temperature", "price_per_hour", "target_ms_per_output_token"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_load_of_infinite_numbers_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}={value}: use a finite number"):
+        Load(**{field: value})
+
+
+def test_canary_refuses_before_anything_is_asked(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    with serving() as engine:
+        for options, said in (
+            (("--output", tmp_path / "old.json"), "old.json exists: pass overwrite (--overwrite)"),
+            (("--plot", tmp_path), "is a folder: name a file in it"),
+            (("--temperature", "inf"), "temperature=inf: use a finite number"),
+            (("--timeout", "inf"), "timeout=inf: use a number of seconds"),
+            (("--model", "other"), "serves org/model and not other: name one of them with --model."),
+        ):
+            assert said in run("--url", engine.url, *options)[2]
+        assert engine.requests == []
+    assert (tmp_path / "old.json").read_text() == "{}"
+    assert "http://x:y is no server's URL" in run("--url", "http://x:y")[2]
+
+
 def test_counters_of_several_engines_are_added_up() -> None:
     def read(*engines: tuple[int, int]) -> dict[str, float]:
         lines = ["vllm:spec_decode_num_drafts_total nonsense", "# vllm:spec_decode_num_drafts 5"]
         for i, (drafts, accepted) in enumerate(engines):
             lines.append(f'vllm:spec_decode_num_drafts_total{{engine="{i}",model_name="a}} b"}} {drafts}')
             lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{i}"}} {accepted}')
-        return _read_counters("\n".join(lines))
+        return read_counters("\n".join(lines))
 
     found = drafting(read((10, 20), (5, 5)), read((30, 80), (15, 10)))
     assert found is not None
@@ -344,7 +400,7 @@ def test_a_served_pair_is_evaluated_as_a_pair_in_this_process_is(metrics: str, t
         serving(Decoder(target, None, tokenizer, tells_ids, metrics)) as plain,
     ):
         begin = server_backend(Server(fast.url), Server(plain.url), tokenizer, max_new_tokens=24).begin
-        [[base, ours]] = evaluate([question], begin, encode, tokenizer, PeakMemory(on_cuda=False))
+        [[base, ours]] = answer_questions([question], begin, encode, tokenizer, PeakMemory(on_cuda=False))
     assert (base.method, ours.method) == ("target.generate", "dflash")
     assert base.text == ours.text == tokenizer.decode(there.token_ids, skip_special_tokens=True)
     assert ours.is_identical
@@ -452,7 +508,7 @@ def test_a_server_that_is_not_there_or_silent_is_named(run: Any) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(ValueError, match=r"did not answer within 0\.05 seconds: raise --timeout"):
+        with pytest.raises(ValueError, match=r"did not answer within 0\.05 seconds: raise the timeout"):
             Server(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.05).models()
 
 
@@ -483,10 +539,13 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     assert "--api-key-env NO_SUCH_KEY is not set" in run("--url", "http://x", "--api-key-env", "NO_SUCH_KEY")[2]
     bad = tmp_path / "prompts.jsonl"
     for text, message in (
-        ('{"prompt": "a"}\nplain text\n', "line 2: each line is a JSON object with messages, prompt or question"),
-        ('{"text": "a"}\n', "line 1: each line"),
-        ('{"prompt": " "}\n', "line 1: each line"),
-        ("[1]\n", "line 1: each line"),
+        (
+            '{"prompt": "a"}\n{"prompt": 3}\n',
+            "line 2 is no prompt: write a text, or a JSON object with messages, prompt or question",
+        ),
+        ('{"text": "a"}\n', "line 1 is no prompt"),
+        ('{"prompt": " "}\n', "line 1 is no prompt"),
+        ('{"messages": [1]}\n', "line 1 is no prompt"),
         ("\n", "is empty: write one prompt a line"),
     ):
         bad.write_text(text, encoding="utf-8")
@@ -494,7 +553,7 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     with serving(models='{"data": [{"id": "a"}, {"id": "b"}]}') as engine:
         assert "serves a, b: name one with --model." in run("--url", engine.url)[2]
     with serving(models='{"data": []}') as engine:
-        assert "serves no model: name one with --model." in run("--url", engine.url)[2]
+        assert "serves no model: start it with one." in run("--url", engine.url)[2]
     with serving(models='{"models": []}') as engine:
         assert '/v1/models lists no models but {"models": []}: is this a model server?' in run("--url", engine.url)[2]
     with serving(models="hello") as engine:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
+from loopback import LoopbackServer, QuietHandler, started
 
 from dflash.evaluation import TASKS, load_questions
 
@@ -209,3 +212,31 @@ def test_unreachable_data_set_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
         OSError, match=r"openai/gsm8k of gsm8k cannot be read \(Couldn't reach the Hub\): pass --data-root"
     ):
         load_questions("gsm8k")
+
+
+def test_without_the_hub_the_cache_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` would try again for a minute; an address where nobody listens is asked once."""
+    asked: list[tuple[bool, bool]] = []
+
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        asked.append((datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE))
+        raise ConnectionError("not in the cache\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # refuses: it does not listen
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(
+            OSError, match=r"openai/gsm8k of gsm8k cannot be read \(not in the cache\): pass --data-root"
+        ):
+            load_questions("gsm8k")
+    assert asked == [(True, True)]
+    assert not datasets.config.HF_HUB_OFFLINE
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+    with started(LoopbackServer(QuietHandler)) as hub:  # it answers, if only that it knows no HEAD
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        with pytest.raises(OSError, match="cannot be read"):
+            load_questions("gsm8k")
+    assert asked[1] == (False, False)

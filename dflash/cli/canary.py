@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .options import api_key, given, numbered_lines, show_table
+from dflash.common.files import check_output
+
+from .arguments import (
+    ApiKeyEnv,
+    Hardware,
+    Model,
+    Output,
+    Overwrite,
+    Thinking,
+    panel,
+    prompt_option,
+    read_prompts,
+    result_option,
+    server_option,
+)
+from .options import api_key, show_table
 from .terminal import progress_bar
+
+
+load_option, goal_option = panel("Load"), panel("Targets and cost")
 
 
 def canary(
     url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
-    baseline_url: Annotated[str | None, typer.Option(help="The same model served without it.")] = None,
-    model: Annotated[str | None, typer.Option(help="The served model's name. Default: the only one.")] = None,
+    baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None,
+    model: Model = None,
+    api_key_env: ApiKeyEnv = None,
+    timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
+    hardware: Hardware = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Your own traffic: a line of JSON each, with messages, prompt or question.")
+        Path | None,
+        prompt_option(
+            help="Your own traffic: a file with a prompt a line, or JSON with messages, prompt or question."
+        ),
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Requests at once, level by level.")] = "1,2,4,8,16,32",
-    rounds: Annotated[int, typer.Option(min=1, help="Requests per level for each at once; at least 16 in all.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="0 decodes greedily, and texts are compared.")] = 0.0,
-    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Which prompts come when.")] = 0,
-    target_ms_per_token: Annotated[
-        float | None, typer.Option(min=0, help="Throughput where 99 % of requests wait no longer per token.")
-    ] = None,
+    thinking: Thinking = False,
+    concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",
+    rounds: Annotated[int, load_option(min=1, help="Requests of a level per concurrent one; at least 16 in all.")] = 4,
+    max_new_tokens: Annotated[int, load_option(min=2, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, load_option(min=0, help="0 decodes greedily, and texts are compared.")] = 0.0,
+    seed: Annotated[int, load_option(min=0, help="Of the order of the prompts.")] = 0,
+    target_ms_per_token: Annotated[float | None, goal_option(min=0, help="Largest p99 of the time per token.")] = None,
     target_ms_to_first_token: Annotated[
-        float | None, typer.Option(min=0, help="… and no longer for the first one.")
+        float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
     ] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Of one server: adds the cost of a token.")
+        float | None, goal_option(min=0, help="Of one server: adds the cost of a token.")
     ] = None,
-    hardware: Annotated[str | None, typer.Option(help="What the servers run on, for the record.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
-    output: Annotated[Path | None, typer.Option(help="Write everything here as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write throughput against latency here as PNG.")] = None,
+    output: Output = None,
+    plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
+    levels = _levels(concurrency)
+    for path in filter(None, (output, plot)):
+        check_output(path, overwrite)
+    asked = None if prompts is None else read_prompts(prompts)
+    key = api_key(api_key_env)
+
+    from dflash.checkpoints import heldout_problems
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
-    levels = _levels(concurrency)
-    asked = _prompts(prompts)
-    key = api_key(api_key_env)
-    urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
-    servers = {}
-    for name, address in urls.items():
-        server = Server(address, key, timeout)
-        servers[name] = (server, server.only_model(model))
     load = Load(
         levels,
         rounds,
@@ -64,6 +82,10 @@ def canary(
         target_ms_per_token,
         target_ms_to_first_token,
     )
+    asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
+    urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
+    clients = {name: Server(address, key, timeout) for name, address in urls.items()}
+    servers = {name: (server, server.only_model(model)) for name, server in clients.items()}
     with progress_bar("Asking the servers", num_steps=len(levels) * len(servers)) as advance:
         result = run_canary(servers, asked, load, advance, hardware)
     if output is not None:
@@ -95,24 +117,3 @@ def _levels(text: str) -> tuple[int, ...]:
     if not levels or levels[0] < 1:
         raise ValueError(f"--concurrency {text} is no list of numbers from 1 on: give one such as 1,4,16.")
     return levels
-
-
-def _prompts(path: Path | None) -> list[list[dict[str, str]]]:
-    """Chat messages of each prompt; those of the embedded pair's held-out problems if none are given."""
-    if path is None:
-        from dflash.checkpoints import heldout_problems
-
-        return [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
-    prompts = []
-    for number, line in numbered_lines(path, "--prompts"):
-        try:
-            row = json.loads(line)
-            messages = row.get("messages") or [
-                {"role": "user", "content": given(row["prompt"] if "prompt" in row else row["question"])}
-            ]
-            prompts.append([{"role": str(turn["role"]), "content": str(turn["content"])} for turn in messages])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"--prompts {path}, line {number}: each line is a JSON object with messages, prompt or question."
-            ) from error
-    return prompts

@@ -13,39 +13,66 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from .options import Dtype, checkpoint, hide_loading_bars, listed, load_pair, named, own_device, show_table
+from .arguments import (
+    AsJson,
+    ChatTemplate,
+    Device,
+    Drafter,
+    DtypeOption,
+    Hardware,
+    Model,
+    Target,
+    Thinking,
+    decoding_option,
+    prompt_option,
+    result_option,
+    server_option,
+)
+from .options import (
+    Dtype,
+    checkpoint,
+    hide_loading_bars,
+    known_device,
+    listed,
+    load_pair,
+    named,
+    own_device,
+    show_table,
+)
 from .terminal import counting_bar
 
 
 def evaluate(
-    target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
-    drafter: Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")],
-    tasks: Annotated[str, typer.Option(help="Names out of those above, with commas between.")],
-    prompts: Annotated[int, typer.Option(min=0, help="Prompts per task; 0 for all.")] = 80,
-    seed: Annotated[int, typer.Option(min=0, help="Which prompts: the same for the same seed.")] = 0,
-    data_root: Annotated[Path | None, typer.Option(help="Read the tasks from files below this folder.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 2048,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each method answers; the median counts.")] = 1,
-    methods: Annotated[
-        str, typer.Option(help="Besides target.generate: names out of those above, with commas between.")
-    ] = "dflash",
-    dtype: Annotated[Dtype, typer.Option(help="auto: as each checkpoint is stored.")] = Dtype.auto,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, auto … Default: a GPU per process if there are any.")
+    target: Target,
+    drafter: Drafter,
+    tasks: Annotated[str, typer.Option(help="Names of the tasks above, with commas between.")],
+    prompts: Annotated[int, prompt_option(min=0, help="Prompts per task; 0 for all.")] = 80,
+    seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0,
+    data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None,
+    chat_template: ChatTemplate = True,
+    thinking: Thinking = False,
+    score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True,
+    methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash",
+    max_new_tokens: Annotated[
+        int | None,
+        decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
     ] = None,
-    chat_template: Annotated[bool, typer.Option(help="Ask in the target's chat template.")] = True,
-    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
-    score: Annotated[bool, typer.Option(help="Score the answers; runs code that the target wrote.")] = True,
+    repeats: Annotated[
+        int, decoding_option(min=1, help="Answers of each method to each prompt; the median counts.")
+    ] = 1,
+    dtype: DtypeOption = Dtype.auto,
+    device: Device = None,
     url: Annotated[
-        str | None, typer.Option(help="Ask this server (vLLM, SGLang), which serves the pair; nothing is loaded here.")
+        str | None, server_option(help="A server (vLLM, SGLang) of the pair; no weights are loaded here.")
     ] = None,
-    baseline_url: Annotated[str | None, typer.Option(help="… and this one, which serves the target alone.")] = None,
-    model: Annotated[str | None, typer.Option(help="The served model's name. Default: the only one.")] = None,
-    hardware: Annotated[str | None, typer.Option(help="What the servers run on, for the record.")] = None,
+    baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
+    model: Model = None,
+    hardware: Hardware = None,
     output: Annotated[
-        Path | None, typer.Option(help="JSON file to write; a run that was stopped goes on from its .jsonl.")
+        Path | None, result_option(help="JSON file to write; a run that was stopped continues from its .jsonl.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
 
@@ -66,22 +93,23 @@ def evaluate(
     if data_root is not None:
         _hide_reading_bars()
     from dflash.common.processes import Processes
-    from dflash.evaluation import Plan, pair_backend, questions_of, run_plan
+    from dflash.evaluation import EvalPlan, check_eval_output, check_methods, pair_backend, questions_of, run_eval
 
     if (url is None) != (baseline_url is None):
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
     if url is not None and methods != "dflash":
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
-    plan = Plan(
+    chosen = listed(methods, "--methods")
+    check_methods(chosen)
+    known_device(device)
+    plan = EvalPlan(
         target=checkpoint(target, "--target"),
         drafter=checkpoint(drafter, "--drafter"),
         tasks=listed(tasks, "--tasks"),
         num_prompts=prompts or None,
         seed=seed,
         data_root=data_root,
-        max_new_tokens=max_new_tokens,
         repeats=repeats,
-        methods=listed(methods, "--methods"),
         thinking=thinking,
         chat_template=chat_template,
         score=score,
@@ -91,16 +119,25 @@ def evaluate(
         raise ValueError(
             f"--url asks one question at a time, and {processes.count} processes would ask more: start one."
         )
+    if output is not None and processes.is_first:
+        check_eval_output(output, overwrite)
     questions = questions_of(plan)
     if url is not None and baseline_url is not None:
-        backend, tokenizer = _served(plan, url, baseline_url, model, hardware)
+        backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
     else:
         pair = load_pair(target, drafter, dtype, device or own_device(processes))
-        backend, tokenizer = pair_backend(plan, pair.target, pair.drafter), pair.tokenizer
-    # No thread of its own draws the bar: it would take time from what is measured.
+        backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
+        if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
+            print(
+                f"Answers are cut at {backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens).",
+                file=sys.stderr,
+            )
+    # No thread draws the bar, because that would disturb the measurement.
     with counting_bar(processes.is_first, auto_refresh=False) as bar:
         progress = _Bar(bar)
-        result = run_plan(plan, questions, backend, tokenizer, output, processes, progress.begin, progress.done)
+        result = run_eval(
+            plan, questions, backend, tokenizer, output, processes, progress.begin, progress.done, overwrite
+        )
     if not processes.is_first:
         return
     if as_json:
@@ -117,20 +154,22 @@ SHOWN = (
 )  # fmt: skip
 
 
-def _served(plan: Any, url: str, baseline_url: str, model: str | None, hardware: str | None) -> tuple[Any, Any]:
+def _served(
+    target: str, url: str, baseline_url: str, max_new_tokens: int | None, model: str | None, hardware: str | None
+) -> tuple[Any, Any]:
     """Two servers as a backend, and the target's tokenizer."""
     from transformers import AutoTokenizer
 
     from dflash.evaluation import Server, server_backend
 
-    with named("--target", plan.target):
-        tokenizer = AutoTokenizer.from_pretrained(plan.target)
     servers = Server(url), Server(baseline_url)
-    return server_backend(*servers, tokenizer, plan.max_new_tokens, model, hardware), tokenizer
+    with named("--target", target):
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    return server_backend(*servers, tokenizer, max_new_tokens, model, hardware), tokenizer
 
 
 def _hide_reading_bars() -> None:
-    """Local rows are read in no time, and what is wrong with them is said in a sentence of ours."""
+    """Hides the bars and logs of reading local rows: it takes no time, and its errors are sentences of ours."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -185,8 +224,8 @@ def _show(result: dict[str, Any]) -> None:
     for task in result["tasks"]:
         if task["too_long"]:
             console.print(
-                f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out: with the answer they are "
-                "longer than the target's positions."
+                f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out: with the answer they would "
+                "be longer than the target's positions."
             )
 
 

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash.common.messages import first_line
+
 from .terminal import progress_bar
 
 
@@ -30,11 +32,6 @@ class Pair(NamedTuple):
     target: Any
     drafter: Any
     tokenizer: Any
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the paragraphs of advice that transformers adds."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pair:

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress, TextColumn
 
+from dflash.common.files import check_output
+
+from .arguments import ApiKeyEnv, Device, DtypeOption, Model, Target, model_option, panel, result_option, server_option
 from .options import (
     Dtype,
     api_key,
@@ -22,36 +25,35 @@ from .options import (
 from .terminal import counting_bar
 
 
+data_option, answer_option = panel("Data"), panel("Answers")
+
+
 def regenerate(
-    target: Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")],
+    target: Target,
     data: Annotated[str, typer.Option(help="Chats, prompts or texts: a JSONL file, a folder, or an id on the Hub.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write, for dflash train --data.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
-    temperature: Annotated[float, typer.Option(help="0 answers greedily; above 0 samples.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from so many most probable tokens; 0 from all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise and of --samples: a row's answer hangs on it.")] = 0,
-    thinking: Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")] = False,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="First tokens of a text that are its prompt.")] = 16,
-    samples: Annotated[int | None, typer.Option(min=1, help="So many rows. Default: all.")] = None,
-    split: Annotated[str, typer.Option(help="Split of a data set that has several.")] = "train",
-    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
+    samples: Annotated[int | None, data_option(min=1, help="Number of rows. Default: all.")] = None,
+    split: Annotated[str, data_option(help="Split of a data set that has several.")] = "train",
+    prompt_tokens: Annotated[int, data_option(min=1, help="Number of tokens of a text that are its prompt.")] = 16,
+    thinking: Annotated[bool, data_option(help="Let the chat template ask for thinking.")] = False,
+    license: Annotated[str | None, data_option(help="Licence of the data. Default: as the source states it.")] = None,
+    max_new_tokens: Annotated[int, answer_option(min=1, help="Longest answer, in tokens.")] = 2048,
+    temperature: Annotated[float, answer_option(help="0 answers greedily; above 0 samples.")] = 0.0,
+    top_p: Annotated[float, answer_option(help="Sample from the smallest set of this probability.")] = 1.0,
+    top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0,
+    seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0,
+    drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows answered together. Default: 8; 64 requests with --url.")
+        int | None, answer_option(min=1, help="Rows answered together. Default: 8; with --url 64 requests.")
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="A first drafter: the same text, sooner.")] = None,
-    url: Annotated[str | None, typer.Option(help="Ask an OpenAI-compatible server that serves the target.")] = None,
-    model: Annotated[str | None, typer.Option(help="The target's name there. Default: its only model.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
-    license: Annotated[str | None, typer.Option(help="Licence of the data. Default: as the source states it.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="auto: as the checkpoint is stored.")] = Dtype.auto,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, auto … Default: a GPU per process if there are any.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
-    ] = False,
+    drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
+    dtype: DtypeOption = Dtype.auto,
+    device: Device = None,
+    url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
+    model: Model = None,
+    api_key_env: ApiKeyEnv = None,
+    resume: Annotated[bool, result_option("--resume", help="Continue the run in --output.")] = False,
+    overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output holds a run.")] = False,
 ) -> None:
     """Writes DATA with the target's own answers, to train a drafter on. Chats are written turn by turn.
 
@@ -64,8 +66,8 @@ def regenerate(
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
     hide_loading_bars()
     from dflash.common.processes import Processes
-    from dflash.common.provenance import command
-    from dflash.regeneration import RegenerationSettings, regenerate_data
+    from dflash.common.provenance import command, public_name
+    from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
 
     settings = RegenerationSettings(
         max_new_tokens=max_new_tokens,
@@ -79,7 +81,11 @@ def regenerate(
         split=split,
         drop_cut=drop_cut,
     )
+    known_device(device)
     processes = Processes()
+    if processes.is_first:
+        check_answer_file(output, resume, overwrite)
+        check_output(output)
     target = checkpoint(target, "--target")
     if url is not None:
         writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
@@ -95,7 +101,7 @@ def regenerate(
             settings,
             target_name=target,
             license=license,
-            provenance={"command": command(), "drafter": drafter and Path(drafter).name, "processes": processes.count},
+            provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
             resume=resume,
             overwrite=overwrite,
             processes=processes,
@@ -107,7 +113,7 @@ def regenerate(
 
 
 def summary(output: Path, record: Any, drop_cut: bool) -> str:
-    """One line on what came of a run."""
+    """One line on the result of a run."""
     parts = [f"{output}: {record.rows:,} rows, {record.tokens:,} tokens by the target"]
     if record.cut:
         what = "rows dropped, cut off at the length" if drop_cut else "rows cut off at the length"

@@ -16,13 +16,15 @@ def write_text(path: Path, text: str) -> None:
     """Writes `path` aside and then renames it: a reader or an interruption never meets half a file; folders are made.
 
     Raises:
-        OSError: if it cannot be written; what was at `path` before stands.
+        OSError: if it cannot be written, with its name; what was at `path` before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)
+    except OSError as error:  # a full disk names no file
+        raise type(error)(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
 
@@ -36,6 +38,15 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{folder} is no folder, so {path} cannot be written: name another path.")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise PermissionError(13, "Permission denied", str(path))
+
+
+def check_output(path: Path, overwrite: bool = True) -> None:
+    """Raises as [`check_writable`] does, and ValueError if `path` exists and may not be overwritten or is being written."""
+    check_writable(path)
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists: pass overwrite (--overwrite) to replace it, or name another path.")
+    with only_writer(path):
+        pass
 
 
 @contextmanager

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 
-# Of each of a model's tensors so many values go into its fingerprint: enough to tell two trainings apart, and cheap.
+# Values of each tensor in a model's fingerprint: enough to tell two trainings apart, and cheap.
 SAMPLED_VALUES = 64
 
-# What a config says about a machine or an installation and not about the model.
+# Fields of a config that depend on the machine or the installation.
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A short hash of a model's tensors by name, shape and some of their values, whatever dtype they are loaded in."""
+    """A short hash of a model's tensors by name, shape and some of their values, the same in every dtype."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         values = tensor.detach().flatten()
@@ -30,7 +30,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def config_fingerprint(config: Any, generation_config: Any) -> str:
-    """A short hash of what both configs say about the model, wherever it was loaded from."""
+    """A short hash of both configs, wherever the model was loaded from."""
     said = [
         {name: value for name, value in one.to_dict().items() if name not in NOT_THE_MODEL}
         for one in (config, generation_config)

@@ -1,19 +1,31 @@
-"""Public names of a package on first use (PEP 562): importing torch takes seconds, which the command line shows a bar for."""
+"""Public names of a package on first use (PEP 562): importing torch takes seconds, for which the command line shows a bar."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
 
 def lazy_names(
-    package: str, names_of: Mapping[str, Iterable[str]]
+    package: str, names_of: Mapping[str, str | Iterable[str]], renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose modules hold these names; an unknown one is an AttributeError."""
-    module_of = {name: module for module, names in names_of.items() for name in names}
+    """The `__getattr__` and `__dir__` of a package whose modules hold these names; an unknown one is an AttributeError.
+
+    The names of a module are an iterable, or one string with spaces between them. `renamed` gives old names their new ones;
+    they are kept for one release with a DeprecationWarning.
+    """
+    module_of = {
+        name: module
+        for module, names in names_of.items()
+        for name in (names.split() if isinstance(names, str) else names)
+    }
 
     def get(name: str) -> Any:
+        if renamed and name in renamed:
+            warnings.warn(f"{package}.{name} is now {package}.{renamed[name]}.", DeprecationWarning, stacklevel=2)
+            name = renamed[name]
         if name not in module_of:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(module_of))}."

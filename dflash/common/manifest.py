@@ -8,12 +8,12 @@ from typing import Any
 
 
 def manifest_path(path: Path) -> Path:
-    """Where the manifest of an output stands."""
+    """The path of an output's manifest."""
     return path.with_suffix(".manifest.json")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest beside an output says; ValueError for a file that is none."""
+    """The content of an output's manifest; ValueError for a file that is none."""
     manifest = manifest_path(path)
     try:
         found: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))

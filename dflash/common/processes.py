@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
-# So long do processes wait for one another: the slowest share may take this much longer than the fastest.
+# The longest wait of processes for one another.
 PATIENCE = timedelta(days=7)
 
 
 class Processes:
-    """Who takes which share, and how all come to know what each has.
+    """This process's share of the work, and the exchange of results.
 
     Attributes:
         rank: The number of this process, from 0.
@@ -28,14 +28,14 @@ class Processes:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import PartialState
 
-            # Only Python objects travel: on the CPU, whatever the models run on.
+            # Only Python objects are sent: on the CPU, wherever the models are.
             state = PartialState(cpu=True, timeout=PATIENCE)
             self.rank, self.local_rank = state.process_index, state.local_process_index
             self.count = state.num_processes
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes and shows."""
+        """Whether this process writes and shows."""
         return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:

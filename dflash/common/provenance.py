@@ -1,7 +1,4 @@
-"""What stands in a result file beside the figures, and how it is written; `results` reads it.
-
-The same for every kind of result: the command, the revision, and what the figures depend on.
-"""
+"""What a result file holds beside its figures: the command, the revision, and what the figures depend on."""
 
 from __future__ import annotations
 
@@ -19,13 +16,15 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
+from .files import write_text
+
 
 # Raised when a field of a result changes its meaning or goes away.
 SCHEMA_VERSION = 1
 
 
 def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, Any]:
-    """A result of this process: `content` behind the command, the revision and the environment."""
+    """A result of this process: the command, the revision and the environment, then `content`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
@@ -37,11 +36,8 @@ def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, 
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result as JSON, aside and then renamed: what is at `path` is always whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    """Writes a result as JSON; the file is whole at any moment."""
+    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, Any]:
@@ -64,7 +60,7 @@ def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, 
 
 
 def command() -> str:
-    """What was called, without this machine's paths: they say nothing to a reader; a Hub id keeps its slash."""
+    """The command line of this process without the paths of this machine; a Hub id keeps its slash."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"  # `python -m dflash` is `dflash`
     name = f"{program.parent.name}/{program.name}" if is_script else "dflash"
@@ -72,7 +68,7 @@ def command() -> str:
 
 
 def public_name(source: str | os.PathLike[str] | None) -> str | None:
-    """A Hub id as it is, and of a path of this machine the last part alone."""
+    """A Hub id as it is; the last part of a path on this machine."""
     if source is None:
         return None
     path = Path(source).expanduser()
@@ -80,7 +76,7 @@ def public_name(source: str | os.PathLike[str] | None) -> str | None:
 
 
 def revision() -> str:
-    """The commit of this code, empty where it is installed and no checkout."""
+    """The commit of this code; empty if it is no checkout."""
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
@@ -89,13 +85,13 @@ def revision() -> str:
 
 
 def _without_place(word: str) -> str:
-    """A word of the command line, of a path or `--option=path` that begins at the root or at home its last part."""
+    """A word of the command line; an absolute path in it, also after `--option=`, is cut to its last part."""
     option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     return option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value)
 
 
 def library_version() -> str | None:
-    """This library's, `None` where it is not installed."""
+    """The version of this library; `None` where it is not installed."""
     try:
         return metadata.version("dflash-transformers")
     except metadata.PackageNotFoundError:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that `work()` takes; it ends with a value read on the CPU, so that a device has finished too."""
+    """Seconds that `work()` takes; it must end by reading a value, so that the device has finished."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -1,50 +1,85 @@
-"""Measuring from outside: clocks around the loop, ways of decoding side by side, tasks and scores, results and what shows them."""
+"""Measuring from outside: ways of decoding under a clock, tasks and scores, results and what shows them."""
 
-from .answers import Answer, chat_encoder, summarise_answers
-from .bench import run_bench
-from .canary import Load, run_canary
-from .comparison import Difference, first_difference
-from .evaluate import Plan, pair_backend, questions_of, run_plan
-from .harness import GREEDY, Prompt, check_methods
-from .page import save_drawing, save_plots, write_page, write_readme
-from .remote import server_backend
-from .results import place_of
-from .server import Server
-from .tables import any_table, caveat, table_of
-from .tasks import TASKS, Question, load_questions
-from .timing import TimedRun, timed_blocks, timed_generate
+from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from dflash.common.lazy import lazy_names
+
+
+if TYPE_CHECKING:
+    from .backends import Backend, pair_backend, server_backend
+    from .bench import run_bench
+    from .canary import Load, run_canary
+    from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
+    from .measurements import Measurement, Prompt, compare, summarise
+    from .memory import PeakMemory, allocated_memory
+    from .methods import (
+        EAGER,
+        GREEDY,
+        HAS_NATIVE,
+        METHODS,
+        NATIVE,
+        OURS,
+        PLAIN,
+        PROMPT_LOOKUP,
+        RANDOM_DRAFTER,
+        VARIANTS,
+        check_methods,
+        decoding_methods,
+        untrained,
+    )
+    from .page import drawings, save_drawing, save_plots, write_page, write_readme
+    from .profiling import READING_OPERATIONS, READS, Profile, host_syncs, step_split
+    from .results import place_of, read_result
+    from .sandbox import Limits, run_program
+    from .scoring import check_scorers, extract_code, is_right
+    from .simulated_pairs import SHAPES, Script, scripted_continuation, scripted_pair, scripted_prompt, useless
+    from .sweep import EAGERLY, measure_point, measure_prefill, milliseconds
+    from .tables import DECODED, any_table, caveat, markdown, table_of, with_table
+    from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
+    from .tasks import TASKS, Question, load_questions
+    from .text_difference import Difference, first_difference
+    from .timed_server import Server
+    from .timing import TimedRun, timed_blocks, timed_generate
 
 __all__ = [
-    "GREEDY",
-    "TASKS",
-    "Answer",
-    "Difference",
-    "Load",
-    "Plan",
-    "Prompt",
-    "Question",
-    "Server",
-    "TimedRun",
-    "any_table",
-    "caveat",
-    "chat_encoder",
-    "check_methods",
-    "first_difference",
-    "load_questions",
-    "pair_backend",
-    "place_of",
-    "questions_of",
-    "run_bench",
-    "run_canary",
-    "run_plan",
-    "save_drawing",
-    "save_plots",
-    "server_backend",
-    "summarise_answers",
-    "table_of",
-    "timed_blocks",
-    "timed_generate",
-    "write_page",
-    "write_readme",
-]
+    "DECODED", "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "METHODS", "NATIVE", "OURS", "PLAIN", "PROMPT_LOOKUP",
+    "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend", "Difference",
+    "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question", "Script", "Server",
+    "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "any_table", "caveat", "chat_encoder",
+    "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods", "drawings", "extract_code",
+    "first_difference", "host_syncs", "is_right", "load_questions", "markdown", "measure_point", "measure_prefill",
+    "milliseconds", "numbered", "pair_backend", "place_of", "questions_of", "read_result", "run_bench", "run_canary",
+    "run_eval", "run_program", "save_drawing", "save_plots", "scripted_continuation", "scripted_pair",
+    "scripted_prompt", "server_backend", "step_split", "summarise", "summarise_answers", "table_of", "timed_blocks",
+    "timed_generate", "untrained", "useless", "with_table", "write_page", "write_readme",
+]  # fmt: skip
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "backends": "Backend pair_backend server_backend",
+        "bench": "run_bench",
+        "canary": "Load run_canary",
+        "eval_run": "EvalPlan check_eval_output questions_of run_eval",
+        "text_difference": "Difference first_difference",
+        "measurements": "Measurement Prompt compare summarise",
+        "memory": "PeakMemory allocated_memory",
+        "methods": "EAGER GREEDY HAS_NATIVE METHODS NATIVE OURS PLAIN PROMPT_LOOKUP RANDOM_DRAFTER VARIANTS "
+        "check_methods decoding_methods untrained",
+        "page": "drawings save_drawing save_plots write_page write_readme",
+        "profiling": "READING_OPERATIONS READS Profile host_syncs step_split",
+        "results": "place_of read_result",
+        "sandbox": "Limits run_program",
+        "scoring": "check_scorers extract_code is_right",
+        "simulated_pairs": "SHAPES Script scripted_continuation scripted_pair scripted_prompt useless",
+        "sweep": "EAGERLY measure_point measure_prefill milliseconds",
+        "tables": "DECODED any_table caveat markdown table_of with_table",
+        "task_answers": "TaskAnswer answer_questions chat_encoder numbered summarise_answers",
+        "tasks": "TASKS Question load_questions",
+        "timed_server": "Server",
+        "timing": "TimedRun timed_blocks timed_generate",
+    },
+    {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"},
+)

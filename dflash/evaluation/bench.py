@@ -1,4 +1,4 @@
-"""What `dflash bench` does, from a pair and prompts to a result: every way of decoding timed in turns, then looked into."""
+"""`dflash bench` from a pair and prompts to a result: every way of decoding timed in turns, then profiled."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.logits import check_logits
 from dflash.common.provenance import environment, public_name, record
 
-from .harness import EAGER, Prompt, compare, decoding_methods, summarise
+from .measurements import Prompt, compare, summarise
+from .methods import EAGER, decoding_methods
 from .profiling import profile, step_split
 from .timing import timed_blocks
 
 
 ROLES = ("target", "drafter")
 
-# Shows a bar over what it is given: `(items, what is done with them)`.
+# Shows a bar over items: `(items, what is done with them)`.
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
@@ -33,22 +35,23 @@ def run_bench(
     decoding: Mapping[str, Any] | None = None,
     progress: Progress = lambda items, what: items,
 ) -> dict[str, Any]:
-    """Decodes every prompt greedily by every method, `repeats` times, interleaved, and gives the result.
+    """Decodes every prompt greedily by every method, `repeats` times, interleaved, and returns the result.
 
     Args:
         target: Any causal language model.
         drafter: Its drafter.
-        prompts: Behind their chat template.
+        prompts: Already in their chat template.
         max_new_tokens: The longest answer.
         repeats: Of every method on every prompt; the median counts.
-        methods: Names as `decoding_methods` has them, besides plain decoding; `None` for all.
-        num_profiled: Prompts of each task that are decoded again to see where a step's time goes; 0 for none.
-        decoding: What else a reader has to know: names of the pair, chat template, thinking.
+        methods: Names of [`METHODS`], besides plain decoding; `None` for all.
+        num_profiled: Prompts of each task that are decoded again to profile their steps; 0 for none.
+        decoding: More for the record: names of the pair, chat template, thinking.
         progress: Shows a bar.
 
     Raises:
-        ValueError: for an unknown method.
+        ValueError: for an unknown method, or a target whose logits are NaN or infinite.
     """
+    check_logits(target)
     ways = decoding_methods(target, drafter, max_new_tokens, methods)
     measurements = compare(ways, prompts, repeats, lambda todo: progress(todo, "Decoding"))
     tasks = dict.fromkeys(prompt.task for prompt in prompts)
@@ -74,7 +77,7 @@ def run_bench(
 def step_times(
     target: PreTrainedModel, drafter: PreTrainedModel, prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 3
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step's two forwards by the tokens that are verified at once, in the eager loop."""
+    """Milliseconds of a step's two forwards, by the number of tokens verified at once, in the eager loop."""
     block_size = drafter.config.block_size
     widths = [width for width in (1, 2, 4, 8, 16, 32) if width < block_size] + [block_size]
     seen: dict[int, list[dict[str, float]]] = {width: [] for width in widths}

@@ -1,7 +1,4 @@
-"""What an operator asks before switching DFlash on: one server with it and one without, under the same growing load.
-
-It knows the client (`server`) and nothing about files, pages or the command line.
-"""
+"""`dflash canary`: one server with DFlash and one without, under the same growing load."""
 
 from __future__ import annotations
 
@@ -15,11 +12,12 @@ from typing import Any
 
 from dflash.common.provenance import record
 
+from .draft_counters import drafting
 from .results import Row
-from .server import Message, Reply, Server, drafting
+from .timed_server import Message, Reply, Server
 
 
-WITH, WITHOUT = "dflash", "baseline"
+BASELINE = "baseline"
 FEWEST_REQUESTS = 16
 
 
@@ -32,11 +30,14 @@ class Load:
         rounds: Requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all).
         max_new_tokens: Longest answer.
         temperature: 0 decodes greedily, and texts of both servers are compared.
-        thinking: What the chat template is told; `None` tells it nothing.
-        seed: Which prompts come when, and the servers' sampling noise.
+        thinking: Passed to the chat template; `None` passes nothing.
+        seed: Of the order of the prompts and of the servers' sampling noise.
         price_per_hour: Of one server, in any currency.
-        target_ms_per_output_token: Longest wait for a token that 99 of 100 requests may have.
-        target_ms_to_first_token: Longest wait for the first token that 99 of 100 requests may have.
+        target_ms_per_output_token: Largest 99th percentile of the time per output token.
+        target_ms_to_first_token: Largest 99th percentile of the time to the first token.
+
+    Raises:
+        ValueError: for a number that is not finite.
     """
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -49,8 +50,13 @@ class Load:
     target_ms_per_output_token: float | None = None
     target_ms_to_first_token: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}={value}: use a finite number.")
+
     def requests(self, concurrency: int) -> int:
-        """How many requests a level has."""
+        """The number of requests of a level."""
         return max(FEWEST_REQUESTS, self.rounds * concurrency)
 
 
@@ -61,14 +67,14 @@ def run_canary(
     progress: Callable[[], None] = lambda: None,
     hardware: str | None = None,
 ) -> dict[str, Any]:
-    """Puts every server under every level of the load, and gives a result of kind "serving".
+    """Puts every server under every level of the load; returns a result of kind "serving".
 
-    At each level the servers take turns, get the same prompts in the same order, and are warmed up by as many unmeasured
-    requests as are under way at once. Prompts are dealt out without repeating one as long as there are enough, because a
-    repeated prompt is in the server's prefix cache.
+    At each level the servers take turns, get the same prompts in the same order, and are warmed up by one unmeasured
+    request per concurrent one. No prompt is repeated as long as there are enough, because a repeated prompt is in the
+    server's prefix cache.
 
     Args:
-        servers: By name ([`WITH`], [`WITHOUT`]), a server and its model's name.
+        servers: A server and its model's name, by "dflash" and "baseline".
         prompts: Chat messages of each prompt.
         load: What is asked.
         progress: Called after each server at each level.
@@ -126,9 +132,9 @@ def run_canary(
 
 
 def at_target(rows: Sequence[Row], load: Load) -> dict[str, Row | None]:
-    """By server, the row of the highest throughput whose p99 waits are within the load's targets, `None` if none is.
+    """By server, the row of the highest throughput within the load's targets, `None` if there is none.
 
-    Measured levels alone; nothing is interpolated. Empty without a target.
+    Only measured levels count; nothing is interpolated. Empty without a target.
     """
     limits = {
         "ms_per_output_token_p99": load.target_ms_per_output_token,
@@ -147,7 +153,7 @@ def at_target(rows: Sequence[Row], load: Load) -> dict[str, Row | None]:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank), `None` of none."""
+    """The nearest-rank percentile of the finite values, `None` without any."""
     ordered = sorted(value for value in values if math.isfinite(value))
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else None
 
@@ -190,14 +196,14 @@ def _under_load(
 
 
 def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load) -> None:
-    """Adds to the rows of one level what they are beside the baseline's: the speed-up, and greedy texts that are equal."""
-    base = next((row for row in rows if row["server"] == WITHOUT), None)
+    """Adds to the rows of one level the speed-up over the baseline and the number of equal greedy texts."""
+    base = next((row for row in rows if row["server"] == BASELINE), None)
     if base is None or len(rows) < 2:
         return
     for row in rows:
         row["speedup"] = _rounded(row["tokens_per_second"] / base["tokens_per_second"])
         if load.temperature == 0:
-            pairs = zip(texts[row["server"]], texts[WITHOUT], strict=True)
+            pairs = zip(texts[row["server"]], texts[BASELINE], strict=True)
             row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from .harness import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
+from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 
 
 if TYPE_CHECKING:

@@ -1,113 +1,74 @@
-"""Which questions are finished: a line each, so that a run that was stopped goes on where it was. It knows no model."""
+"""The answers of an evaluation on disk, a line for each finished question: a run that was stopped continues there."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .answers import Answer
+from dflash.common.json_lines import JsonLines, as_line, changes, listed, whole_lines
+
+from .task_answers import TaskAnswer
 from .tasks import Question
 
 
-class Journal:
-    """The file of one process, and what it and its siblings' files hold.
+class Journal(JsonLines):
+    """The file of finished questions, its first line the settings that the answers depend on.
 
-    The first line of a file is what its answers depend on. A question is known by its task, its row and what is asked, so
-    that more prompts, other tasks and another number of processes may follow; nothing else may change.
+    A question is known by its task, row and text, so more prompts, other tasks and another number of processes may
+    follow. Other settings may not.
 
     Args:
-        path: The journal's file; processes but the first write beside it and their lines are joined to it at the end.
+        path: The journal's file.
         settings: What the answers depend on.
         rank: The number of this process.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
-        self.path = path
-        self._own = path if rank == 0 else path.with_name(f"{path.stem}.part{rank}{path.suffix}")
+        super().__init__(path, rank)
         self._settings = json.loads(json.dumps(settings))
 
-    def read(self) -> dict[str, list[Answer]]:
-        """Finished questions by [`key`]; half a line at a file's end, of a process that was killed, does not count.
+    def read(self) -> dict[str, list[TaskAnswer]]:
+        """Finished questions of all processes by [`key`].
 
         Raises:
-            ValueError: if a file was begun with other settings, with their names.
+            ValueError: if a part was begun with other settings, with their names.
         """
-        found: dict[str, list[Answer]] = {}
-        for path in self._files():
-            lines = path.read_bytes().split(b"\n")[:-1]  # behind the last line's end there is nothing, or half a line
-            if not lines:
-                continue
-            self._check(path, json.loads(lines[0])["settings"])
-            for line in lines[1:]:
-                record = json.loads(line)
-                found[record["key"]] = [Answer(**answer) for answer in record["answers"]]
+        found: dict[str, list[TaskAnswer]] = {}
+        for part in self.parts():
+            lines = [json.loads(line) for _, line in whole_lines(part)]
+            if lines and (changed := changes(lines[0]["settings"], self._settings)):
+                raise ValueError(
+                    f"{part} was begun with other settings ({listed(changed)}): give them again, name another --output, or "
+                    "pass overwrite (--overwrite) to begin anew."
+                )
+            for record in lines[1:]:
+                found[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
         return found
 
-    def append(self, question: Question, answers: list[Answer]) -> None:
-        """Writes a finished question; it stands when this returns."""
-        record = {"key": key(question), "answers": [asdict(answer) for answer in answers]}
+    def add(self, question: Question, answers: list[TaskAnswer]) -> None:
+        """Writes a finished question; it is on the disk when this returns."""
         begins = not self._own.exists() or not self._own.stat().st_size
-        with self._own.open("ab") as file:
-            if begins:
-                file.write(_line({"settings": self._settings}))
-            file.write(_line(record))
-            file.flush()
-            os.fsync(file.fileno())
+        record = {"key": key(question), "answers": [asdict(answer) for answer in answers]}
+        self.append([{"settings": self._settings}, record] if begins else [record])
 
-    def mend(self) -> None:
-        """Cuts half a line off the end of this process's file. Once, before the first `append`."""
-        if self._own.exists():
-            content = self._own.read_bytes()
-            os.truncate(self._own, content.rfind(b"\n") + 1)
-
-    def join(self) -> None:
-        """Brings the siblings' lines into the one file. For the first process, when all are done."""
-        for path in self._files():
-            if path == self.path:
-                continue
-            lines = path.read_bytes().split(b"\n")[:-1]
-            begins = not self.path.exists() or not self.path.stat().st_size
-            with self.path.open("ab") as file:
-                file.writelines(line + b"\n" for line in (lines if begins else lines[1:]))
-            path.unlink()
-
-    def _files(self) -> list[Path]:
-        parts = sorted(self.path.parent.glob(f"{self.path.stem}.part*{self.path.suffix}"))
-        return [path for path in (self.path, *parts) if path.exists()]
-
-    def _check(self, path: Path, settings: dict[str, Any]) -> None:
-        names = sorted({*settings, *self._settings})
-        changed = [name for name in names if settings.get(name) != self._settings.get(name)]
-        if changed:
-            said = ", ".join(
-                f"{name} {_short(settings.get(name))}, now {_short(self._settings.get(name))}" for name in changed
-            )
-            raise ValueError(
-                f"{path} was begun with other settings ({said}): give them again, name another --output, or delete the file."
-            )
+    def join_parts(self) -> None:
+        """Brings the lines of all processes into the one file. For the first process, when all are done."""
+        if self.parts() != [self.path]:
+            own = (line for part in self.parts() for offset, line in whole_lines(part) if offset)
+            self.join([as_line({"settings": self._settings}), *own])
 
 
 def key(question: Question) -> str:
-    """By which a finished question is known again: its task, its row and its text."""
+    """A question's task, row and the hash of its text, by which it is known again."""
     text = json.dumps([question.turns, question.reference], default=str)
     return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def unfinished(questions: Iterable[Question], done: Iterable[str]) -> list[Question]:
-    """Those that are not in the journal, in their order."""
+    """The questions that are not in the journal, in their order."""
     known = set(done)
     return [question for question in questions if key(question) not in known]
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", errors="replace")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

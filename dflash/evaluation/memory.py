@@ -1,7 +1,7 @@
-"""How much memory a decode takes: all that was in use meanwhile, or what it allocated itself.
+"""The memory of a decode, in bytes.
 
-`PeakMemory` costs nothing, is watched while a clock runs, and includes the models. `allocated_memory` is exact and says what
-the way of decoding adds; it slows the decode down, and so is a pass of its own.
+`PeakMemory` includes the models and costs nothing, so it may be read while a clock runs. `allocated_memory` is exact and
+counts only what the decode allocates; it slows the decode down.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 
 class PeakMemory:
-    """The most memory that was in use at a time, models included: call `reset`, run, then `read` the bytes.
+    """Peak memory, models included: call `reset`, run, then `read` the bytes.
 
     Attributes:
-        kind: What is counted: "CUDA allocated" by tensors on all GPUs, or "process resident", all of this process.
+        kind: "CUDA allocated" by tensors on all GPUs, or "process resident", the whole process.
     """
 
     def __init__(self, on_cuda: bool) -> None:
@@ -27,7 +27,7 @@ class PeakMemory:
         self._devices = range(torch.cuda.device_count()) if on_cuda else range(0)
 
     def reset(self) -> None:
-        """Forgets the peak so far; where the system cannot (macOS), the peak stays that of the whole process."""
+        """Forgets the peak so far; macOS cannot, and gives the peak of the whole process."""
         for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
         if not self._devices:
@@ -49,11 +49,7 @@ class PeakMemory:
 
 
 def allocated_memory(work: Callable[[], Any], device: torch.device) -> int:
-    """Bytes of tensors that `work()` holds at once beyond what stood before, at most.
-
-    By the allocator's own count: on CUDA its peak; on the CPU the sum of what its profiler reports, exact to the byte and
-    without the pages that a process keeps.
-    """
+    """Peak bytes of the tensors that `work()` allocates, by the allocator's own count (on the CPU, by the profiler's)."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

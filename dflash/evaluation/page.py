@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from . import canvas, plots
-from .harness import PLAIN
+from .methods import PLAIN
 from .results import KNOWN_BY, Row, published, read_result, setup
 from .tables import COLUMNS, DECODED, Table, any_table, caveat, markdown, table_of, with_table
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .canvas import LIGHT, Curve, Entry, Theme, colours_of, curves, label_once, one_plot, shares_of_counts, small_plots
-from .harness import OURS, PLAIN
+from .methods import OURS, PLAIN
 from .results import Row, position_rates, task_key
 
 

@@ -1,7 +1,7 @@
-"""Where a step's time goes, how often the host waits for the device, how much memory a decode allocates.
+"""The parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
 
-Each is a pass of its own beside the timed ones: what looks inside slows down, or hooks into what `torch.compile` would
-rather find untouched. The figures are per verify step, without the prompt's forward and all that comes before it.
+Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures are
+per verify step, without the prefill.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -38,27 +38,24 @@ READS = {
     torch.Tensor.__float__,
     torch.Tensor.__index__,
 }
-# Operations whose result, or its shape, the host has to know.
+# Operations whose result, or whose shape, the host must know.
 READING_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the passes beside the clock say of one method on one prompt.
+    """The figures of one method on one prompt from the passes beside the clock.
 
     Attributes:
-        task: The prompt's.
-        prompt_index: Its place.
-        method: How it was decoded.
-        num_steps: Verify steps behind the first token.
-        ms_draft: Milliseconds of a step from asking for proposals to having them: the drafter's forward, the head over its
-            rows, the choice. 0 where nothing is drafted.
-        ms_verify: Milliseconds of a step in the target's forward; where draft and verification are one compiled function,
-            in all of it.
-        ms_rest: All others.
-        host_syncs: How often in a step the host reads a value that the device computes. On a device without a queue, what
-            would wait on one that has it.
-        memory_bytes: Tensors allocated at once beyond what stood before, at most.
+        task: The prompt's task.
+        prompt_index: The prompt's number.
+        method: Its name.
+        num_steps: Verify steps after the first token.
+        ms_draft: Milliseconds of a step for its proposals: the drafter's forward, the head, the choice. 0 without a draft.
+        ms_verify: Milliseconds of a step in the target's forward; in the whole step where that is one compiled function.
+        ms_rest: The other milliseconds of a step.
+        host_syncs: Times in a step that the host reads a value from the device.
+        memory_bytes: Peak of the tensors that the decode allocated.
     """
 
     task: str
@@ -79,14 +76,9 @@ def profile(
     drafter: PreTrainedModel,
     progress: Callable[[Sequence[Any]], Any] = iter,
 ) -> list[Profile]:
-    """Every method on every prompt (with `task` and `input_ids`), once per pass. The methods have been warmed up before.
+    """Every method, warmed up before, on every prompt (with `task` and `input_ids`), once per pass.
 
-    Args:
-        methods: As `decoding_methods` gives them.
-        prompts: A few are enough: nothing here is noisy but the split of a step's time.
-        target: Whose forward is a verify step.
-        drafter: Whose forward is a draft.
-        progress: Shows a bar.
+    A few prompts are enough: only the split of a step's time is noisy. `progress` shows a bar.
     """
     profiles = []
     for index, prompt in enumerate(progress(prompts)):
@@ -111,101 +103,85 @@ def profile(
 def step_split(
     run: Callable[..., TimedRun], input_ids: torch.Tensor, target: PreTrainedModel, drafter: PreTrainedModel
 ) -> tuple[int, dict[str, float]]:
-    """The verify steps of a decode, and the milliseconds of one in "draft", "verify" and "rest".
+    """The number of verify steps of a decode, and the milliseconds of one in "draft", "verify" and "rest".
 
-    On CUDA the device's own times, taken by events in its stream: nothing waits, so steps overlap as they otherwise do.
+    On CUDA the times are those of events in the stream: nothing waits for them, so steps overlap as usual.
     """
-    # Our loop is watched around its own two parts, which may be compiled and are left alone; a loop that has none of
-    # them is of transformers, and is watched around the models' forwards.
-    for watch in (_watched_loop(), _watched_models(target, drafter)):
+    # Our loop is watched around its own parts, which may be compiled. A loop without them is of transformers, and is watched
+    # around the models' forwards.
+    for watched in (_watched_loop, partial(_watched_models, target, drafter)):
         marks: list[tuple[str, Any]] = []
         starts: list[int] = []
-        with watch as listeners:
-            listeners.append(partial(_mark, marks, target.device))
-            timed = run(input_ids, partial(_note_length, starts, marks))
-            _mark(marks, target.device, "end")
+
+        def mark(part: str, marks: list[tuple[str, Any]] = marks) -> None:
+            marks.append((part, _now(target.device)))
+
+        def on_step(*_: Any, starts: list[int] = starts, marks: list[tuple[str, Any]] = marks) -> None:
+            starts.append(len(marks))
+
+        with watched(mark):
+            timed = run(input_ids, on_step)
+            mark("end")
         if len(marks) > 1:
             break
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     num_steps = timed.num_forwards - 1
     split = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
-    behind_first_token = marks[max(0, starts[0] - 1) :]
-    for (part, began), (_, ended) in pairwise(behind_first_token):
+    for (part, began), (_, ended) in pairwise(marks[max(0, starts[0] - 1) :]):  # after the first token
         split[part] += _milliseconds(began, ended)
     return num_steps, {part: total / max(num_steps, 1) for part, total in split.items()}
 
 
 @contextmanager
-def _watched_loop() -> Iterator[list[Callable[[str], None]]]:
-    """Tells the listeners which part of a step begins, in our loop."""
-    listeners: list[Callable[[str], None]] = []
+def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
+    """Calls `mark` where a part of a step begins, in our loop."""
     depth = 0
 
     def around(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
-            if depth:  # what a part runs inside belongs to it
+            if depth:  # a call inside a part belongs to it
                 return work(*args, **kwargs)
             depth += 1
-            _tell(listeners, part)
+            mark(part)
             try:
                 return work(*args, **kwargs)
             finally:
                 depth -= 1
-                _tell(listeners, "rest")
+                mark("rest")
 
         return marked
 
-    propose, verify, step = Proposer.propose, Pair.verify, Pair.step
-    seams: Any = (
-        (Proposer, "propose", propose, "draft"),
-        (Pair, "verify", verify, "verify"),
-        (Pair, "step", step, "verify"),
-    )
-    try:
-        for owner, name, work, part in seams:
+    parts: Any = ((Proposer, "propose", "draft"), (Pair, "verify", "verify"), (Pair, "step", "verify"))
+    with ExitStack() as patches:
+        for owner, name, part in parts:
+            work = getattr(owner, name)
+            patches.callback(setattr, owner, name, work)
             setattr(owner, name, around(part, work))
-        yield listeners
-    finally:
-        for owner, name, work, _ in seams:
-            setattr(owner, name, work)
+        yield
 
 
 @contextmanager
-def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel) -> Iterator[list[Callable[[str], None]]]:
-    """Tells the listeners which part of a step begins, by the models' forwards: a draft lasts until the target's begins."""
-    listeners: list[Callable[[str], None]] = []
+def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel, mark: Callable[[str], None]) -> Iterator[None]:
+    """Calls `mark` where a part of a step begins, by the models' forwards: a draft lasts until the target's begins."""
     handles = [
-        drafter.register_forward_pre_hook(lambda *_: _tell(listeners, "draft")),
-        target.register_forward_pre_hook(lambda *_: _tell(listeners, "verify")),
-        target.register_forward_hook(lambda *_: _tell(listeners, "rest")),
+        drafter.register_forward_pre_hook(lambda *_: mark("draft")),
+        target.register_forward_pre_hook(lambda *_: mark("verify")),
+        target.register_forward_hook(lambda *_: mark("rest")),
     ]
     try:
-        yield listeners
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _mark(marks: list[tuple[str, Any]], device: torch.device, part: str) -> None:
-    marks.append((part, _now(device)))
-
-
-def _note_length(lengths: list[int], marks: list[tuple[str, Any]], *_: Any) -> None:
-    lengths.append(len(marks))
-
-
-def _tell(listeners: Sequence[Callable[[str], None]], part: str) -> None:
-    for listener in listeners:
-        listener(part)
-
-
 def host_syncs(run: Callable[..., TimedRun], input_ids: torch.Tensor, device: torch.device) -> float:
-    """How often in a verify step the host waits for a value.
+    """Times in a verify step that the host waits for a value.
 
-    On CUDA as the driver sees it; elsewhere every read of a tensor's value counts. Plain decoding is watched through a
-    streamer, for which `generate` reads each token: one of its waits.
+    On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched through
+    a streamer, for which `generate` reads each token: that is one of its waits.
     """
     count = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
     seen: list[int] = []
@@ -244,7 +220,7 @@ class _ReadCounter(TorchFunctionMode):
         if func not in READS:
             return func(*args, **(kwargs or {}))
         self._num_reads += 1
-        self._inside += 1  # the operation that it comes down to is the same read
+        self._inside += 1  # the operation inside is the same read
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -252,7 +228,7 @@ class _ReadCounter(TorchFunctionMode):
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Counts operations that read, but for those inside a read that was counted."""
+    """Counts operations that read a value, except inside a read that was counted."""
 
     def __init__(self, is_counted: Callable[[], bool]) -> None:
         super().__init__()
@@ -270,7 +246,7 @@ class _OperationCounter(TorchDispatchMode):
 
 
 class _DriverSyncs:
-    """Counts what PyTorch warns of as a synchronisation of the current CUDA device."""
+    """Counts PyTorch's warnings of a synchronising operation on the current CUDA device."""
 
     def __enter__(self) -> _DriverSyncs:
         self._before = torch.cuda.get_sync_debug_mode()

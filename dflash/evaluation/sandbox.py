@@ -1,7 +1,6 @@
 """Runs code that a model wrote, in a process of its own that cannot hang, fill or end the caller.
 
-What the process may do is set in `confined.py`; here are the wall clock, the empty folder and the end of it. It knows
-nothing about tasks.
+`sandbox_child.py` limits the process; here are its wall clock, its empty folder and its end.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from typing import BinaryIO
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
-
-    Attributes:
-        wall_seconds: From start to end, after which it is killed.
-        cpu_seconds: Of processor time.
-        memory_bytes: Of address space.
-        file_bytes: That its output may have.
-    """
+    """Limits of a program: time until it is killed, processor time, address space, and size of its output."""
 
     wall_seconds: float = 20.0
     cpu_seconds: int = 10
@@ -50,14 +42,14 @@ class Outcome:
     errors: str
 
 
-CONFINED = Path(__file__).with_name("confined.py")
+CHILD = Path(__file__).with_name("sandbox_child.py")
 
-# Libraries that start a thread per core would meet the limits before the program does anything.
+# Libraries that start a thread per core would exceed the limits before the program does anything.
 ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Runs `source` as a Python program in an empty folder, with `stdin` as its whole input. POSIX alone."""
+    """Runs `source` as a Python program in an empty folder, with `stdin` as its whole input. Only on POSIX systems."""
     with tempfile.TemporaryDirectory(prefix="dflash-") as folder, contextlib.ExitStack() as stack:
         place = Path(folder)
         program, work = place / "program.py", place / "work"
@@ -68,7 +60,7 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outc
         output = stack.enter_context((place / "stdout").open("w+b"))
         errors = stack.enter_context((place / "stderr").open("w+b"))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(CONFINED), json.dumps(asdict(limits)), str(program)],
+            [sys.executable, "-I", "-B", str(CHILD), json.dumps(asdict(limits)), str(program)],
             stdin=given,
             stdout=output,
             stderr=errors,
@@ -87,14 +79,14 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outc
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left of the session."""
+    """Kills all processes of the session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _text(file: BinaryIO, start: int, length: int) -> str:
-    """Up to `length` bytes of a file from `start` on, behind its end if negative."""
+    """Up to `length` bytes of a file from `start` on, counted from its end if negative."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size + start, 0) if start < 0 else start)
     return file.read(length).decode("utf-8", errors="replace")

@@ -1,7 +1,4 @@
-"""Whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits.
-
-It knows nothing about models and data sets; what a scorer compares with is a question's `reference`.
-"""
+"""Whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from typing import Any
 from .sandbox import Limits, run_program
 
 
-# What competition solutions take for granted, as LiveCodeBench's own runner gives it to them.
+# Names that competition solutions expect, as in LiveCodeBench's own runner.
 PREAMBLE = (
     "from typing import *\nfrom collections import *\nfrom itertools import *\nfrom functools import *\n"
     "from heapq import *\nfrom bisect import *\nfrom math import *\nfrom builtins import *\n"
@@ -30,12 +27,12 @@ PREAMBLE = (
 
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
-    """Whether `answer` is right. What is not code or no number counts as wrong; nothing that an answer holds raises.
+    """Whether `answer`, without its thinking, is right; no answer raises.
 
     Args:
-        scorer: One of [`SCORERS`].
-        answer: The text that was written; what stands before `</think>` does not count.
-        reference: What the task says, as its question holds it.
+        scorer: A name of [`SCORERS`].
+        answer: The text; the part before `</think>` does not count.
+        reference: Of the question.
         limits: For code.
     """
     final = answer.rsplit("</think>", 1)[-1]
@@ -45,7 +42,7 @@ def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = N
 
 
 def check_scorers(scorers: Iterable[str]) -> None:
-    """Raises ValueError if one of these scorers cannot work here, with the remedy: before hours are spent on answers."""
+    """Raises ValueError with the remedy if one of these scorers cannot work here: before hours are spent on answers."""
     for scorer in scorers:
         if scorer == "math" and find_spec("math_verify") is None:
             raise ValueError(
@@ -60,13 +57,13 @@ def check_scorers(scorers: Iterable[str]) -> None:
 
 
 def _math(answer: str, reference: str, limits: Limits) -> bool:
-    r"""Equal as mathematics: \boxed{…}, `#### n`, or a number that is said to be the answer."""
+    r"""Equal as mathematics: \boxed{…}, `#### n`, or a number named as the answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     if "\\boxed" not in answer and "####" in answer:
         line = answer.rsplit("####", 1)[1].strip().split("\n")[0]
         answer = f"\\boxed{{{line.replace(',', '').replace('$', '').rstrip('. ')}}}"
-    # Not just the last number, which is a chance hit where an answer was cut.
+    # The last number alone would be a chance hit in an answer that was cut.
     named = {"try_extract_without_anchor": False}
     configs = [LatexExtractionConfig(**named), ExprExtractionConfig(**named)]
     return bool(verify(parse(f"${reference}$"), parse(answer, extraction_config=configs)))
@@ -75,14 +72,14 @@ def _math(answer: str, reference: str, limits: Limits) -> bool:
 def _humaneval(answer: str, reference: Mapping[str, str], limits: Limits) -> bool:
     name, prompt = reference["entry_point"], reference["prompt"]
     code = extract_code(answer, f"def {name}")
-    # The prompt's own imports and helpers stand first; its unfinished function is complete with its docstring alone.
+    # The prompt's imports and helpers come first; its unfinished function is valid with its docstring alone.
     program = f"{prompt}\n{code}" if f"def {name}" in code else f"{prompt}{code}"
     return _runs_to_the_end(f"{program}\n\n{reference['test']}\n\ncheck({name})", limits)
 
 
 def _mbpp(answer: str, reference: Mapping[str, Any], limits: Limits) -> bool:
     tests = "\n".join(reference["tests"])
-    # The set-up stands behind: in some rows it builds what the answer defines.
+    # The set-up comes after the answer: in some rows it uses what the answer defines.
     return _runs_to_the_end(f"{extract_code(answer)}\n\n{reference['setup']}\n{tests}", limits)
 
 
@@ -110,14 +107,14 @@ SCORERS: dict[str, Callable[[str, Any, Limits], bool]] = {
 
 
 def extract_code(answer: str, wanted: str = "") -> str:
-    """The last fenced block that holds `wanted`, else the last one, else the whole answer; a cut block runs to its end."""
+    """The last fenced block with `wanted`, else the last block, else the whole answer; a cut block runs to the end."""
     blocks = re.findall(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", answer, re.DOTALL | re.IGNORECASE)
     holding = [block for block in blocks if wanted in block]
     return (holding or blocks or [answer])[-1]
 
 
 def _runs_to_the_end(program: str, limits: Limits) -> bool:
-    """Whether the last line is reached: a program that leaves with status 0 before its tests has not passed them."""
+    """Whether the program reaches its last line: one that exits with status 0 before its tests has not passed them."""
     word = secrets.token_hex(16)
     outcome = run_program(f"{program}\n\nprint()\nprint({word!r})\n", limits=limits)
     return outcome.status == 0 and outcome.output.rstrip().endswith(word)
@@ -129,7 +126,7 @@ def _prints(program: str, stdin: str, expected: str, limits: Limits) -> bool:
 
 
 def _lines(text: str) -> list[list[str]]:
-    """Words by line: spaces at a line's end and empty lines at the text's do not count."""
+    """Words by line, without spaces at the ends of lines and empty lines at the end of the text."""
     return [line.split() for line in text.strip().split("\n")]
 
 
@@ -144,7 +141,7 @@ def _livecodebench_tests(reference: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 class _StringUnpickler(pickle.Unpickler):
-    """Reads plain values and refuses names, with which a pickle could run code."""
+    """Reads plain values; refuses names, by which a pickle could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Refuses."""

@@ -1,4 +1,4 @@
-"""What a step costs as the work grows: a simulated pair at one context, length, batch, width and tree budget at a time."""
+"""Cost of a step of a simulated pair, by context, length, batch size, width and tree budget."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from .harness import GREEDY, PLAIN, VARIANTS, Measurement, Method, Prompt, compare
+from .measurements import Measurement, Prompt, compare
 from .memory import allocated_memory
-from .scripted import scripted_prompt
+from .methods import GREEDY, PLAIN, VARIANTS, Method
+from .simulated_pairs import scripted_prompt
 from .timing import timed_blocks, timed_generate
 
 
@@ -30,17 +31,17 @@ def measure_point(
 ) -> list[dict[str, Any]]:
     """Plain decoding and ours on one prompt, in turns: a row per method, marked as simulated.
 
-    The rows hold what was measured, milliseconds, and what follows from it at the script's tau, which was not. A batch's step
-    is one forward of the target for all rows; towards the end, where rows stop one by one, fewer take part.
+    Milliseconds are measured; the script's tau is stated, and figures that depend on it say so. A batch's step is one
+    forward of the target for all sequences; towards the end, when some have stopped, for fewer.
 
     Args:
         target: Of a `scripted_pair`.
         drafter: Its drafter.
         context: Tokens of the prompt.
-        new_tokens: Written behind it, at least 2.
+        new_tokens: Written after it, at least 2.
         batch_size: Prompts at once.
         width: Tokens verified at once, anchor included; `None`: the drafter's block.
-        budget: Nodes of a draft tree; 0: a chain. A tree has no scripted tau: its rows say what it would have to reach.
+        budget: Nodes of a draft tree; 0: a chain. A tree has no scripted tau: its rows hold only the tau that it needs.
         methods: Of `VARIANTS`.
         repeats: Of each; the median counts.
         plain: More keywords for `target.generate`.
@@ -86,9 +87,9 @@ def measure_prefill(
     methods: Sequence[str] = (EAGERLY,),
     prefill_chunk_size: int | None = None,
 ) -> list[dict[str, Any]]:
-    """What plain decoding and ours allocate for a prompt of `context` tokens and two new ones: a row per method.
+    """Bytes that plain decoding and ours allocate for a prompt and two new tokens: a row per method.
 
-    Beside it stands what has to be more: the features of the tapped layers.
+    `taps_bytes` are the features of the tapped layers, which ours needs in addition.
     """
     chunk = {} if prefill_chunk_size is None else {"prefill_chunk_size": prefill_chunk_size}
     ways = _ways(target, drafter, 2, methods, chunk, chunk)
@@ -111,7 +112,7 @@ def measure_prefill(
 
 
 def milliseconds(measurement: Measurement) -> dict[str, float]:
-    """Of one step and to the first token, as the median of the repeats; the step's fastest and slowest repeat beside it."""
+    """Milliseconds per step (median, fastest and slowest repeat) and to the first token (median)."""
     steps = measurement.num_forwards - 1
     each = [
         1e3 * (total - first) / steps
@@ -128,7 +129,7 @@ def milliseconds(measurement: Measurement) -> dict[str, float]:
 def _ways(
     target: Any, drafter: Any, new_tokens: int, methods: Sequence[str], plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Method]:
-    """Plain decoding with more keywords, and variants of ours with others."""
+    """Plain decoding with the keywords `plain`, and variants of ours with the keywords `ours`."""
 
     def variant(name: str) -> Method:
         options = {"max_new_tokens": new_tokens, "temperature": 0.0, **VARIANTS[name], **ours}

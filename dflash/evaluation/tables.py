@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .harness import PLAIN
+from .methods import PLAIN
 from .results import Row
 
 

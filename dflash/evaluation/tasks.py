@@ -1,17 +1,19 @@
 """The tasks of the DFlash paper, and NVIDIA's SPEED-Bench: where their rows are, and how a row becomes a question.
 
-Prompts are those of the paper's published benchmark. It knows nothing about models, tokens or clocks, and of the answers
-only what a scorer will need.
+Prompts are those of the paper's published benchmark.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dflash.common.messages import first_line
 
 
 Row = Mapping[str, Any]
@@ -19,14 +21,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a task, as it is asked.
+    """One question of a task.
 
     Attributes:
         task: The task's name.
-        index: The row's place in the data set.
-        turns: What the user says, turn by turn; each sees the answers before it.
-        reference: What the scorer compares the last answer with, `None` if this row has no answer.
-        category: The row's kind, in tasks of several kinds.
+        index: Its row in the data set.
+        turns: The user's messages; each follows the answers to those before it.
+        reference: What the scorer compares the last answer with; `None` if the row has no answer.
+        category: The row's category, in tasks that have several.
     """
 
     task: str
@@ -38,12 +40,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Form:
-    """One way in which a task's rows are published.
+    """A form in which a task's rows are published.
 
     Attributes:
-        columns: Those a row must have.
-        turns: What the user says; a row for which this is empty is not asked.
-        reference: What the scorer needs; a row for which this is `None` is not scored.
+        columns: The columns that a row must have.
+        turns: Gives the user's messages; a row without any is not asked.
+        reference: Gives what the scorer needs; a row with `None` is not scored.
     """
 
     columns: tuple[str, ...]
@@ -53,17 +55,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Task:
-    """A data set, and what is asked of its rows.
+    """A data set and the questions of its rows.
 
     Attributes:
-        local_file: Where its rows are below a `--data-root`; `NAME.jsonl` is looked for too.
-        forms: How its rows may look, the published ones first.
+        local_file: Where its rows are below a `--data-root`; `NAME.jsonl` is tried too.
+        forms: Forms of its rows, the published ones first.
         source: Whom to cite.
         hub_id: The data set on the Hub.
         config: Its configuration there, if it has several.
         split: Its split there.
-        files: Addresses of JSONL files to read instead, where the Hub has no rows or a loading script alone.
-        scorer: The name of what scores its answers (`dflash.evaluation.scoring`), `None` for open questions.
+        files: Addresses of JSONL files to read instead, if the Hub has no rows or only a loading script.
+        scorer: A name of `scoring.SCORERS`; `None` for open questions.
     """
 
     name: str
@@ -92,20 +94,19 @@ def known_task(name: str) -> Task:
 def load_questions(
     name: str, num_prompts: int | None = None, seed: int = 0, data_root: Path | None = None
 ) -> list[Question]:
-    """A task's questions in the data set's order: all, or those `num_prompts` that `seed` chooses on every machine alike.
+    """A task's questions in the data set's order: all, or `num_prompts` of them chosen by `seed`, on every machine alike.
 
-    Fewer prompts of the same seed are a part of more. A task that has fewer rows gives all.
+    Fewer prompts of the same seed are a subset of more. A task that has fewer rows gives all.
 
     Args:
         name: One of [`TASKS`].
-        num_prompts: How many rows.
-        seed: Which rows.
-        data_root: A folder that holds the rows as files; without it they come from the Hub.
+        num_prompts: Number of questions; `None` for all.
+        seed: Chooses them.
+        data_root: A folder of files with the rows; `None`: the Hub.
 
     Raises:
-        ValueError: for an unknown task, with those that exist; for rows without the columns that the task reads, with
-            the columns that are there.
-        OSError: for rows that are not there.
+        ValueError: for an unknown task, with those that exist; for rows without the task's columns.
+        OSError: for rows that cannot be read.
     """
     task = known_task(name)
     rows = _published_rows(task) if data_root is None else _local_rows(task, Path(data_root).expanduser())
@@ -126,19 +127,37 @@ def load_questions(
 
 
 def _published_rows(task: Task) -> Any:
-    """The rows as they are published, or in the cache here."""
+    """The rows as they are published, or in the cache of this machine."""
     import datasets
 
     try:
-        if task.files:
-            return datasets.load_dataset("json", data_files=list(task.files), split="train")
-        return datasets.load_dataset(task.hub_id, task.config, split=task.split)
+        with _cache_alone_without_hub():
+            if task.files:
+                return datasets.load_dataset("json", data_files=list(task.files), split="train")
+            return datasets.load_dataset(task.hub_id, task.config, split=task.split)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
         raise OSError(
-            f"The data set {task.address} of {task.name} cannot be read ({reason}): pass --data-root with a folder that "
-            f"holds {task.local_file}."
+            f"The data set {task.address} of {task.name} cannot be read ({first_line(error)}): pass --data-root with a "
+            f"folder that holds {task.local_file}."
         ) from error
+
+
+@contextmanager
+def _cache_alone_without_hub() -> Iterator[None]:
+    """Makes `datasets` read its cache alone if the Hub does not answer; otherwise it would retry for a minute."""
+    import datasets
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # depends on the HTTP library of this version
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _local_rows(task: Task, root: Path) -> Any:
@@ -160,7 +179,7 @@ def _local_rows(task: Task, root: Path) -> Any:
 
 
 def _form(task: Task, columns: Sequence[str]) -> Form:
-    """The form that rows of these columns have."""
+    """The task's form with these columns."""
     for form in task.forms:
         if set(form.columns) <= set(columns):
             return form
@@ -171,7 +190,7 @@ def _form(task: Task, columns: Sequence[str]) -> Form:
 
 
 def _mathematics(column: str, answer: Callable[[Any], str | None] = str) -> Form:
-    """Rows of a problem in `column` and what follows from its solution in the column `answer`."""
+    """Rows with a problem in `column`; `answer` reads the result from the column of that name."""
     return Form(
         (column, "answer"),
         lambda row: [f"{row[column]}\nPlease reason step by step, and put your final answer within \\boxed{{}}."],
@@ -179,13 +198,13 @@ def _mathematics(column: str, answer: Callable[[Any], str | None] = str) -> Form
     )
 
 
-def _behind_hashes(solution: str) -> str | None:
-    """GSM8K's way to say the answer: `#### n` at the end."""
+def _after_hashes(solution: str) -> str | None:
+    """The number after `####`, with which GSM8K ends a solution."""
     return solution.rsplit("####", 1)[1].strip().replace(",", "") if "####" in solution else None
 
 
 def _unwrapped(prompt: str) -> str:
-    """What the user says in a prompt that is already in the ChatML template; thinking and template are ours to choose."""
+    """The user's message in a prompt that is already in the ChatML template."""
     spoken = re.findall(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", prompt, re.DOTALL)
     return spoken[-1].strip() if spoken else prompt
 
@@ -220,10 +239,10 @@ def _mbpp_test_split(row: Row) -> list[str]:
 
 def _spec_bench_reference(row: Row) -> str | None:
     """Its `math_reasoning` rows are GSM8K's."""
-    return _behind_hashes(row["reference"][0]) if row["category"] == "math_reasoning" and row["reference"] else None
+    return _after_hashes(row["reference"][0]) if row["category"] == "math_reasoning" and row["reference"] else None
 
 
-# What stands in SPEED-Bench's public rows for text that its licence keeps away; NVIDIA's specdec_bench fetches it.
+# Replaces text in SPEED-Bench's public rows that its licence does not allow there; NVIDIA's specdec_bench fetches it.
 SPEED_BENCH_MASK = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
@@ -243,7 +262,7 @@ TASKS: dict[str, Task] = {
             hub_id="openai/gsm8k",
             config="main",
             local_file="gsm8k/test.jsonl",
-            forms=(_mathematics("question", _behind_hashes),),
+            forms=(_mathematics("question", _after_hashes),),
             scorer="math",
             source="Cobbe et al. 2021, arXiv 2110.14168",
         ),
@@ -265,7 +284,7 @@ TASKS: dict[str, Task] = {
                 Form(
                     ("prompt", "reference_solution"),
                     lambda row: [_unwrapped(row["prompt"])],
-                    lambda row: _behind_hashes(row["reference_solution"]),
+                    lambda row: _after_hashes(row["reference_solution"]),
                 ),
             ),
             scorer="math",
@@ -309,13 +328,7 @@ TASKS: dict[str, Task] = {
             local_file="livecodebench/lcb_v6_prompts.jsonl",
             forms=(
                 Form(
-                    (
-                        "question_content",
-                        "starter_code",
-                        "public_test_cases",
-                        "private_test_cases",
-                        "metadata",
-                    ),
+                    ("question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata"),
                     _livecodebench,
                     _only("public_test_cases", "private_test_cases", "metadata"),
                 ),

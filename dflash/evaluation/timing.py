@@ -1,8 +1,7 @@
-"""How long one decode takes, and how many tokens each of its steps gave: plain `target.generate` and DFlash alike.
+"""The time of one decode and the tokens of each of its steps, for plain `target.generate` and DFlash alike.
 
-The loop knows no clock; here `next` is timed from outside. What the caller does with each piece of text (printing it) is
-outside the clock in both. Nothing is hooked into the models, so a compiled forward runs as it does for everybody. It
-knows nothing about text, data sets or tables.
+The loop knows no clock: `next` is timed from outside. The caller's own work on the text, such as printing it, does not
+count. No hook is on the models, so a compiled forward runs as usual.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from dflash.model.generation_dflash import generate_blocks, read_prompt
 
 @dataclass(frozen=True)
 class TimedRun:
-    """What one decode wrote and how long it took.
+    """The tokens and the times of one decode.
 
     Attributes:
-        token_ids: The new tokens, prompt excluded; of several rows, one row after the other.
+        token_ids: The new tokens, prompt excluded; of a batch, one sequence after the other.
         seconds: From the call to the last token, the prompt's forward included.
         seconds_to_first_token: From the call to the first token.
         num_forwards: Forwards of the target, the prompt's included.
         acceptance_lengths: Per verify step, accepted proposals + 1, before stop and length cuts; empty for plain decoding.
-        num_compilations: Graphs that `torch.compile` made meanwhile: 0 behind a warm-up.
+        num_compilations: Graphs that `torch.compile` made meanwhile: 0 after a warm-up.
     """
 
     token_ids: list[int]
@@ -53,7 +52,7 @@ class TimedRun:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens kept, without the prefill's, per forward of the target behind the prefill; NaN if there is none."""
+        """Tokens kept, without the prefill's, per forward of the target after the prefill; NaN if there is none."""
         return tokens_per_step(len(self.token_ids), self.num_forwards)
 
 
@@ -63,7 +62,7 @@ def tau(acceptance_lengths: Sequence[int]) -> float:
 
 
 def tokens_per_step(num_tokens: int, num_forwards: int, num_texts: int = 1) -> float:
-    """Tokens kept, without each text's first, per forward behind each text's first; NaN if there is none."""
+    """Tokens kept, without each text's first, per forward after each text's first; NaN if there is none."""
     steps = num_forwards - num_texts
     return (num_tokens - num_texts) / steps if steps else float("nan")
 
@@ -113,7 +112,7 @@ def timed_blocks(
         on_block: Called with each block as it commits; its own time is not counted.
         kwargs: Those of [`generate_blocks`].
     """
-    of_rows: dict[int, list[int]] = {}
+    texts: dict[int, list[int]] = {}
     num_steps: Counter[int] = Counter()
     lengths: list[int] = []
     compiled = _num_graphs()
@@ -121,7 +120,7 @@ def timed_blocks(
     began = time.perf_counter()
     for block in generate_blocks(drafter, target, input_ids, **kwargs):
         seconds += time.perf_counter() - began
-        of_rows.setdefault(block.row, []).extend(block.token_ids)
+        texts.setdefault(block.row, []).extend(block.token_ids)
         if block.is_prefill:
             seconds_to_first_token = seconds_to_first_token or seconds
         else:
@@ -130,15 +129,15 @@ def timed_blocks(
         if on_block is not None:
             on_block(block)
         began = time.perf_counter()
-    token_ids = [token_id for row in sorted(of_rows) for token_id in of_rows[row]]
+    token_ids = [token_id for row in sorted(texts) for token_id in texts[row]]
     num_forwards = 1 + max(num_steps.values(), default=0)
     return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, _num_graphs() - compiled)
 
 
 class _StreamClock:
-    """A `transformers` streamer that notes when the first token came and how long the listener took.
+    """A `transformers` streamer that notes the time of the first token and the time that the listener took.
 
-    `generate` hands over what each forward of the target gave, whichever way it decodes: a call is a forward.
+    `generate` calls it once per forward of the target, whichever way it decodes.
     """
 
     def __init__(self, on_tokens: Callable[[list[int]], None] | None) -> None:
@@ -155,7 +154,7 @@ class _StreamClock:
         now = time.perf_counter()
         self.seconds_to_first_token = self.seconds_to_first_token or now - self.began
         if self.on_tokens is not None:
-            with torch._C.DisableTorchFunction():  # who counts what decoding reads does not mean this
+            with torch._C.DisableTorchFunction():  # this read is not the decode's, and is not counted as one
                 new_ids = token_ids.flatten().tolist()
             self.on_tokens(new_ids)
             self.seconds_outside += time.perf_counter() - now

@@ -1,8 +1,9 @@
 """A target's own answers as training data: to rows of any form, here or on a server, resumed where a run was stopped."""
 
-from .answering import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate
+from .answer_file import check_answer_file
 from .run import RegenerationRecord, RegenerationSettings, regenerate_data
 from .server_writer import ServerWriter
+from .target_writer import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate, row_seed
 
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "Sampling",
     "ServerWriter",
     "TargetWriter",
+    "check_answer_file",
     "regenerate",
     "regenerate_data",
+    "row_seed",
 ]

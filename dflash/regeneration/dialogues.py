@@ -1,4 +1,4 @@
-"""Rows of data as dialogues: what is asked, turn by turn, and what comes of it as rows to train on. It knows no model."""
+"""Rows of data as dialogues: prompts turn by turn, and the answers as rows to train on. It knows no model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Message = dict[str, Any]
 
 
 class Unanswerable(ValueError):
-    """A row that nobody can answer; the reason is a phrase."""
+    """A row without a question that can be answered; the message is a phrase."""
 
 
 class Dialogue:
-    """One row on its way: the assistant's turns are written anew in order, each behind those written before it.
+    """One row in progress: the assistant's turns are written anew in order, each after the new ones before it.
 
     Args:
-        number: The row's, from 1.
-        questions: What stands before each answer; empty for a row without messages.
-        prompt_ids: Of the first answer.
+        number: The row's number, from 1.
+        questions: The messages before each answer; empty for a row without messages.
+        prompt_ids: The prompt of the first answer.
         columns: The prompt's text as `prompt`, for a row that has one and no messages.
         tokenizer: The target's.
         template_kwargs: For its chat template.
@@ -51,23 +51,23 @@ class Dialogue:
 
     @property
     def num_tokens(self) -> int:
-        """How many were written."""
+        """Number of tokens that were written."""
         return sum(sum(mask) for _, _, mask, _ in self._sequences)
 
     def room(self, max_new_tokens: int, positions: int | None) -> int:
-        """How long the next answer may be; 0 if its prompt fills the positions."""
+        """The longest next answer; 0 if its prompt fills the positions."""
         used = len(self.prompt_ids or ())
         return max_new_tokens if positions is None else max(0, min(max_new_tokens, positions - used))
 
     def write(self, token_ids: Sequence[int], ended: bool) -> None:
-        """Takes the answer to `prompt_ids`, which then is the next prompt; nothing is asked behind one that was cut."""
+        """Takes the answer to `prompt_ids` and sets the next prompt; an answer that was cut ends the dialogue."""
         assert self.prompt_ids is not None
         self.num_answers += 1
         spoken = token_ids[:-1] if ended else token_ids
         if self._questions:
             self._messages.append({"role": "assistant", "content": self._decode(spoken)})
         else:
-            # Decoded behind its prompt: alone, some tokenizers would swallow its first space.
+            # Decoded together with its prompt: alone, some tokenizers would drop its first space.
             text = self._decode([*self.prompt_ids, *spoken])
             is_completion = "prompt" in self._columns
             answered = {"completion": text[len(self._decode(self.prompt_ids)) :]} if is_completion else {"text": text}
@@ -82,14 +82,14 @@ class Dialogue:
             self.prompt_ids = _prompt_ids(self._messages, self._tokenizer, self._template_kwargs)
 
     def end(self) -> None:
-        """Nothing more can be answered: the length is used up."""
+        """Ends the dialogue: the length is used up."""
         self.prompt_ids, self.is_cut = None, True
 
     def rows(self) -> list[dict[str, Any]]:
-        """What to train on: ids as the target read and wrote them, the finish, and a text for people.
+        """The rows to train on: ids as the target read and wrote them, the finish, and a text for people.
 
-        A chat is one row with a `response_mask` as long as the template writes earlier turns as they were written; a
-        template that rewrites them, as those that drop earlier thinking do, begins another row.
+        A chat is one row with a `response_mask` as long as the template repeats earlier turns token for token. If the
+        template rewrites them, as those that drop earlier thinking do, another row begins.
         """
         found = []
         for prompt_ids, response_ids, mask, num_messages in self._sequences:
@@ -123,14 +123,14 @@ def as_dialogue(
     """The dialogue of one row of data, whatever its form.
 
     Args:
-        number: The row's, from 1.
+        number: The row's number, from 1.
         row: `messages` (or `conversations`), `prompt` with or without `completion`, `text`, or `prompt_ids`.
         tokenizer: The target's.
-        num_prompt_tokens: So many first tokens of a `text` are its prompt.
+        num_prompt_tokens: Number of tokens of a `text` that are its prompt.
         template_kwargs: For the chat template.
 
     Raises:
-        Unanswerable: for a row that asks nothing.
+        Unanswerable: for a row without a question.
         ValueError: for a row that is malformed or of another form, by its number.
     """
     try:
@@ -154,8 +154,7 @@ def _as_dialogue(
 
     prompt = row.get("prompt")
     if row.get("prompt_ids") is not None:
-        prompt_ids = list(row["prompt_ids"])
-        return plain(prompt_ids, {})
+        return plain(list(row["prompt_ids"]), {})
     if row.get("messages") is not None:
         messages = [dict(message) for message in row["messages"]]
     elif row.get("conversations") is not None:
@@ -167,15 +166,14 @@ def _as_dialogue(
     elif prompt is not None:
         messages = [dict(message) for message in prompt]
     elif isinstance(row.get("text"), str):
-        prompt_ids = list(tokenizer(row["text"])["input_ids"])[:num_prompt_tokens]
-        return plain(prompt_ids, {})
+        return plain(list(tokenizer(row["text"])["input_ids"])[:num_prompt_tokens], {})
     else:
         raise ValueError(
             f"its columns {sorted(key for key, value in row.items() if value is not None)} ask nothing: give {FORMS}."
         )
     questions = _questions(messages)
     prompt_ids = _prompt_ids(questions[0], tokenizer, template_kwargs)
-    if len(questions) > 1:  # refused now and not behind the first answer
+    if len(questions) > 1:  # refused now and not after the first answer
         _prompt_ids(messages, tokenizer, template_kwargs)
     return Dialogue(number, questions, prompt_ids, {}, tokenizer, template_kwargs)
 
@@ -185,9 +183,9 @@ def _prompt_ids(messages: list[Message], tokenizer: Any, template_kwargs: dict[s
 
 
 def _questions(messages: Sequence[Message]) -> list[list[Message]]:
-    """What stands before each of the assistant's turns, and before the one that answers a last question.
+    """The messages before each of the assistant's turns, and before the answer to a last question.
 
-    What the assistant says before anybody asked stays as it is.
+    The assistant's messages before the first question stay as they are.
     """
     if any(message["role"] in ("tool", "function") or message.get("tool_calls") for message in messages):
         raise Unanswerable("calls of tools, which the target's own turns may not make")

@@ -1,4 +1,4 @@
-"""A data set whose answers are replaced by the target's own: any rows in, a file of rows to train on out."""
+"""`dflash regenerate`: a data set with its answers replaced by the target's own, as a file of rows to train on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,40 +18,36 @@ from typing import Any
 import torch
 import transformers
 
+from dflash.common.files import only_writer
+from dflash.common.processes import Processes
 from dflash.common.provenance import public_name
 from dflash.training import FORMS, read_rows
 
-from .answer_file import AnswerFile
-from .answering import Answer, Request, Sampling, TargetWriter, row_seed
+from .answer_file import AnswerFile, check_answer_file
 from .dialogues import Dialogue, Unanswerable, as_dialogue
 from .server_writer import ServerWriter
+from .target_writer import Answer, Request, Sampling, TargetWriter, row_seed
 
 
-# Whoever answers: the target in this process or on a server.
+# What answers: the target in this process or on a server.
 Writer = TargetWriter | ServerWriter
 
 
-@dataclass(frozen=True)
-class RegenerationSettings:
-    """What is answered, and how.
+@dataclass(frozen=True, kw_only=True)
+class RegenerationSettings(Sampling):
+    """What is answered, and how: the fields of [`Sampling`], and these.
 
     Attributes:
-        max_new_tokens: The longest answer; also cut where the target's positions end.
-        temperature: 0 answers greedily; above 0 samples.
-        top_p: Only the most probable tokens that have this probability together.
-        top_k: Only so many most probable tokens, 0 for all.
-        seed: Of the noise, and of which rows `samples` chooses. A row's answer depends on its number and on this.
+        max_new_tokens: The longest answer; also cut at the end of the target's positions.
+        seed: Of sampling, and of the choice of `samples`. A row's answer depends on its number and on this.
         thinking: Whether the chat template asks for thinking.
-        prompt_tokens: So many first tokens of a `text` are its prompt.
-        samples: So many rows; `None` for all. More of them contain the fewer.
+        prompt_tokens: Number of tokens of a `text` that are its prompt.
+        samples: Number of rows; `None` for all. Fewer rows are a subset of more.
         split: Of a data set that has several.
         drop_cut: Leave out rows with an answer that the longest length cut off.
     """
 
     max_new_tokens: int = 2048
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
     seed: int = 0
     thinking: bool = False
     prompt_tokens: int = 16
@@ -59,11 +56,11 @@ class RegenerationSettings:
     drop_cut: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("max_new_tokens", "prompt_tokens", "samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: use 1 or more.")
-        _ = self.sampling
 
     @property
     def sampling(self) -> Sampling:
@@ -73,17 +70,17 @@ class RegenerationSettings:
 
 @dataclass
 class RegenerationRecord:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
-        rows: In the output.
-        tokens: That the target wrote in them.
+        rows: Rows in the output.
+        tokens: Tokens in them that the target wrote.
         cut: Rows with an answer that the longest length cut off; in the output unless they are dropped.
-        left_out: How many rows were not asked, by the reason.
+        left_out: Number of rows that were not asked, by the reason.
         was_finished: Rows that an earlier start had answered.
         steps: Verify steps of this start, 0 without a drafter.
         tau: Their mean acceptance length, NaN without a step.
-        encoded: Answers of this start whose ids were made from a server's text.
+        encoded: Answers of this start whose ids were encoded from a server's text.
     """
 
     rows: int = 0
@@ -112,36 +109,37 @@ def regenerate_data(
     on_begin: Callable[[int, RegenerationRecord], None] = lambda share, record: None,
     on_row: Callable[[int], None] = lambda tokens: None,
 ) -> RegenerationRecord:
-    """Writes `data` with the target's own answers to `output`: what `dflash regenerate` does.
+    """Writes `data` with the target's own answers to `output`.
 
-    A chat's assistant turns are written in order, each behind those written before it. Rows appear in the output as they
-    are finished, and in the data's order at the end; a run that was stopped goes on with `resume`.
+    A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when they
+    are finished, and in the data's order at the end; `resume` continues a run that was stopped.
 
     Args:
-        writer: A [`TargetWriter`] or a [`ServerWriter`], or what has their attributes and is called as they are.
+        writer: A [`TargetWriter`] or a [`ServerWriter`].
         tokenizer: The target's.
         data: A file, folder or Hub id as in [`load_examples`], or rows.
-        output: A file that ends in `.jsonl`; `dflash train --data` reads it token for token. Its manifest stands beside it.
+        output: A file that ends in `.jsonl`, for `dflash train --data`. Its manifest is written beside it.
         settings: What is answered, and how.
         target_name: Folder or Hub id, for the record.
         license: Of the data; by default what the source states.
         provenance: More to record, such as the command.
         resume: Go on with the run in `output`.
         overwrite: Begin anew in an `output` that holds a run.
-        processes: Siblings with `rank`, `is_first`, `share` and `gather`, such as `dflash.evaluation.Processes`; `None`: alone.
-        on_begin: Told how many rows are to be answered here, and what is known of the run.
-        on_row: Told of each finished row how many tokens were written.
+        processes: This process and its siblings; `None`: as the launcher's variables say.
+        on_begin: Called with the number of rows to answer here, and the record so far.
+        on_row: Called with the number of new tokens of each finished row.
 
     Raises:
-        ValueError: for data that asks nothing, settings that changed, or an output that holds something else.
-        OSError: if the output cannot be written; what stands in it stands.
+        ValueError: for data without a question, settings that changed, an output that holds something else or that another
+            process writes, or a target whose logits are NaN or infinite.
+        OSError: if the output cannot be written; the rows in it stay.
 
     Example:
         >>> writer = TargetWriter(target)
         >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", RegenerationSettings(samples=1000))
     """
     settings = settings or RegenerationSettings()
-    processes = processes or _Alone()
+    processes = processes or Processes()
     if isinstance(data, (str, os.PathLike)) and Path(data).exists() and Path(data).resolve() == Path(output).resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
     name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data"
@@ -155,63 +153,58 @@ def regenerate_data(
         "chat_template": _hash(getattr(tokenizer, "chat_template", None)),
         "data": _hash(rows),
     }
-    file = AnswerFile(Path(output), depends_on, processes.rank)
-    file.check(resume, overwrite)
-    finished = set() if overwrite else file.finished()
     record = RegenerationRecord()
     asked, record.left_out = _dialogues(rows, name, tokenizer, settings, writer.positions)
-    open_rows = [dialogue for dialogue in asked if dialogue.number not in finished]
-    record.was_finished = len(asked) - len(open_rows)
     facts = _facts(
         target_name, writer.revision, data, rows, license or _stated_license(source, rows), settings, provenance
     )
-    processes.gather([None])  # nobody writes before all have looked
-    if processes.is_first:
-        file.begin(overwrite, facts)
-    processes.gather([None])
-    file.mend()
+    with ExitStack() as lock:
+        check_answer_file(Path(output), resume, overwrite)
+        if processes.is_first:
+            lock.enter_context(only_writer(Path(output)))
+        file = AnswerFile(Path(output), depends_on, processes.rank)
+        if resume:
+            file.check_settings()
+        finished = set() if overwrite else file.finished()
+        open_rows = [dialogue for dialogue in asked if dialogue.number not in finished]
+        record.was_finished = len(asked) - len(open_rows)
+        processes.gather([None])  # nobody writes before all have looked
+        if processes.is_first:
+            file.begin(overwrite, facts)
+        processes.gather([None])
+        file.mend()
 
-    # Rows of like length and as many turns share a batch; the longest first, so that memory runs out at once or never.
-    open_rows.sort(key=lambda one: (one.num_turns, len(one.prompt_ids or ()), one.number), reverse=True)
-    share = processes.share(open_rows)
-    on_begin(len(share), record)
-    accepted = [0, 0, 0]  # verify steps, tokens, answers encoded again
-    for dialogues, answers in _answered(writer, share, settings):
-        file.append([row for dialogue in dialogues for row in dialogue.rows()])
-        for answer in answers:
-            accepted[0] += len(answer.acceptance_lengths)
-            accepted[1] += sum(answer.acceptance_lengths)
-            accepted[2] += answer.is_encoded
-        for dialogue in dialogues:
-            on_row(dialogue.num_tokens)
-    steps, tokens, record.encoded = (sum(of_all) for of_all in zip(*processes.gather([accepted]), strict=True))
-    record.steps, record.tau = steps, tokens / steps if steps else float("nan")
-    if processes.is_first:
-        counts = file.join(settings.drop_cut)
-        record.rows, record.tokens, record.cut = counts["rows"], counts["tokens"], counts["cut"]
-        if not record.rows:
-            raise ValueError(f"Every one of the {record.cut} answers was cut off: ask for a larger max_new_tokens.")
-        result = asdict(record) | {"tau": record.tau if steps else None}
-        file.write_manifest(facts | {"complete": True, "result": result})
+        # Rows of like length and number of turns share a batch; the longest first, so that memory runs out at once or never.
+        open_rows.sort(key=lambda one: (one.num_turns, len(one.prompt_ids or ()), one.number), reverse=True)
+        share = processes.share(open_rows)
+        on_begin(len(share), record)
+        counts = [0, 0, 0]  # verify steps, tokens of them, answers encoded again
+        for dialogues, answers in _answered(writer, share, settings):
+            file.append([row for dialogue in dialogues for row in dialogue.rows()])
+            for answer in answers:
+                counts[0] += len(answer.acceptance_lengths)
+                counts[1] += sum(answer.acceptance_lengths)
+                counts[2] += answer.is_encoded
+            for dialogue in dialogues:
+                on_row(dialogue.num_tokens)
+        steps, tokens, record.encoded = (sum(of_all) for of_all in zip(*processes.gather([counts]), strict=True))
+        record.steps, record.tau = steps, tokens / steps if steps else float("nan")
+        if processes.is_first:
+            written = file.finish(settings.drop_cut)
+            record.rows, record.tokens, record.cut = written["rows"], written["tokens"], written["cut"]
+            if not record.rows:
+                raise ValueError(
+                    f"Every one of the {record.cut} answers was cut off: ask for a larger max_new_tokens."
+                )
+            result = asdict(record) | {"tau": record.tau if steps else None}
+            file.write_manifest(facts | {"complete": True, "result": result})
     return record
-
-
-class _Alone:
-    """One process."""
-
-    rank, is_first = 0, True
-
-    def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        return items
-
-    def gather(self, items: Sequence[Any]) -> list[Any]:
-        return list(items)
 
 
 def _dialogues(
     rows: Sequence[Mapping[str, Any]], name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
 ) -> tuple[list[Dialogue], dict[str, int]]:
-    """The dialogues of the chosen rows, and how many others there are by the reason."""
+    """The dialogues of the chosen rows, and the number of rows left out, by the reason."""
     order = list(range(1, len(rows) + 1))
     if settings.samples is not None:
         random.Random(f"samples-{settings.seed}").shuffle(order)
@@ -240,7 +233,7 @@ def _dialogues(
 def _answered(
     writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings
 ) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
-    """Dialogues as they are finished, and the answers that were given meanwhile."""
+    """Dialogues when they are finished, and the answers since the last ones."""
     if not writer.is_concurrent:
         for begin in range(0, len(dialogues), writer.batch_size):
             yield from _rounds(writer, dialogues[begin : begin + writer.batch_size], settings)
@@ -287,7 +280,7 @@ def _facts(
     settings: RegenerationSettings,
     provenance: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What a reader needs to repeat the run, without a path of the machine."""
+    """The manifest's facts, by which a reader can repeat the run, without a path of this machine."""
     return {
         "target": public_name(target_name),
         "revision": revision,
@@ -308,7 +301,7 @@ def _facts(
 
 
 def _stated_license(source: Any, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """What a data set's card or its rows say."""
+    """The licence that the data set's card or its rows state."""
     stated = getattr(getattr(source, "info", None), "license", None)
     if stated:
         return str(stated)

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 from dflash.common.fingerprints import config_fingerprint
+from dflash.common.openai_client import OpenAIClient, quote
 from dflash.model.generation_dflash import max_positions
 from dflash.training import stop_ids
 
-from .answering import Answer, Request, Sampling
-
-
-LONGEST_QUOTE = 160  # letters of what a server said that an error repeats
+from .target_writer import Answer, Request, Sampling
 
 
 class ServerWriter:
-    """A served target, with the attributes of [`TargetWriter`]. Whatever goes wrong with it is a ValueError of one sentence that names the address.
+    """A served target, with the attributes of [`TargetWriter`] and the errors of `OpenAIClient`.
 
-    It is asked for completions of ids, so that the chat template is ours. Engines that do not tell the ids of an answer
-    have its text encoded again, which is exact for most texts and not for all; the answer says so.
+    It asks for completions of ids, so the chat template is the tokenizer's. If an engine does not send the ids of an
+    answer, its text is encoded again, which is exact for most texts and not for all; the answer says so.
 
     Args:
-        url: With or without the `/v1` behind it.
-        model: The name that it serves the target under; `None`: the only one.
+        url: With or without `/v1` at its end.
+        model: The name that the server serves the target under; `None`: its only model.
         tokenizer: The target's.
         config: The target's.
         generation_config: The target's, whose stop tokens end an answer.
-        batch_size: How many requests are under way side by side.
-        api_key: If it wants one.
+        batch_size: Number of concurrent requests.
+        api_key: The server's, if it wants one.
         timeout: Longest silence, in seconds.
     """
 
@@ -51,26 +45,16 @@ class ServerWriter:
         api_key: str | None = None,
         timeout: float = 3600.0,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url or repr(url)} is no server's URL: give one like http://localhost:8000.")
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/').removesuffix('/v1')}"
-        self._parts = urlsplit(self.url)
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
-        self._timeout, self.batch_size, self._tokenizer = timeout, batch_size, tokenizer
+        self._client = OpenAIClient(url, api_key, timeout)
+        self.batch_size, self._tokenizer = batch_size, tokenizer
         self._stops = stop_ids(generation_config) or {tokenizer.eos_token_id} - {None}
-        served = self._models()
-        self.model = model if model is not None else served[0]
-        if self.model not in served or (model is None and len(served) > 1):
-            raise ValueError(f"{self.url} serves {', '.join(served)} and not {model}: name one of them as the model.")
+        self.model = self._client.only_model(model)
         self.positions = max_positions(SimpleNamespace(config=config))  # type: ignore[arg-type]
         self.revision = getattr(config, "_commit_hash", None)
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
-        """The answers, asked for side by side."""
+        """The answers, asked for concurrently."""
         if len(requests) == 1:
             return [self._ask(requests[0], sampling)]
         with ThreadPoolExecutor(self.batch_size) as pool:
@@ -82,7 +66,7 @@ class ServerWriter:
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_new_tokens,
             "temperature": sampling.temperature,
-            # vLLM and SGLang would else fill in the sampling defaults of the target's own config.
+            # vLLM and SGLang use the sampling defaults of the target's own config for fields that are left out.
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "min_p": 0.0,
@@ -90,84 +74,19 @@ class ServerWriter:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        reply = self._json("POST", "/v1/completions", asked)
+        reply = self._client.json("POST", "/v1/completions", asked)
+        where = f"{self._client.url}/v1/completions"
         try:
             choice = reply["choices"][0]
             text, finish, token_ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
             is_known = isinstance(token_ids, list) and bool(token_ids)
-            token_ids = list(token_ids) if is_known else self._encode(text)
+            token_ids = list(token_ids if is_known else self._tokenizer(text, add_special_tokens=False)["input_ids"])
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.url}/v1/completions answered no completion: {_quote(reply)}.") from error
+            raise ValueError(f"{where} answered no completion: {quote(reply)}.") from error
         if finish not in ("stop", "length"):
-            raise ValueError(f"{self.url}/v1/completions ended an answer with {finish!r}: look at its log.")
+            raise ValueError(f"{where} ended an answer with {finish!r}: look at its log.")
         ended = finish == "stop"
-        if ended and (not token_ids or token_ids[-1] not in self._stops) and self._stops:
-            token_ids.append(self._stop())  # most engines leave it out of the text
+        if ended and self._stops and (not token_ids or token_ids[-1] not in self._stops):
+            own = self._tokenizer.eos_token_id  # most engines leave the stop token out of the text
+            token_ids.append(own if own in self._stops else min(self._stops))
         return Answer(token_ids, ended, is_encoded=not is_known)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _stop(self) -> int:
-        own = self._tokenizer.eos_token_id
-        return own if own in self._stops else min(self._stops)
-
-    def _models(self) -> list[str]:
-        answer = self._json("GET", "/v1/models")
-        try:
-            found = [model["id"] for model in answer["data"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.url}/v1/models lists no models but {_quote(answer)}: is this a model server?"
-            ) from error
-        if not found:
-            raise ValueError(f"{self.url} serves no model: start it with the target.")
-        return found
-
-    def _json(self, method: str, path: str, asked: Any = None) -> Any:
-        connection = self._connection()
-        try:
-            connection.request(
-                method, f"{self._parts.path}{path}", None if asked is None else json.dumps(asked), self._headers
-            )
-            response = connection.getresponse()
-            body = response.read()
-        except TimeoutError as error:
-            raise ValueError(
-                f"{self.url}{path} did not answer within {self._timeout:g} seconds: ask for shorter answers or fewer at once."
-            ) from error
-        except (OSError, HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise ValueError(f"{self.url}{path} cannot be reached ({reason}): is the server running there?") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise ValueError(
-                f"{self.url}{path} answered {response.status} {response.reason}: {_quote(_message(body))}."
-            )
-        try:
-            return json.loads(body)
-        except ValueError as error:
-            raise ValueError(f"{self.url}{path} answered 200 with no JSON: {_quote(body)}.") from error
-
-    def _connection(self) -> HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "https":
-            return HTTPSConnection(host, port, timeout=self._timeout, context=ssl.create_default_context())
-        return HTTPConnection(host, port, timeout=self._timeout)
-
-
-def _message(body: bytes) -> Any:
-    """What an error's body says, without the JSON around it."""
-    try:
-        said = json.loads(body)
-        error = said.get("error", said)
-        return error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        return body
-
-
-def _quote(said: Any) -> str:
-    text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said if isinstance(said, str) else str(said)
-    text = " ".join(text.split())
-    return (text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…") or "nothing"

@@ -1,11 +1,9 @@
-"""Answers in the target's own words: what a drafter must learn is what its target would write, not what the data says.
-
-Ids in, ids out: it knows no text and no file.
-"""
+"""Answers by the target in this process: ids in, ids out. A drafter learns best from its target's own answers."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +19,14 @@ from transformers.generation.logits_process import (
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
+from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
 from dflash.model.generation_dflash import max_positions
 from dflash.model.verification_dflash import PositionNoise, choose_sampled
 from dflash.training import Example, stop_ids, with_response
+
+
+SMALLEST_TEMPERATURE = 1e-6  # logits over less overflow
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature}: use 0 for greedy answers or a number above 0 to sample."
+                f"temperature={self.temperature}: use 0 for greedy answers or a finite number above 0 to sample."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
@@ -54,7 +56,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer, the seed of its noise, and the longest answer."""
+    """A prompt to answer, the seed of its sampling, and the longest answer."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -63,13 +65,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target wrote behind a prompt.
+    """The target's answer to a prompt.
 
     Attributes:
-        token_ids: Its stop token included.
-        ended: False where the longest answer cut it off.
-        acceptance_lengths: Per verify step, where a drafter helped.
-        is_encoded: Whether the ids were made from a text, because a server did not tell them.
+        token_ids: Its tokens, the stop token included.
+        ended: False if the longest length cut it off.
+        acceptance_lengths: Per verify step, with a drafter.
+        is_encoded: Whether the ids were encoded from a text, because a server did not send them.
     """
 
     token_ids: list[int]
@@ -79,10 +81,9 @@ class Answer:
 
 
 class TargetWriter:
-    """The target in this process; a drafter makes it faster and changes no token that fp32 tells apart.
+    """The target in this process. A drafter makes it faster; in fp32 it changes no token.
 
-    An answer depends on its prompt, its seed and the sampling, and on what it shares a batch with only as far as a forward
-    rounds differently in another shape.
+    An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
 
     Args:
         target: Any causal model.
@@ -90,15 +91,19 @@ class TargetWriter:
         batch_size: Prompts that are answered together.
 
     Attributes:
-        is_concurrent: Whether requests may be under way side by side and begin at any time.
-        positions: Longest sequence, `None` where nobody says.
+        is_concurrent: Whether requests may run side by side and begin at any time.
+        positions: Longest sequence, `None` if the config does not say.
         facts: What the answers depend on besides requests and sampling, for the record.
         revision: The target's on the Hub.
+
+    Raises:
+        ValueError: if the target's logits are NaN or infinite, here or in an answer.
     """
 
     is_concurrent = False
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel | None = None, batch_size: int = 8) -> None:
+        check_logits(target)
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
         self.positions = max_positions(target)
         self.revision = getattr(target.config, "_commit_hash", None)
@@ -123,7 +128,7 @@ class TargetWriter:
                 target=self.target,
                 max_new_tokens=longest,
                 generator=noise,
-                verification="match",  # the noise of a position then chooses its token as it does without a drafter
+                verification="match",  # the uniforms of a position then choose its token as without a drafter
                 return_dict_in_generate=True,
                 **({"temperature": 0.0} if not sampling.temperature else vars(sampling)),
             )
@@ -131,14 +136,14 @@ class TargetWriter:
             responses, lengths = output.sequences[:, width:].tolist(), output.acceptance_lengths
         stops = stop_ids(self.target.generation_config)
         return [
-            _answer(response, request.max_new_tokens, stops, of_row)
-            for response, request, of_row in zip(responses, requests, lengths, strict=True)
+            _answer(response, request.max_new_tokens, stops, its_lengths)
+            for response, request, its_lengths in zip(responses, requests, lengths, strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class Regenerated:
-    """What the target wrote behind prompt number `index`; `ended` is False where `max_new_tokens` cut it off."""
+    """The target's answer to prompt number `index`; `ended` is False if `max_new_tokens` cut it off."""
 
     index: int
     example: Example
@@ -172,12 +177,12 @@ def regenerate(
 
 
 def row_seed(seed: int, *place: int) -> int:
-    """A seed of its own for a place in the data, such as a row and a turn: below 2**63."""
+    """A seed for a place in the data, such as a row and a turn: below 2**63."""
     return int(hashlib.sha256(repr((seed, *place)).encode()).hexdigest()[:16], 16) >> 1
 
 
 def _answer(token_ids: list[int], limit: int, stops: set[int], lengths: list[int]) -> Answer:
-    """What stands of a row: up to its stop token or its own limit, where its batch went on."""
+    """The answer up to its stop token or its own limit, after which its batch may have gone on."""
     kept = token_ids[:limit]
     end = next((k for k, token_id in enumerate(kept) if token_id in stops), None)
     return Answer(kept if end is None else kept[: end + 1], end is not None, lengths)
@@ -191,7 +196,7 @@ def _write(
     sampling: Sampling,
     noise: list[torch.Generator],
 ) -> list[list[int]]:
-    """New tokens behind each prompt, one batch, with whatever stands behind a stop token."""
+    """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
     width = max(map(len, prompts))
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # padded with a token that nobody sees
     attention_mask = torch.zeros_like(input_ids)
@@ -199,16 +204,17 @@ def _write(
         input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, width - len(prompt) :] = 1
     config = target.config.get_text_config(decoder=True)
-    processors = LogitsProcessorList()
+    watch = _Watch()
+    processors = LogitsProcessorList([watch])
     if sampling.temperature:
-        # Behind whatever the target's own config asks for, in the order of `generate`.
+        # After those that the target's own config asks for, in the order of `generate`.
         processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             processors.append(TopPLogitsWarper(sampling.top_p))
-        processors.append(_RowNoise(PositionNoise(len(prompts), noise), width))
-    # Appending in place is faster; targets with linear layers have caches of their own.
+        processors.append(_ByUniforms(PositionNoise(len(prompts), noise), width))
+    # A preallocated cache is faster; targets with linear layers have caches of their own.
     has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
     capacity = width + max_new_tokens
     cache: dict[str, Any] = (
@@ -227,17 +233,30 @@ def _write(
         **padding,
         **cache,
     )
+    if watch.is_broken:
+        raise broken_logits(target)
     return sequences[:, width:].tolist()
 
 
-class _RowNoise(LogitsProcessor):
-    """Leaves the one token that each row's own noise picks, as sampled decoding with a drafter does."""
+class _Watch(LogitsProcessor):
+    """Notes whether any score was NaN or infinite; read once at the end, because each read waits for the device."""
+
+    is_broken: bool | torch.Tensor = False
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores [B, V], unchanged."""
+        self.is_broken = is_broken(scores) | self.is_broken
+        return scores
+
+
+class _ByUniforms(LogitsProcessor):
+    """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
 
     def __init__(self, noise: PositionNoise, width: int) -> None:
         self.noise, self.width = noise, width
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Scores [B, V]: 0 for the token that is picked, -inf for all others."""
+        """Scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.width
         uniforms = torch.stack([self.noise(row, position, 1) for row in range(len(scores))])  # [B, 1]
         choices = choose_sampled(scores[:, None], uniforms.to(scores.device))  # [B, 1]

@@ -1,4 +1,4 @@
-"""Where two greedy texts of one target part, and how close a call that was."""
+"""The first difference of two greedy texts of one target, and the margin between its two tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Difference:
 
     Attributes:
         index: Its place among the new tokens, counted from 0.
-        margin: The target's logit of the one token less that of the other, in one forward over the shared text; near 0 for
-            a tie that rounding decides. NaN if one text merely goes on where the other ends.
+        margin: The target's logit of the one token minus that of the other, in one forward over the shared text; near 0 for
+            a tie that rounding decides. NaN if one text only continues after the end of the other.
     """
 
     index: int
@@ -33,7 +33,7 @@ def first_difference(
     token_ids: Sequence[int],
     other_ids: Sequence[int],
 ) -> Difference | None:
-    """Where two continuations of a prompt part, `None` if they are identical. Costs one forward of the target if not."""
+    """The first difference of two continuations of a prompt; `None` if they are identical. Costs one forward of the target."""
     pairs = zip_longest(token_ids, other_ids)
     found = next(((i, token, other) for i, (token, other) in enumerate(pairs) if token != other), None)
     if found is None:

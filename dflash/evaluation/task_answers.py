@@ -1,22 +1,19 @@
-"""What every method answers to every question: asked in turns, under the clock, and scored.
-
-Methods are callables (ids in, a timed run out), so that a server is measured as a pair is. It knows no file and no other
-process.
-"""
+"""Each method's answers to each question: asked in turns, under the clock, and scored. It knows no file and no process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from .harness import Measurement, Method, measured, summarise, take_turns
+from .backends import Begin
+from .measurements import Measurement, measured, summarise, take_turns
 from .memory import PeakMemory
+from .methods import Method
 from .scoring import is_right
-from .sessions import Begin
 from .tasks import TASKS, Question
 from .timing import TimedRun
 
@@ -26,15 +23,15 @@ Encode = Callable[[list[dict[str, str]]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(Measurement):
-    """What one method made of one turn of a question.
+class TaskAnswer(Measurement):
+    """One method's answer to one turn of a question.
 
     Attributes:
         row: The question's row in its data set.
         turn: Counted from 0.
         category: The question's.
-        score: Whether it is right; `None` where there is nothing to compare with, and for all turns but the last.
-        peak_memory_bytes: The most that was in use while the method ran; `None` if that is not known.
+        score: Whether it is right; `None` without a reference, and for all turns but the last.
+        peak_memory_bytes: Peak while the method ran; `None` if that is not known.
         text: The answer.
     """
 
@@ -47,7 +44,7 @@ class Answer(Measurement):
 
 
 def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = True) -> Encode:
-    """Dialogues in the tokenizer's chat template, with its thinking on or off; without a template, turns as paragraphs."""
+    """A function that encodes dialogues in the tokenizer's chat template; without a template, turns are paragraphs."""
 
     def encode(messages: list[dict[str, str]]) -> torch.Tensor:
         if not chat_template or not tokenizer.chat_template:
@@ -61,7 +58,7 @@ def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = T
     return encode
 
 
-def evaluate(
+def answer_questions(
     questions: Iterable[Question],
     begin: Begin,
     encode: Encode,
@@ -69,20 +66,20 @@ def evaluate(
     memory: PeakMemory | None = None,
     repeats: int = 1,
     max_prompt_tokens: int | None = None,
-) -> Iterator[list[Answer]]:
-    """Each question's answers, all turns and methods, as it is done.
+) -> Iterator[list[TaskAnswer]]:
+    """The answers to each question, of all turns and methods, as soon as the question is done.
 
     The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
-    Every method is asked the same: in later turns, with the first method's answers before.
+    Every method gets the same prompt: later turns contain the first method's answers.
 
     Args:
         questions: Of one task or several.
         begin: Makes the methods of a dialogue, by name.
-        encode: A dialogue's ids.
+        encode: Gives a dialogue's ids.
         tokenizer: Decodes the answers.
         memory: Watched while each method runs; `None` where it cannot be seen from here.
         repeats: How often each method answers; texts and scores are those of the first time.
-        max_prompt_tokens: A dialogue ends before a turn whose prompt is longer, at once if it is the first: no answers.
+        max_prompt_tokens: A dialogue ends before a turn with a longer prompt; if that is the first, it has no answers.
     """
     is_warm = False
     for number, question in enumerate(questions):
@@ -106,9 +103,9 @@ def _answers(
     tokenizer: Any,
     memory: PeakMemory | None,
     max_prompt_tokens: int | None,
-) -> list[Answer]:
+) -> list[TaskAnswer]:
     messages: list[dict[str, str]] = []
-    found: list[Answer] = []
+    found: list[TaskAnswer] = []
     for turn, said in enumerate(question.turns):
         messages.append({"role": "user", "content": said})
         input_ids = encode(messages)
@@ -123,7 +120,7 @@ def _answers(
         scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
         for measurement in measured(question.task, turn, rounds):
             found.append(
-                Answer(
+                TaskAnswer(
                     **vars(measurement),
                     row=question.index,
                     turn=turn,
@@ -138,7 +135,7 @@ def _answers(
 
 
 def _watched(methods: dict[str, Method], memory: PeakMemory | None, peaks: dict[str, int]) -> dict[str, Method]:
-    """The methods, each noting in `peaks` the most memory that it ever had."""
+    """The methods, each noting its peak memory in `peaks`."""
     if memory is None:
         return methods
 
@@ -155,7 +152,7 @@ def _watched(methods: dict[str, Method], memory: PeakMemory | None, peaks: dict[
 
 
 def _scores(question: Question, texts: dict[str, str]) -> dict[str, bool]:
-    """Whether each method's text is right; a text that several wrote is scored once. Empty where there is no answer."""
+    """Whether each method's text is right, equal texts scored once; empty without a reference."""
     scorer = TASKS[question.task].scorer if question.task in TASKS else None
     if scorer is None or question.reference is None:
         return {}
@@ -163,11 +160,8 @@ def _scores(question: Question, texts: dict[str, str]) -> dict[str, bool]:
     return {name: right[text] for name, text in texts.items()}
 
 
-def summarise_answers(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The rows of [`summarise`], one per task and method, and what answers add to them.
-
-    `score` is the share of right answers among `scored`; `peak_memory_bytes` is the highest of all.
-    """
+def summarise_answers(answers: Sequence[TaskAnswer]) -> list[dict[str, Any]]:
+    """The rows of [`summarise`] with the share of right answers (`score`) among `scored`, and the peak memory."""
     rows = summarise(answers)
     for row in rows:
         chosen = [a for a in answers if a.task == row["task"] and a.method == row["method"]]
@@ -179,23 +173,18 @@ def summarise_answers(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return rows
 
 
-def numbered(answers: Iterable[Answer]) -> list[Answer]:
-    """In the order of tasks, rows and turns, each turn of each question with a `prompt_index` of its own."""
+def numbered(answers: Iterable[TaskAnswer]) -> list[TaskAnswer]:
+    """Answers in the order of tasks, rows and turns; each turn of each question has its own `prompt_index`."""
     order = {name: place for place, name in enumerate(TASKS)}
     ordered = sorted(answers, key=lambda a: (order.get(a.task, len(order)), a.task, a.row, a.turn))
     turns = groupby(ordered, key=lambda a: (a.task, a.row, a.turn))
     return [replace(answer, prompt_index=index) for index, (_, group) in enumerate(turns) for answer in group]
 
 
-def by_category(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """As [`summarise_answers`], a row per category, task and method, for tasks of several kinds."""
+def by_category(answers: Sequence[TaskAnswer]) -> list[dict[str, Any]]:
+    """[`summarise_answers`] for each category of the tasks that have them."""
     kinds = [replace(a, task=f"{a.task}/{a.category}") for a in answers if a.category is not None]
     rows = summarise_answers(kinds)
     for row in rows:
         row["task"], row["category"] = row["task"].split("/", 1)
     return rows
-
-
-def as_measurements(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """What a result file holds of the answers: all but their text."""
-    return [{name: value for name, value in asdict(answer).items() if name != "text"} for answer in answers]

@@ -1,9 +1,8 @@
-"""Pairs of a published shape with random weights, whose text and whose acceptance are written in advance.
+"""Pairs of a published shape with random weights, whose text and acceptance are fixed in advance by a script.
 
-For the time of a step where no weights are to be had. Both models run as trained ones of their shape would, every matrix
-is read and every product computed; only what comes out is arranged: the target's text counts up token by token, and the
-drafter's proposals are right as often as a script says. So a step's milliseconds are measured, an acceptance length never
-is: whoever reports one of these pairs says "simulated" and states the tau of its script.
+They measure the time of a step without published weights. Both models compute everything that trained ones would; only
+their outputs are arranged: the target's text counts up, and the drafter is right as often as the script says. Milliseconds
+are measured, acceptance never is: a report of such a pair says "simulated" and states the tau of its script.
 """
 
 from __future__ import annotations
@@ -21,25 +20,13 @@ from dflash.model.configuration_dflash import DFlashConfig, default_target_layer
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 
-QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-QWEN3_MASK = 151669
-SMALL = {"vocab_size": 8192, "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 16384}
-SMOKE = {"vocab_size": 512, "head_dim": 32, "num_key_value_heads": 1, "max_position_embeddings": 16384}
-
-# Layers far below their usual size leave the residual stream what the embedding put there: the token.
+# Layers with outputs this small leave the token's embedding in the residual stream.
 QUIET = 0.01
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3 target and its drafter.
-
-    Attributes:
-        target: Fields of its `Qwen3Config`.
-        draft_layers: Of the drafter; its other sizes are the target's.
-        mask_token_id: Of the drafter.
-        block_size: Likewise.
-    """
+    """Sizes of a Qwen3 target (fields of its config) and of its drafter, whose other sizes are the target's."""
 
     target: dict[str, int]
     draft_layers: int
@@ -47,41 +34,32 @@ class Shape:
     block_size: int = 16
 
 
-def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Shape:
-    sizes = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-    }
-    return Shape({**QWEN3, **sizes}, 5, QWEN3_MASK)
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int) -> Shape:
+    sizes = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+    sizes |= {"hidden_size": hidden, "intermediate_size": intermediate} | others
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return Shape(sizes, draft_layers, min(151669, sizes["vocab_size"] - 1))
 
 
-# The first two are those of Qwen3 and of z-lab/Qwen3-{8B,4B}-DFlash-b16; the third has the published drafters' depth, though
-# none was published for it. The last two are for machines without an accelerator, and for tests.
+SMALL = {"vocab_size": 8192, "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 16384}
+SMOKE = {"vocab_size": 512, "head_dim": 32, "num_key_value_heads": 1, "max_position_embeddings": 16384}
+# The first two are Qwen3 with z-lab/Qwen3-{8B,4B}-DFlash-b16; no drafter was published for the third. The last two are for
+# machines without an accelerator, and for tests.
 SHAPES = {
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
-    "small": Shape(
-        {**SMALL, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8},
-        2,
-        8191,
-    ),
-    "smoke": Shape(
-        {**SMOKE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2},
-        1,
-        511,
-    ),
+    "qwen3-8b": _shape(4096, 12288, 36, 32),
+    "qwen3-4b": _shape(2560, 9728, 36, 32),
+    "qwen3-0.6b": _shape(1024, 3072, 28, 16),
+    "small": _shape(512, 1536, 10, 8, draft_layers=2, **SMALL),
+    "smoke": _shape(64, 128, 4, 2, draft_layers=1, **SMOKE),
 }
 
 
 @dataclass(frozen=True)
 class Script:
-    """How long accepted runs are: geometric, the same chance at every position, cut at the block.
+    """Lengths of accepted runs: geometric, with the same chance at every position, cut at the block.
 
     Attributes:
-        mean: The mean acceptance length of a whole block, the target's own token included.
+        mean: The mean acceptance length of a block, the target's own token included.
         block_size: Tokens in a block.
     """
 
@@ -96,7 +74,7 @@ class Script:
 
     @property
     def chance(self) -> float:
-        """That a proposal is right where all before it were."""
+        """The probability that a proposal is right if all before it were."""
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -104,19 +82,15 @@ class Script:
         return high
 
     def tau(self, width: int) -> float:
-        """Mean acceptance length where `width` tokens are verified at once, anchor included."""
+        """Mean acceptance length if `width` tokens are verified at once, anchor included."""
         return _mean_length(self.chance, min(width, self.block_size))
 
     def runs(self, count: int) -> torch.Tensor:
-        """`count` numbers of right proposals, always the same ones, [count] on the CPU.
-
-        Device and dtype are given: pairs are built in a context of another device, which refuses a CPU's generator, and in
-        bf16, whose few values between 0 and 1 would make the mean larger than stated.
-        """
-        noise = torch.Generator(device="cpu").manual_seed(0)
-        draws = torch.rand(count, self.block_size - 1, generator=noise, device="cpu", dtype=torch.float32)
-        right = draws < self.chance
-        return right.long().cumprod(dim=1).sum(dim=1)
+        """`count` numbers of right proposals, the same in every call, [count] on the CPU."""
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        # Explicit, because a pair is built under another default: bf16 is too coarse, and a device has its own generator.
+        uniforms = torch.rand(count, self.block_size - 1, generator=generator, device="cpu", dtype=torch.float32)
+        return (uniforms < self.chance).long().cumprod(dim=1).sum(dim=1)
 
 
 def _mean_length(chance: float, width: int) -> float:
@@ -124,10 +98,10 @@ def _mean_length(chance: float, width: int) -> float:
 
 
 class ScriptedDrafter(DFlashDraftModel):
-    """A random drafter for a target that counts: behind anchor t it is right about t + 1, t + 2, … as often as scripted.
+    """A random drafter for a target that counts: after anchor t it proposes t + 1, t + 2, … as often as scripted.
 
-    The forward, the head over its rows and their argmax run as ever. Behind the run of right proposals stand its own. How long
-    the run is depends on the anchor alone, so that a step needs no knowledge of the steps before it.
+    Its forward, head and argmax run as usual; its own proposals follow the run of right ones. The length of the run depends
+    only on the anchor, so a step needs no state.
     """
 
     def __init__(self, config: DFlashConfig, script: Script) -> None:
@@ -136,7 +110,7 @@ class ScriptedDrafter(DFlashDraftModel):
         self.register_buffer("runs", script.runs(config.vocab_size), persistent=False)
 
     def propose(self, hidden_states: torch.Tensor, anchors: torch.Tensor, head: Any, *args: Any, **kwargs: Any) -> Any:
-        """As every drafter, with the scripted run in front."""
+        """The drafter's proposals with the scripted run in front."""
         proposals = super().propose(hidden_states, anchors, head, *args, **kwargs)
         own, size = proposals.token_ids, self.config.vocab_size
         steps = torch.arange(own.shape[1], device=own.device)
@@ -149,16 +123,16 @@ class ScriptedDrafter(DFlashDraftModel):
         return replace(
             proposals,
             token_ids=token_ids,
-            confidences=torch.full_like(proposals.confidences, self.script.chance),  # what is right on average
+            confidences=torch.full_like(proposals.confidences, self.script.chance),
         )
 
 
 def scripted_pair(
     name: str, tau: float, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[Qwen3ForCausalLM, ScriptedDrafter]:
-    """A target and a drafter of the shape `name` of `SHAPES`, in eval mode; a script of mean acceptance length `tau`.
+    """A target and a drafter of a shape of `SHAPES`, in eval mode, with a script of mean acceptance length `tau`.
 
-    The target's head is a matrix of its own, whether or not the published one is tied: as many bytes are read in a step.
+    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes.
 
     Raises:
         ValueError: for a shape that does not exist, or a tau that its block cannot have.
@@ -192,32 +166,29 @@ def scripted_pair(
 
 
 def useless(drafter: ScriptedDrafter) -> ScriptedDrafter:
-    """A drafter that shares the weights of this one and whose proposals are never right.
-
-    Its confidence stays that of the script: only its failures show that it is useless.
-    """
+    """A drafter with the weights of this one whose proposals are never right; its confidences stay those of the script."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in drafter.parameters()}
     twin = copy.deepcopy(drafter, shared)
     cast(torch.Tensor, twin.runs).zero_()
     return twin
 
 
-def scripted_prompt(target: Qwen3ForCausalLM, length: int, num_rows: int = 1) -> torch.Tensor:
-    """Random ids [num_rows, length] on the target's device."""
-    noise = torch.Generator(device="cpu").manual_seed(1)
+def scripted_prompt(target: Qwen3ForCausalLM, length: int, batch_size: int = 1) -> torch.Tensor:
+    """Random ids [batch_size, length] on the target's device."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
     size = target.config.vocab_size
-    return torch.randint(size, (num_rows, length), generator=noise, device="cpu").to(target.device)
+    return torch.randint(size, (batch_size, length), generator=generator, device="cpu").to(target.device)
 
 
 def scripted_continuation(target: Qwen3ForCausalLM, prompt_ids: torch.Tensor, length: int) -> torch.Tensor:
-    """What the target writes after prompts [B, S], greedily or sampled: [B, length], counting up from the last id."""
+    """The target's text after prompts [B, S], greedy or sampled: [B, length], counting up from the last id."""
     steps = torch.arange(1, length + 1, device=prompt_ids.device)
     return (prompt_ids[:, -1:] + steps) % target.config.vocab_size
 
 
 @contextmanager
 def _new_weights(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
-    """Models are built in this dtype, on this device, from one seed; the noise of others is left alone."""
+    """Builds models in this dtype, on this device, from one seed; the global generator is left as it was."""
     before = torch.get_default_dtype()
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):

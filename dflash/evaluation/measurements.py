@@ -1,64 +1,26 @@
-"""How ways to decode compare: on the same prompts, in one run, interleaved, warmed up, repeated, with the texts compared.
+"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of a result made of them.
 
-Machines are shared and noisy, so a speed here is always a ratio of two methods that took turns on every prompt. It knows
-nothing about data sets, files or tables.
+Machines are shared and noisy, so a speed is always a ratio of two methods that took turns on every prompt.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
-import transformers
-from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.configuration_dflash import DFlashConfig
-from dflash.model.modeling_dflash import DFlashDraftModel
-
+from .methods import Method
 from .profiling import Profile
-from .timing import TimedRun, tau, timed_blocks, timed_generate, tokens_per_step
-
-
-PLAIN = "target.generate"
-OURS = "dflash"
-PROMPT_LOOKUP = "prompt lookup"
-NATIVE = "native dflash"
-
-# A prompt's ids [1, S] in, its continuation under a clock out; `on_step`, if given, is called behind each step;
-# other keywords are caches of the turns before.
-Method = Callable[..., TimedRun]
-
-# What is asked of the loop by each variant of ours; `OURS` itself is what a caller gets who asks for nothing.
-EAGER = {"compile": False, "adaptive": False, "draft_tree": False}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "dflash eager": EAGER,
-    "dflash compiled": {**EAGER, "compile": True},
-    "dflash adaptive": {**EAGER, "adaptive": True},
-    "dflash tree": {**EAGER, "adaptive": True, "draft_tree": True},
-    "dflash drafting nothing": {"max_draft_tokens": 0},
-}
-RANDOM_DRAFTER = "random drafter adaptive"
-
-# All names, in the order of a result's rows. Native DFlash exists from transformers 5.15 on.
-HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
-METHODS = (PLAIN, PROMPT_LOOKUP, *([NATIVE] if HAS_NATIVE else []), OURS, *VARIANTS, RANDOM_DRAFTER)
-
-# Said in full, because a target's sampling defaults would only be warned about.
-GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-
-# As many drafted tokens as a DFlash block of 16 holds behind its anchor would be too many for prompt lookup: 10 is what
-# transformers' documentation uses.
-PROMPT_LOOKUP_TOKENS = 10
+from .timing import TimedRun, tau, tokens_per_step
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of a task, as token ids [1, S] behind the chat template."""
+    """A prompt of a task, as token ids [1, S] in the chat template."""
 
     task: str
     input_ids: torch.Tensor
@@ -66,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method on one prompt: its text's statistics, the seconds of every repeat, and what was compiled in all of them."""
+    """One method on one prompt: counts of its first text, seconds of every repeat, and graphs compiled in all of them."""
 
     task: str
     prompt_index: int
@@ -80,62 +42,13 @@ class Measurement:
     num_compilations: int = 0
 
 
-def check_methods(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is none of [`METHODS`], with those that are: before models are loaded."""
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        raise ValueError(f"There is no method {', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}.")
-
-
-def decoding_methods(
-    target: PreTrainedModel, drafter: PreTrainedModel, max_new_tokens: int, names: Sequence[str] | None = None
-) -> dict[str, Method]:
-    """Greedy decoding by name: plain `target.generate` (always first), and the others of `names`, `None` for all.
-
-    Beside what the library does by default there are its variants, its loop without any proposal (what of a speed-up is
-    not speculation), and a drafter of the same shape that never learned anything.
-
-    Raises:
-        ValueError: for a name that does not exist, with those that do.
-    """
-    check_methods(names or ())
-    wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]
-
-    def plain(**options: Any) -> Method:
-        request = {"max_new_tokens": max_new_tokens, **GREEDY, **options}
-        return lambda ids, on_step=None, **kept: timed_generate(target, ids, on_step, **request, **kept)
-
-    def ours(drafter: PreTrainedModel, **options: Any) -> Method:
-        request = {"max_new_tokens": max_new_tokens, "temperature": 0.0, **options}
-        return lambda ids, on_step=None, **kept: timed_blocks(drafter, target, ids, on_step, **request, **kept)
-
-    methods: dict[str, Method] = {
-        PLAIN: plain(),
-        PROMPT_LOOKUP: plain(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        NATIVE: plain(assistant_model=drafter, speculation_type="dflash"),
-        OURS: ours(drafter),
-        **{name: ours(drafter, **options) for name, options in VARIANTS.items()},
-    }
-    if RANDOM_DRAFTER in wanted:
-        methods[RANDOM_DRAFTER] = ours(untrained(drafter), **VARIANTS["dflash adaptive"])
-    return {name: methods[name] for name in wanted}
-
-
-def untrained(drafter: PreTrainedModel) -> PreTrainedModel:
-    """A drafter of the same shape, in the same dtype and place, with random weights."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = DFlashDraftModel(copy.deepcopy(cast(DFlashConfig, drafter.config)))
-    return model.to(drafter.device, drafter.dtype).eval()
-
-
 def compare(
     methods: Mapping[str, Method],
     prompts: Sequence[Prompt],
     repeats: int = 3,
     progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] = iter,
 ) -> list[Measurement]:
-    """Every method on every prompt, `repeats` times, taking turns; the first method is the one texts are compared with.
+    """Every method on every prompt, `repeats` times, in turns; texts are compared with those of the first method.
 
     Each method decodes the first, the shortest and the longest prompt once before, unmeasured.
     """
@@ -151,10 +64,7 @@ def compare(
 
 
 def take_turns(methods: Mapping[str, Method], input_ids: torch.Tensor, first: int) -> dict[str, TimedRun]:
-    """Every method once on one prompt, from number `first` (modulo their count) on.
-
-    Who counts `first` up lets the order rotate, so that none always runs behind the same neighbour.
-    """
+    """Every method once on one prompt, in an order that rotates with `first`: none always runs after the same neighbour."""
     names = list(methods)
     shift = first % len(names)
     runs = {name: methods[name](input_ids) for name in names[shift:] + names[:shift]}
@@ -162,7 +72,7 @@ def take_turns(methods: Mapping[str, Method], input_ids: torch.Tensor, first: in
 
 
 def measured(task: str, prompt_index: int, rounds: Sequence[Mapping[str, TimedRun]]) -> list[Measurement]:
-    """What several rounds of [`take_turns`] on one prompt say, a measurement for each method."""
+    """A measurement for each method from several rounds of [`take_turns`] on one prompt."""
     reference = next(iter(rounds[0].values())).token_ids
     return [
         Measurement(
@@ -185,9 +95,9 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
     """One row per task and method: speed, speed-up over the first method, tau, tokens per step, identical texts.
 
     A prompt counts with the median of its repeats; speeds are total tokens over total seconds. The speed-up has two
-    spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and the whole task's of each repeat. Both
-    means of tau are given: over verify steps (micro) and over prompts (macro). A step and a token count everything behind
-    the first token, the drafter's share too. What `profiles` say stands beside, in fields that begin with `profiled_`.
+    spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and over repeats of the whole task. Both
+    means of tau are given: over verify steps (micro) and over prompts (macro). The time of a step or token counts
+    everything after the first token, the drafter's share included. Fields from `profiles` begin with `profiled_`.
     """
     rows = []
     tasks = list(dict.fromkeys(m.task for m in measurements))
@@ -229,7 +139,7 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
 
 
 def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
-    """Fields of a row: means over all steps of the prompts that were profiled."""
+    """Fields of a row: means over all steps of the profiled prompts."""
     if not profiles:
         return {}
     steps = sum(p.num_steps for p in profiles)
@@ -248,12 +158,12 @@ def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
 
 
 def _histogram(lengths: Sequence[int]) -> list[int]:
-    """How many verify steps gave 1, 2, 3, … tokens."""
+    """The number of verify steps that gave 1, 2, 3, … tokens."""
     return [lengths.count(length) for length in range(1, max(lengths) + 1)]
 
 
 def _speedup_by_repeat(plain: Sequence[Measurement], chosen: Sequence[Measurement]) -> list[float | None]:
-    """The task's speed-up in each repeat by itself."""
+    """The task's speed-up in each repeat."""
     totals = [[sum(seconds) for seconds in zip(*(m.seconds for m in of), strict=True)] for of in (plain, chosen)]
     return [_ratio(mine, theirs) for mine, theirs in zip(*totals, strict=True)]
 

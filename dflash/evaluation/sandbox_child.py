@@ -1,8 +1,8 @@
-"""Runs one Python program under limits that it cannot lift; started as `python -I -B confined.py LIMITS PROGRAM`.
+"""Runs one Python program under limits that it cannot lift; started as `python -I -B sandbox_child.py LIMITS PROGRAM`.
 
-Standard library alone, so that it starts in milliseconds. Wherever there is POSIX: CPU seconds, address space, the size
-of a file, no core dump, no new processes. On Linux a system-call filter too, which also binds root and leaves threads
-alone: no process or program is started, no signal sent to another, no file opened for writing, no socket made.
+It imports only the standard library, so it starts in milliseconds. On every POSIX system it limits CPU seconds, address
+space and the size of a file, and forbids core dumps and new processes. On Linux a system-call filter, which binds root too
+and allows threads, forbids processes, programs, signals to others, files opened for writing, and sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import sys
 
 
-# By machine: the kernel's number for it, and those of the system calls that are refused.
+# By machine: its number in the kernel, and the numbers of the system calls that are refused.
 REFUSED = {
     "x86_64": (
         0xC000003E,
@@ -56,7 +56,7 @@ WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 THREAD = 0x00010000  # CLONE_THREAD
 OTHER_ABI = 0x40000000  # x86_64's 32-bit twins of the calls above have numbers from here on
 
-# The words of the kernel's filter: instructions, what to do with a call, and where its number and arguments are.
+# The kernel's filter: instructions, actions, and where a call's number and arguments are.
 LOAD, EQUALS, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
@@ -64,14 +64,14 @@ PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
 
 
 def limit(limits: dict[str, int], may_have_threads: bool) -> None:
-    """Sets what the kernel counts; beyond it the program is killed or refused."""
+    """Sets the kernel's limits; beyond them the program is killed or a call fails."""
     wanted = [
         (resource.RLIMIT_CPU, limits["cpu_seconds"]),
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_CORE, 0),
     ]
-    if not may_have_threads:  # counts those of the whole user, so any number that already runs is too many
+    if not may_have_threads:  # the count is over all processes of the user, so 0 is exceeded already
         wanted.append((resource.RLIMIT_NPROC, 0))
     for kind, value in wanted:
         hard = resource.getrlimit(kind)[1]
@@ -80,7 +80,7 @@ def limit(limits: dict[str, int], may_have_threads: bool) -> None:
 
 
 def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter's program: instruction, steps to skip if true, if false, and operand."""
+    """The filter's program: instruction, steps to skip if true and if false, operand."""
     number_of_machine, refused, opening, cloning = REFUSED[machine]
     program = [(LOAD, 0, 0, MACHINE_AT), (EQUALS, 1, 0, number_of_machine), (RETURN, 0, 0, KILL)]
     program += [(LOAD, 0, 0, NUMBER_AT), (AT_LEAST, 0, 1, OTHER_ABI), (RETURN, 0, 0, UNKNOWN)]
@@ -97,7 +97,7 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def filter_calls() -> bool:
-    """Refuses those calls from here on; False where this kernel or machine has no such filter."""
+    """Refuses those calls from now on; False if this kernel or machine has no such filter."""
     if sys.platform != "linux" or platform.machine() not in REFUSED:
         return False
     program = call_filter(platform.machine())

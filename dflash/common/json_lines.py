@@ -1,0 +1,107 @@
+"""Lines of JSON that several processes append to, each to a part of its own; the first process joins the parts.
+
+A kill at any moment costs at most the line that is being written.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """A file of JSON lines and the parts of the other processes beside it.
+
+    Args:
+        path: The file, which is the first process's part.
+        rank: The number of this process.
+        remedy: What a user does when the disk is full, after "make room and".
+    """
+
+    def __init__(self, path: Path, rank: int = 0, remedy: str = "run the same command again") -> None:
+        self.path, self._remedy = path, remedy
+        self._own = path if rank == 0 else path.with_name(f"{path.stem}.part{rank}{path.suffix}")
+
+    def parts(self) -> list[Path]:
+        """The parts that hold anything, the first process's first."""
+        others = sorted(self.path.parent.glob(f"{glob.escape(self.path.stem)}.part*{self.path.suffix}"))
+        return [part for part in (self.path, *others) if part.is_file() and part.stat().st_size]
+
+    def mend(self) -> None:
+        """Cuts half a line off the end of this process's part. Once, before the first `append`."""
+        if self._own.exists():
+            os.truncate(self._own, sum(len(line) for _, line in whole_lines(self._own)))
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes a line for each record to this process's part; the lines are on the disk when this returns.
+
+        Raises:
+            OSError: if they cannot be written, as on a full disk; the lines before them stay.
+        """
+        try:
+            with self._own.open("ab") as file:
+                file.writelines(map(as_line, records))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(
+                f"{self._own} cannot be written ({error.strerror}); its lines are kept: make room and {self._remedy}."
+            ) from error
+
+    def join(self, lines: Iterable[bytes]) -> None:
+        """Puts `lines` into the file, aside and then renamed, and deletes the other parts.
+
+        Raises:
+            OSError: if the file cannot be written; all parts stay.
+        """
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with aside.open("wb") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, self.path)
+        except OSError as error:
+            raise OSError(
+                f"{self.path} cannot be put in order ({error.strerror}); its lines are kept: make room and {self._remedy}."
+            ) from error
+        finally:
+            aside.unlink(missing_ok=True)
+        for part in self.parts():
+            if part != self.path:
+                part.unlink()
+
+
+def as_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line."""
+    return (json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n").encode("utf-8", errors="replace")
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Offsets and lines of a file. Half a line at its end, of a process that was killed, is left out."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield offset, line
+            offset += len(line)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that differ, by name, each as `8, now 9`."""
+
+    def short(value: Any) -> str:
+        text = json.dumps(value)
+        return text if len(text) <= 60 else f"{text[:57]}…"
+
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    return {name: f"{short(before.get(name))}, now {short(now.get(name))}" for name in names}
+
+
+def listed(changed: Mapping[str, str]) -> str:
+    """What [`changes`] found, for a sentence."""
+    return "; ".join(f"{name}: {said}" for name, said in changed.items())

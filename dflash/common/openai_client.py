@@ -1,0 +1,129 @@
+"""A client of one server that speaks the OpenAI protocol (vLLM, SGLang, …): addresses, headers, errors. It knows no clock."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+
+LONGEST_QUOTE = 160  # letters of a server's words that an error repeats
+LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
+
+
+class OpenAIClient:
+    """A server by its URL, with or without `/v1` at its end.
+
+    Every failure is a ValueError of one sentence that names the address and, where there is one, the status.
+
+    Args:
+        url: Such as http://localhost:8000; a user name and a password in it are dropped.
+        api_key: Sent as a bearer token.
+        timeout: Longest silence, in seconds.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        try:
+            parts = urlsplit(url)
+            self._address = parts.hostname or "", parts.port
+        except ValueError:  # a port that is no number
+            parts, self._address = urlsplit(""), ("", None)
+        if parts.scheme not in ("http", "https") or not self._address[0]:
+            raise ValueError(f"{url or repr(url)} is no server's URL: give one like http://localhost:8000.")
+        if not 0 < timeout <= LONGEST_TIMEOUT:
+            raise ValueError(f"timeout={timeout}: use a number of seconds above 0 and up to {LONGEST_TIMEOUT:g}.")
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"
+        self._headers = {"Content-Type": "application/json", "Accept": "*/*"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout = timeout
+        # Made once: reading the certificates takes longer than many an answer.
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+
+    def models(self) -> list[str]:
+        """Names of the models that the server serves."""
+        answer = self.json("GET", "/v1/models")
+        try:
+            return [model["id"] for model in answer["data"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.url}/v1/models lists no models but {quote(answer)}: is this a model server?"
+            ) from error
+
+    def only_model(self, name: str | None = None) -> str:
+        """The model `name`, or the only one; ValueError with the names that are served if there is no such model."""
+        names = self.models()
+        served = f"{self.url} serves {', '.join(names) or 'no model'}"
+        if not names:
+            raise ValueError(f"{served}: start it with one.")
+        if name is None and len(names) > 1:
+            raise ValueError(f"{served}: name one with --model.")
+        if name is not None and name not in names:
+            raise ValueError(f"{served} and not {name}: name one of them with --model.")
+        return name or names[0]
+
+    def json(self, method: str, path: str, content: Any = None) -> Any:
+        """What the server answers to a request, read as JSON."""
+        with self.response(method, path, None if content is None else json.dumps(content).encode()) as response:
+            body = response.read()
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise ValueError(f"{self.url}{path} answered 200 with no JSON: {quote(body)}.") from error
+
+    @contextmanager
+    def response(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
+        """The response to a request, of status 200; errors while the caller reads it are named as well."""
+        connection: HTTPConnection = (
+            HTTPConnection(*self._address, timeout=self._timeout)
+            if self._tls is None
+            else HTTPSConnection(*self._address, timeout=self._timeout, context=self._tls)
+        )
+        response = None
+        try:
+            connection.request(method, f"{self._path}{path}", body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                said = quote(_message(response.read()))
+                raise ValueError(f"{self.url}{path} answered {response.status} {response.reason}: {said}.")
+            yield response
+        except TimeoutError as error:
+            raise ValueError(
+                f"{self.url}{path} did not answer within {self._timeout:g} seconds: raise the timeout, or ask for shorter "
+                "answers or fewer at once."
+            ) from error
+        except (OSError, HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            if response is not None:
+                raise ValueError(
+                    f"{self.url}{path} answered 200 and broke off ({reason}): look at its log."
+                ) from error
+            raise ValueError(f"{self.url}{path} cannot be reached ({reason}): is the server running there?") from error
+        finally:
+            connection.close()
+
+
+def quote(said: Any) -> str:
+    """The first letters of a server's words, on one line."""
+    if isinstance(said, bytes):
+        said = said.decode("utf-8", "replace")
+    text = " ".join((said if isinstance(said, str) else json.dumps(said)).split()).rstrip(".")
+    text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    return (text[:LONGEST_QUOTE] + " …" if len(text) > LONGEST_QUOTE else text) or "nothing"
+
+
+def _message(body: bytes) -> Any:
+    """The message in an error's body, in the forms of OpenAI, vLLM and FastAPI; else the whole body."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return body
+    for key in ("error", "message", "detail"):
+        if isinstance(said, dict) and said.get(key):
+            said = said[key]
+    return said

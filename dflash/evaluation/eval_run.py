@@ -1,0 +1,200 @@
+"""`dflash eval` from names of tasks to a result: load, share out, answer, keep, gather, summarise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash.common.files import check_output, check_writable, only_writer
+from dflash.common.processes import Processes
+from dflash.common.provenance import public_name, record, write_result
+
+from .backends import Backend
+from .journal import Journal, key, unfinished
+from .scoring import check_scorers
+from .task_answers import TaskAnswer, answer_questions, by_category, chat_encoder, numbered, summarise_answers
+from .tasks import TASKS, Question, known_task, load_questions
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """What is evaluated.
+
+    Attributes:
+        target: The target's name: a Hub id, or its folder.
+        drafter: The drafter's name.
+        tasks: Names of [`TASKS`].
+        num_prompts: Questions per task, `None` for all.
+        seed: Chooses the questions.
+        data_root: A folder of local rows.
+        repeats: How often each method answers each question.
+        thinking: Whether the chat template asks for thinking.
+        chat_template: Whether it is used.
+        score: Whether answers are scored; code that the target wrote runs then, under limits.
+    """
+
+    target: str
+    drafter: str
+    tasks: tuple[str, ...]
+    num_prompts: int | None = None
+    seed: int = 0
+    data_root: Path | None = None
+    repeats: int = 1
+    thinking: bool = False
+    chat_template: bool = True
+    score: bool = True
+
+
+# Called with a process's share at its start (questions to answer here, questions done before) and at each answer.
+Begun = Callable[[int, int], None]
+Done = Callable[[list[TaskAnswer]], None]
+
+
+def questions_of(plan: EvalPlan) -> list[Question]:
+    """All questions of a plan, task by task; raises as [`load_questions`] does, before any model is needed."""
+    scorers = {known_task(name).scorer for name in plan.tasks}
+    if plan.score:
+        check_scorers(scorer for scorer in scorers if scorer is not None)
+    return [
+        question if plan.score else replace(question, reference=None)
+        for name in plan.tasks
+        for question in load_questions(name, plan.num_prompts, plan.seed, plan.data_root)
+    ]
+
+
+def check_eval_output(output: Path, overwrite: bool = False) -> None:
+    """Raises ValueError or OSError if [`run_eval`] could not write `output`: asked before models are loaded.
+
+    A result with its journal beside it may be continued. Any other file is replaced only with `overwrite`.
+    """
+    check_writable(output)
+    journal = output.with_suffix(".jsonl")
+    if journal == output:
+        raise ValueError(f"The output {output} must not end in .jsonl, as its journal does: end it in .json.")
+    check_writable(journal)
+    check_output(output, overwrite or journal.exists())
+
+
+def run_eval(
+    plan: EvalPlan,
+    questions: Sequence[Question],
+    backend: Backend,
+    tokenizer: Any,
+    output: Path | None = None,
+    processes: Processes | None = None,
+    on_begin: Begun = lambda share, done: None,
+    on_question: Done = lambda answers: None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
+
+    A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
+
+    Args:
+        plan: What is evaluated.
+        questions: Those of [`questions_of`], or a caller's own.
+        backend: What answers: `pair_backend` or `server_backend`.
+        tokenizer: The target's.
+        output: The JSON file to write, `None` for none.
+        processes: This process and its siblings; `None`: as the launcher's variables say.
+        on_begin: Called once.
+        on_question: Called at each answer.
+        overwrite: Begin anew where `output` or its journal exists.
+
+    Raises:
+        ValueError: if the journal was begun with other settings, or another process writes `output`.
+    """
+    processes = processes or Processes()
+    with ExitStack() as lock:
+        if output is not None and processes.is_first:
+            check_eval_output(output, overwrite)
+            lock.enter_context(only_writer(output))
+        decoding = {
+            "target": public_name(plan.target),
+            "drafter": public_name(plan.drafter),
+            "temperature": 0.0,
+            "batch_size": 1,
+            "max_new_tokens": backend.max_new_tokens,
+            "repeats": plan.repeats,
+            "methods": list(backend.begin()),
+            "enable_thinking": plan.thinking,
+            "chat_template": tokenizer.chat_template if plan.chat_template else None,
+            "peak_memory": "not measured" if backend.memory is None else backend.memory.kind,
+            **backend.decoding,
+        }
+        journal: Journal | None = None
+        done: dict[str, list[TaskAnswer]] = {}
+        if output is not None:
+            journal = Journal(output.with_suffix(".jsonl"), _settings(backend.environment, decoding), processes.rank)
+            journal.path.parent.mkdir(parents=True, exist_ok=True)
+            if overwrite:
+                for part in journal.parts() if processes.is_first else ():
+                    part.unlink()
+                processes.gather([None])  # nobody reads before the old answers are gone
+            done = dict(processes.gather(list(journal.read().items())))
+            journal.mend()
+        left = unfinished(questions, done)
+        share = processes.share(left)
+        on_begin(len(share), len(questions) - len(left))
+        encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
+        answered = answer_questions(
+            share, backend.begin, encode, tokenizer, backend.memory, plan.repeats, backend.max_prompt_tokens
+        )
+        made = []
+        for question, answers in zip(share, answered, strict=True):
+            if journal is not None:
+                journal.add(question, answers)
+            made.append((key(question), answers))
+            on_question(answers)
+        done |= dict(processes.gather(made))
+        answers = numbered(answer for question in questions for answer in done[key(question)])
+        if not answers:
+            raise ValueError(
+                f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} the target's positions leave room for "
+                f"{backend.max_prompt_tokens} tokens, lower it."
+            )
+        result = record(
+            "eval",
+            {**backend.environment, "processes": processes.count},
+            decoding={**decoding, "prompts_per_task": plan.num_prompts, "seed": plan.seed},
+            tasks=[_described(name, questions, answers) for name in plan.tasks],
+            summary=summarise_answers(answers),
+            categories=by_category(answers),
+            # All of an answer but its text, which the journal keeps.
+            measurements=[{name: said for name, said in asdict(one).items() if name != "text"} for one in answers],
+        )
+        if output is not None and journal is not None and processes.is_first:
+            journal.join_parts()
+            write_result(output, result)
+        return result
+
+
+def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskAnswer]) -> dict[str, Any]:
+    task = TASKS[name]
+    mine = [question for question in questions if question.task == name]
+    return {
+        "task": name,
+        "data_set": task.address,
+        "config": task.config,
+        "split": task.split,
+        "source": task.source,
+        "scorer": task.scorer,
+        "prompts": len(mine),
+        "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
+        "with_answers": sum(question.reference is not None for question in mine),
+    }
+
+
+def _settings(setup: dict[str, Any], decoding: dict[str, Any]) -> dict[str, Any]:
+    """What a kept answer depends on: a run that continues must have the same."""
+    names = (
+        "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
+        "target_parameters", "drafter_parameters", "block_size",
+    )  # fmt: skip
+    template = decoding["chat_template"]
+    digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
+    return {**{name: setup.get(name) for name in names}, **decoding, "chat_template": digest}

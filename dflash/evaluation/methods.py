@@ -1,0 +1,95 @@
+"""The ways of decoding that are compared, by name: plain `generate`, prompt lookup, native DFlash, ours and its variants."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.model.configuration_dflash import DFlashConfig
+from dflash.model.modeling_dflash import DFlashDraftModel
+
+from .timing import TimedRun, timed_blocks, timed_generate
+
+
+PLAIN = "target.generate"
+OURS = "dflash"
+PROMPT_LOOKUP = "prompt lookup"
+NATIVE = "native dflash"
+
+# Takes a prompt's ids [1, S] and gives its continuation under a clock. `on_step`, if given, is called after each step;
+# other keywords are caches of earlier turns.
+Method = Callable[..., TimedRun]
+
+# The loop's options for each variant; `OURS` is the loop without any option.
+EAGER = {"compile": False, "adaptive": False, "draft_tree": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dflash eager": EAGER,
+    "dflash compiled": {**EAGER, "compile": True},
+    "dflash adaptive": {**EAGER, "adaptive": True},
+    "dflash tree": {**EAGER, "adaptive": True, "draft_tree": True},
+    "dflash drafting nothing": {"max_draft_tokens": 0},
+}
+RANDOM_DRAFTER = "random drafter adaptive"
+
+# All names, in the order of a result's rows. Native DFlash exists from transformers 5.15 on.
+HAS_NATIVE = hasattr(transformers.GenerationConfig(), "speculation_type")
+METHODS = (PLAIN, PROMPT_LOOKUP, *([NATIVE] if HAS_NATIVE else []), OURS, *VARIANTS, RANDOM_DRAFTER)
+
+# All are given, because the target's own sampling defaults cause a warning otherwise.
+GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+# 10 is what transformers' documentation uses; the 15 of a DFlash block would be too many for prompt lookup.
+PROMPT_LOOKUP_TOKENS = 10
+
+
+def check_methods(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is none of [`METHODS`], with those that are: before models are loaded."""
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise ValueError(f"There is no method {', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}.")
+
+
+def decoding_methods(
+    target: PreTrainedModel, drafter: PreTrainedModel, max_new_tokens: int, names: Sequence[str] | None = None
+) -> dict[str, Method]:
+    """Greedy decoding by name: plain `target.generate` (always first), and the others of `names`, `None` for all.
+
+    Two of them split a speed-up into its causes: the loop without any proposal, and an untrained drafter of the same shape.
+
+    Raises:
+        ValueError: for a name that does not exist, with those that do.
+    """
+    check_methods(names or ())
+    wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]
+
+    def plain(**options: Any) -> Method:
+        request = {"max_new_tokens": max_new_tokens, **GREEDY, **options}
+        return lambda ids, on_step=None, **kept: timed_generate(target, ids, on_step, **request, **kept)
+
+    def ours(drafter: PreTrainedModel, **options: Any) -> Method:
+        request = {"max_new_tokens": max_new_tokens, "temperature": 0.0, **options}
+        return lambda ids, on_step=None, **kept: timed_blocks(drafter, target, ids, on_step, **request, **kept)
+
+    methods: dict[str, Method] = {
+        PLAIN: plain(),
+        PROMPT_LOOKUP: plain(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+        NATIVE: plain(assistant_model=drafter, speculation_type="dflash"),
+        OURS: ours(drafter),
+        **{name: ours(drafter, **options) for name, options in VARIANTS.items()},
+    }
+    if RANDOM_DRAFTER in wanted:
+        methods[RANDOM_DRAFTER] = ours(untrained(drafter), **VARIANTS["dflash adaptive"])
+    return {name: methods[name] for name in wanted}
+
+
+def untrained(drafter: PreTrainedModel) -> PreTrainedModel:
+    """A drafter of the same shape, dtype and device with random weights; the global generator is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = DFlashDraftModel(copy.deepcopy(cast(DFlashConfig, drafter.config)))
+    return model.to(drafter.device, drafter.dtype).eval()
