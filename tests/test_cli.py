@@ -167,10 +167,6 @@ def test_export_leaves_what_is_not_a_checkpoint(run: Any, tmp_path: Path) -> Non
     ("arguments", "said"),
     [
         (["generate", "{pair}", ""], "prompt is empty"),
-        (["generate", "{pair}", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["generate", "{pair}", "a", "--temperature", "-1"], "temperature=-1"),
-        (["generate", "{pair}", "a", "--temperature", "1", "--top-p", "3"], "top_p=3"),
-        (["generate", "{pair}", "a", "--device", "nonsense"], "--device nonsense"),
         (["generate", "{pair}", "a", "--compare", "--json"], "--compare"),
         (["generate", "--target", "/no/such/folder", "--drafter", "x", "a"], "--target /no/such/folder"),
         (["generate", "--target", "{empty}", "--drafter", "x", "a"], "config.json"),
@@ -195,6 +191,28 @@ def test_bad_input_gets_one_sentence(
     assert said in err
     assert len([line for line in err.splitlines() if line.startswith("dflash: ")]) == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-new-tokens", "0"),
+        ("--temperature", "-1.0"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-p", "3.0"),
+        ("--top-p", "nan"),
+        ("--top-k", "-1"),
+        ("--device", "nonsense"),
+        ("--device", "meta"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_before_anything_is_loaded(option: str, value: str, run: Any) -> None:
+    """The pair does not exist: a value that is looked at after loading would not be named."""
+    names = ["--target", "no/such-target", "--drafter", "no/such-drafter"]
+    status, out, err = run("generate", *names, "a", option, value)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"dflash: {option} {value} cannot be used")
 
 
 def test_usage_error_exits_with_2(run: Any) -> None:

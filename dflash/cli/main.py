@@ -23,6 +23,7 @@ from .eval import evaluate
 from .options import (
     Dtype,
     Pair,
+    check_decoding,
     checkpoint,
     dtype_name,
     encode,
@@ -132,6 +133,7 @@ def generate(
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
     if compare and (as_json or temperature):
         raise ValueError("--compare shows two greedy texts: leave out --json and --temperature.")
+    check_decoding(device, max_new_tokens, temperature, top_p, top_k)
     text = given(sys.stdin.read() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, dtype, device)
     input_ids = encode(pair, text, chat_template, thinking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import textwrap
@@ -86,6 +87,29 @@ def checkpoint(name: str, option: str) -> str:
     return name
 
 
+def check_decoding(
+    device: str | None = None,
+    max_new_tokens: int = 1,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> None:
+    """Refuses values that no decoding takes, by their options' names; called before anything is loaded.
+
+    Raises:
+        ValueError: with the option, its value and the remedy.
+    """
+    for option, value, is_allowed, remedy in (
+        ("--max-new-tokens", max_new_tokens, max_new_tokens > 0, "ask for at least one token"),
+        ("--temperature", temperature, 0 <= temperature < math.inf, "use 0 for greedy decoding, or a number above 0"),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "use a probability above 0 and up to 1"),
+        ("--top-k", top_k, top_k is None or top_k >= 0, "use the number of tokens to keep, or 0 for all"),
+    ):
+        if not is_allowed:
+            raise ValueError(f"{option} {value} cannot be used: {remedy}.")
+    known_device(device)
+
+
 def torch_dtype(dtype: Dtype) -> Any:
     """What `from_pretrained` takes as `dtype`."""
     import torch
@@ -101,6 +125,8 @@ def known_device(device: str | None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "auto":
         try:
+            if torch.device(device).type == "meta":
+                raise RuntimeError("it holds shapes and no values")
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).split("\n")[0]
