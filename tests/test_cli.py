@@ -366,7 +366,7 @@ def test_a_path_that_cannot_be_used_is_named_in_a_sentence(run: Any, tmp_path: P
 
 
 def test_help_needs_no_model() -> None:
-    done = subprocess.run([sys.executable, "-m", "dflash.cli", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "dflash", "--help"], capture_output=True, text=True, check=True)
     for name in ("demo", "generate", "export-demo"):
         assert name in done.stdout
 

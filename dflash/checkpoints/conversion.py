@@ -11,6 +11,7 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .folders import check_replaceable, save_checkpoint
 from .rules import check
+from .rules.findings import RETRAIN, summary
 
 
 def convert_checkpoint(
@@ -21,8 +22,8 @@ def convert_checkpoint(
 ) -> Path:
     """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
 
-    Tensors keep their values and dtype. What a dialect stores of the target (frozen copies of its embedding and head) is
-    left out; a reduced vocabulary and an anchor that predicts stay, since without them it would be another drafter.
+    Tensors keep their values and dtype. Frozen copies of the target's embedding and head, which some dialects store, are
+    left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them.
 
     Args:
         source: A local folder or an id on the Hub.
@@ -31,7 +32,8 @@ def convert_checkpoint(
         kwargs: Passed on to `DFlashDraftModel.from_pretrained` (`revision`, `weights_only`, …).
 
     Raises:
-        ValueError: if the checkpoint cannot be read exactly, belongs to another target, or would replace something else.
+        ValueError: if the checkpoint cannot be read exactly, holds weights that are NaN or infinite, belongs to another
+            target, or would replace something else.
     """
     drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
     if target is not None:
@@ -81,7 +83,19 @@ def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlash
         drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
     except OSError as error:
         raise ValueError(f"The drafter {source} cannot be read: {_first_line(error)}") from error
+    refuse_broken_weights(drafter, str(source))
     return drafter
+
+
+def refuse_broken_weights(drafter: DFlashDraftModel, name: str) -> None:
+    """Raises ValueError if a weight is NaN or infinite."""
+    broken = [
+        key
+        for key, tensor in drafter.state_dict().items()
+        if tensor.dtype.itemsize > 1 and not tensor.isfinite().all()
+    ]
+    if broken:
+        raise ValueError(f"Weights of {name} are NaN or infinite ({summary(broken)}): {RETRAIN}")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,10 +1,10 @@
 """How other tools write a DFlash checkpoint, and what that is in the form that this library writes.
 
-A dialect is told by the fields of `config.json` and, where they leave a doubt, by the names of the tensors; never by the
-name of the checkpoint. Everything here is tables and functions over dictionaries. The shipped files read their own form alone;
-importing the package gives them this module to read the others by (`DFlashConfig.reader`).
+A dialect is recognised by the fields of `config.json` and, where they leave a doubt, by the names of the tensors; never by
+the name of the checkpoint. The shipped files read their own form alone. Importing the package gives them this module, by
+which they read the others (`DFlashConfig.reader`).
 
-| dialect | told by | written by |
+| dialect | recognised by | written by |
 |---|---|---|
 | z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge, ModelOpt, this library |
 | speculators | `transformer_layer_config` | speculators, RedHat |
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from transformers.utils import logging
@@ -43,22 +43,10 @@ COPIES_OF_THE_TARGET = {
 
 # Fields of a speculators config that stand beside its `transformer_layer_config` and mean here what they mean there.
 BESIDE_THE_LAYER_CONFIG = (
-    "block_size",
-    "mask_token_id",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "sample_from_anchor",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-)
+    "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
+    "conv_group_size", "selector_rank", "selector_top_k", "input_embedding_scale", "output_multiplier",
+    "final_logit_softcapping", "dtype", "torch_dtype", "quantization_config",
+)  # fmt: skip
 
 # Fields of a layer's config in other places than a drafter's: what the layer was, or what it was trained as.
 NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_version", "_attn_implementation")
@@ -66,35 +54,15 @@ NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_versi
 # What a field of a config.json has to be, in any dialect and place, if it is there and no null.
 OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config")
 WHOLE_NUMBERS = (
-    "block_size",
-    "mask_token_id",
-    "num_target_layers",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_window_layers",
-    "max_position_embeddings",
-    "draft_vocab_size",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "swa_window_size",
-)
+    "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
+    "max_position_embeddings", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank",
+    "selector_top_k", "swa_window_size",
+)  # fmt: skip
 NUMBERS = (
-    "rope_theta",
-    "rms_norm_eps",
-    "initializer_range",
-    "attention_dropout",
-    "input_embedding_scale",
-    "output_multiplier",
-    "logit_scale",
-    "final_logit_softcapping",
-)
+    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale", "output_multiplier",
+    "logit_scale", "final_logit_softcapping",
+)  # fmt: skip
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
 
@@ -103,7 +71,7 @@ DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "marko
 
 
 def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:
-    """Which dialect a config.json is written in; `tensor_names` may be empty where they are not known."""
+    """The dialect of a config.json; `tensor_names` may be empty where they are not known."""
     if "transformer_layer_config" in fields:
         return SPECULATORS
     if fields.get("dflash_config") is not None or any(fields.get(name) is None for name in OWN_FIELDS):
@@ -114,11 +82,11 @@ def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> st
 
 
 def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a config.json of any dialect, as [`DFlashConfig`] takes them, and the dialect they were written in.
+    """The fields of a config.json of any dialect as [`DFlashConfig`] takes them, its `dialect` among them.
 
     Raises:
-        ValueError: for a field of the wrong kind, for two that contradict each other, for a checkpoint that leaves its
-            block, its taps or its rotary base to a guess, and for a speculators checkpoint of another kind than DFlash.
+        ValueError: for a field of the wrong kind, fields that contradict each other, a config without its block, its
+            taps or its rotary base, and a speculators checkpoint of another kind than DFlash.
     """
     _check_kinds(fields)
     dialect = dialect_of(fields, tensor_names)
@@ -135,7 +103,7 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
 
 
 def _check_kinds(fields: dict[str, Any]) -> None:
-    """Refuses fields of another kind than readers expect, which would fail far from the file that holds them."""
+    """Refuses fields of another kind than readers expect."""
     if not isinstance(fields, dict):
         raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
     for name in OBJECTS:
@@ -161,46 +129,47 @@ def _check_kinds(fields: dict[str, Any]) -> None:
 
 
 def _check_rope(fields: dict[str, Any]) -> None:
-    """Refuses a rotary embedding whose base is not written, or that its two spellings say differently."""
+    """Refuses a rotary embedding without a base, or whose two spellings differ."""
     parameters = fields.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in parameters.values()):
         return  # a base for each layer type, for the configuration to judge
     older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
     if older is None and newer is None:
         raise ValueError(
-            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as rope_theta and "
-            "in rope_parameters."
+            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as rope_theta "
+            "and in rope_parameters."
         )
     if older is not None and newer is not None and older != newer:
         raise ValueError(
-            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base of the "
-            "training run in both."
+            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base of "
+            "the training run in both."
         )
     if not parameters or "rope_scaling" not in fields:
         return
-    scaling, other = _scaling(fields["rope_scaling"]), _scaling(parameters)
+    scaling, other = rope_scaling(fields["rope_scaling"]), rope_scaling(parameters)
     if scaling != other:
         raise ValueError(
-            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the scaling "
-            "of the training run in both."
+            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the "
+            "scaling of the training run in both."
         )
 
 
-def _scaling(fields: dict[str, Any] | None) -> dict[str, Any] | None:
+def rope_scaling(fields: Any) -> dict[str, Any] | None:
     """Scaling of a rotary embedding without its base, `None` for none; `type` is the older name of `rope_type`."""
-    named = {"rope_type" if name == "type" else name: value for name, value in (fields or {}).items()}
-    named.pop("rope_theta", None)
+    if not isinstance(fields, Mapping):
+        return None
+    named = {"rope_type" if name == "type" else name: value for name, value in fields.items() if name != "rope_theta"}
     return None if named.get("rope_type", "default") == "default" else named
 
 
 def _check_taps(fields: dict[str, Any]) -> None:
-    """Refuses taps that count hidden states and are not those that count layers."""
+    """Refuses taps that are written twice, counted by hidden states and by layers, and differ."""
     states = _layers_of_states(fields.get("eagle_aux_hidden_state_layer_ids"))
     ids = fields.get("target_layer_ids") or fields["dflash_config"].get("target_layer_ids")
     if states is not None and ids is not None and states != list(ids):
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not target_layer_ids={ids} "
-            "plus one: write the layers of the training run in both."
+            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not "
+            f"target_layer_ids={ids} plus one: write the layers of the training run in both."
         )
 
 
@@ -236,7 +205,7 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
         return read
     read["sliding_window"] = window or read.get("sliding_window")
     if "sliding_attention" not in (read.get("layer_types") or ()):
-        # The flag then stands for all layers, which see the whole block unless something says that they are causal.
+        # The flag then means all layers, which see the whole block unless a field says that they are causal.
         read["layer_types"] = ["sliding_attention"] * read.get("num_hidden_layers", 32)  # Qwen3's default
         if read.get("is_causal") is None and nested.get("causal") is None:
             read["is_causal"] = False
@@ -244,7 +213,7 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's fields one level down, taps counted from the embedding, causality as an exception to sliding layers."""
+    """The decoder's fields one level down, taps counted from the embedding, sliding layers causal unless it says not."""
     kind = fields.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dflash2"):
         raise ValueError(
@@ -267,16 +236,16 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_assistant(fields: dict[str, Any]) -> dict[str, Any]:
-    """Flat; bidirectional in every layer; reads raw rows of the target's embedding; knows no vocabulary."""
+    """Flat; every layer bidirectional; takes the target's embeddings unscaled; knows no vocabulary."""
     read = {"vocab_size": 0, "input_embedding_scale": 1.0, **fields}
     return _with_windows({**read, "model_type": "qwen3", "is_causal": False, "dflash_config": {}})
 
 
 def _read_deepspec(fields: dict[str, Any]) -> dict[str, Any]:
-    """Flat; its anchor row predicts too, which the config does not say."""
+    """Flat; its anchor proposes a token too, which the config does not say."""
     if "sample_from_anchor" not in fields and "markov_rank" not in fields:
         logger.warning(
-            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor row is "
+            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor is "
             "taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
         )
     kept = {name: value for name, value in fields.items() if name not in DEEPSPEC_TRAINING_FIELDS}
@@ -289,7 +258,7 @@ def _layers_of_states(ids: list[int] | None) -> list[int] | None:
 
 
 def _with_windows(fields: dict[str, Any]) -> dict[str, Any]:
-    """With `use_sliding_window` where a layer slides: transformers drops the window otherwise, and these dialects do not."""
+    """With `use_sliding_window` where a layer slides, because transformers drops the window otherwise."""
     slides = "sliding_attention" in (fields.get("layer_types") or ())
     return {**fields, "use_sliding_window": True} if slides else fields
 

@@ -1,17 +1,21 @@
-"""What sub-commands share: names of checkpoints and devices, loading a pair, a prompt in the chat template."""
+"""What the commands share: their common options, the checks before anything is loaded, loading a pair, a prompt's ids."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from .terminal import progress_bar
 
@@ -23,6 +27,24 @@ class Dtype(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+# Options of several commands. Short metavars leave room for whole names on 80 columns.
+Target = Annotated[str, typer.Option(metavar="NAME", help="The target: a local folder or an id on the Hub.")]
+Drafter = Annotated[str, typer.Option(metavar="NAME", help="Its DFlash drafter: a local folder or an id on the Hub.")]
+TargetOfDrafter = Annotated[
+    str | None, typer.Option("--target", metavar="NAME", help="Its target: a local folder or an id on the Hub.")
+]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
+StoredDtype = Annotated[
+    Dtype, typer.Option(metavar="DTYPE", help="auto (as each checkpoint is stored), float32, bfloat16 or float16.")
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is one.")
+]
+ChatTemplate = Annotated[bool, typer.Option(help="Ask in the target's chat template.")]
+Thinking = Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class Pair(NamedTuple):
@@ -45,18 +67,38 @@ def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pa
     with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
         if is_local:  # a download shows bars of its own
             hide_loading_bars()
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        from transformers import AutoModelForCausalLM
 
         from dflash.model.modeling_dflash import DFlashDraftModel
 
+        tokenizer = load_tokenizer(target)
         advance()
-        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
         with named("--drafter", drafter):
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
         with named("--target", target):
-            target_model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
-            return Pair(target_model, draft_model, AutoTokenizer.from_pretrained(target))
+            return Pair(AutoModelForCausalLM.from_pretrained(target, **place).eval(), draft_model, tokenizer)
+
+
+def load_tokenizer(target: str) -> Any:
+    """The tokenizer of a causal language model; ValueError for another kind of model, and for one without a tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    with named("--target", target):
+        config = AutoConfig.from_pretrained(target)
+        # AutoModelForCausalLM takes these too, and their positions then see the ones after them.
+        if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+            raise ValueError(f"a {config.model_type} model is no causal language model: give one that generates text.")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target)
+            is_empty = not tokenizer("a", add_special_tokens=False)["input_ids"]
+        except TypeError:  # transformers 4.57, of files that are not there
+            is_empty = True
+        if is_empty:
+            raise ValueError("there is no tokenizer: put its files (tokenizer.json, tokenizer_config.json) there.")
+        return tokenizer
 
 
 @contextmanager
@@ -171,7 +213,15 @@ def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = F
     """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
     from dflash.evaluation import chat_encoder
 
+    if chat_template and not pair.tokenizer.chat_template:
+        say_once("The target's tokenizer has no chat template: prompts are given as they are.")
     return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+
+
+@functools.cache
+def say_once(sentence: str) -> None:
+    """Prints a sentence on standard error, once in a process."""
+    print(f"dflash: {sentence}", file=sys.stderr)
 
 
 def numbered_lines(path: Path, option: str) -> list[tuple[int, str]]:

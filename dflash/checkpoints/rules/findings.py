@@ -17,6 +17,7 @@ ALL = tuple(ENGINES)
 TRANSFORMERS = ("remote-code", "native")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CONVERT = "rewrite it with `dflash convert`"
+RETRAIN = "take a checkpoint from before its training diverged."
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Verdict:
 class Report:
     """The findings, worst first, and a verdict for each engine that was asked about."""
 
+    name: str
     folder: Path
     dialect: str
     target: str | None
@@ -68,10 +69,10 @@ class Report:
 
 
 def check(folder: str | os.PathLike[str], target: str | None = None, engines: tuple[str, ...] = ALL) -> Report:
-    """Everything that the rules find in the checkpoint at `folder`, for `engines`.
+    """Everything that the rules find in a drafter's checkpoint, for `engines`. All weights are read, and no model is built.
 
     Args:
-        folder: A drafter's checkpoint.
+        folder: The checkpoint: a folder or an id on the Hub.
         target: Its target's folder or Hub id; with it the pair is checked too.
         engines: Keys of `ENGINES`; findings that concern none of them are left out.
 
@@ -93,7 +94,7 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
         ]
     findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
     verdicts = tuple(_verdict(engine, findings) for engine in engines)
-    return Report(checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)
+    return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)
 
 
 def _without_repeats(found: list[Finding]) -> list[Finding]:

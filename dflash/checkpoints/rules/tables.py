@@ -32,7 +32,7 @@ def report_lines(report: Report) -> RenderableType:
 
 
 def _title(report: Report) -> Text:
-    title = Text.assemble((report.folder.name or str(report.folder), "bold"), (f"  {report.dialect} form", "dim"))
+    title = Text.assemble((report.name or str(report.folder), "bold"), (f"  {report.dialect} form", "dim"))
     if report.target is not None:
         title.append(f", target {report.target}", "dim")
     return title

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
 
 from .engines import decoder_fields, either, num_layers, whole_number
-from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
-from .reading import Checkpoint
+from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
+from .reading import Checkpoint, is_finite
 
 
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -27,35 +28,22 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     missing = [name for name in expected if name not in stored]
     if missing:
-        yield error(
-            summary(missing),
-            None,
-            "loaders fill these at random or not at all, and the drafter proposes nothing useful.",
-            "save them, or correct the config that asks for them.",
-            file=WEIGHTS,
-        )
+        why = "loaders fill these at random or not at all, and the drafter proposes nothing useful."
+        fix = "save them, or correct the config that asks for them."
+        yield error(summary(missing), None, why, fix, file=WEIGHTS)
     for name, shape in expected.items():
         tensor = checkpoint.tensors.get(stored.get(name, name))
         if tensor is not None and tensor.shape != shape:
-            yield error(
-                name,
-                list(tensor.shape),
-                f"the config asks for {list(shape)}" + _shape_hint(name, tensor.shape, checkpoint) + ".",
-                "correct the config: the weights are what was trained.",
-                file=tensor.file,
-            )
-    known = {*expected, *OWN_VOCABULARY, *COPIES_OF_THE_TARGET.get(checkpoint.form, ())}
-    extra = [name for key, name in stored.items() if key not in known]
+            why = f"the config asks for {list(shape)}" + _shape_hint(name, tensor.shape, checkpoint) + "."
+            fix = "correct the config: the weights are what was trained."
+            yield error(name, list(tensor.shape), why, fix, file=tensor.file)
+    known = [f"^{re.escape(name)}$" for name in (*expected, *OWN_VOCABULARY)]
+    known += COPIES_OF_THE_TARGET.get(checkpoint.form, [])
+    extra = [name for key, name in stored.items() if not any(re.search(pattern, key) for pattern in known)]
     if extra:
         why = "vLLM and MLX refuse what they do not know, transformers here too; SGLang and TensorRT-LLM drop it."
-        yield error(
-            summary(extra),
-            None,
-            why,
-            "leave it out.",
-            ("remote-code", "vllm", "mlx"),
-            checkpoint.tensors[extra[0]].file,
-        )
+        fix = "leave it out."
+        yield error(summary(extra), None, why, fix, ("remote-code", "vllm", "mlx"), checkpoint.tensors[extra[0]].file)
     own = [name for name in OWN_VOCABULARY if name in stored and name not in expected]
     if own and checkpoint.form == ZLAB:
         why = "MLX refuses an embedding or head of the drafter's own, this package too; other engines but vLLM ignore it."
@@ -136,14 +124,9 @@ def _canonical(name: str) -> str:
 def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     prefixed = [name for name in checkpoint.tensors if name.startswith("model.")]
     if prefixed:
-        yield error(
-            summary(prefixed),
-            None,
-            "vLLM puts `model.` before every name, and MLX knows the names without it.",
-            f"{CONVERT}.",
-            ("vllm", "mlx", "native"),
-            checkpoint.tensors[prefixed[0]].file,
-        )
+        why = "vLLM puts `model.` before every name, and MLX knows the names without it."
+        fix = f"{CONVERT}."
+        yield error(summary(prefixed), None, why, fix, ("vllm", "mlx", "native"), checkpoint.tensors[prefixed[0]].file)
     aliased = [name for name in ALIASES if name in checkpoint.tensors]
     if aliased:
         why = "TensorRT-LLM drops these names and MLX refuses them."
@@ -183,7 +166,16 @@ def stored_dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield note("dtype", sorted(found), why, "save in bfloat16.", ALL, WEIGHTS)
 
 
+def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Weights that are numbers."""
+    broken = [name for name, tensor in checkpoint.tensors.items() if not is_finite(checkpoint.folder, tensor)]
+    if broken:
+        why = "it is NaN or infinite, and so is all that is computed from it."
+        yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
+
+
 RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
     "tensors": tensors,
+    "finite": finite,
     "dtype": stored_dtype,
 }
