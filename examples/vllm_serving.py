@@ -14,7 +14,14 @@ import shlex
 
 from pair import options, questions
 
-from dflash.checkpoints import check, declared_block_size, export_embedded_pair, refuse_unfit, run_server, server_command
+from dflash.checkpoints import (
+    check,
+    declared_block_size,
+    export_embedded_pair,
+    refuse_unfit,
+    run_server,
+    server_command,
+)
 
 
 def main() -> None:

@@ -309,6 +309,27 @@ def test_what_this_package_writes_it_loads(tmp_path: Path, fields: dict[str, Any
     assert works == works_on | {"remote-code"}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2])
+def test_weights_that_are_no_numbers_are_found(
+    drafter: Path, dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a single one, in any piece of any tensor, fails everywhere; the largest finite values do not."""
+    monkeypatch.setattr("dflash.checkpoints.rules.reading.PIECE", 7)
+    name = "layers.1.mlp.up_proj.weight"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        weight = torch.full_like(tensors[name], torch.finfo(dtype).max, dtype=dtype)
+        weight[-1, -1] = last
+        tensors[name] = weight
+
+    for last in (torch.finfo(dtype).min, value):
+        report = check(edit_tensors(drafter, change))
+        found = [finding.field for finding in report.findings if finding.rule == "finite"]
+        assert found == ([] if last != value else ["layers.*.mlp.up_proj.weight"])
+    assert failing(report) == EVERY
+
+
 def test_a_wrong_fc_says_how_many_layers_it_holds(drafter: Path) -> None:
     """The usual trace of a drafter of another target."""
     edit_tensors(drafter, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :32]}))
@@ -690,8 +711,8 @@ def test_no_config_breaks_the_linter(drafter: Path, portable: Path, fields: dict
     Console(file=StringIO()).print(report_lines(report))
 
 
-def test_no_weights_are_loaded(drafter: Path) -> None:
-    """Promise: the header is enough. The tensors' bytes are a hole in the file, and no loader is importable."""
+def test_reading_a_checkpoint_loads_no_weights(drafter: Path) -> None:
+    """Promise: headers are enough for names and shapes: the bytes are a hole in the file, and no loader is importable."""
     path = drafter / "model.safetensors"
     length = int.from_bytes(path.read_bytes()[:8], "little")
     size = path.stat().st_size

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hub_server import Hub, Repo
+from safetensors.torch import load_file, save_file
 from test_hub_protocol import USERS, WITH_PACKAGE, environment
 from test_remote_code import run_script
 from tiny_models import make_drafter
@@ -192,6 +193,15 @@ def test_what_does_not_load_is_refused(folder: Path, run: Any, no_connection: No
         "DFlashDraftModel in modeling_dflash.py beside the weights): save the drafter again with this package, its code "
         "beside it; `dflash check my-DFlash` says all.\n"
     )
+
+
+def test_weights_that_are_no_numbers_are_refused(folder: Path, run: Any, no_connection: None) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    status, out, err = run(folder, REPO, "--dry-run")
+    assert (status, out) == (1, "")
+    assert "(it is NaN or infinite, and so is all that is computed from it): take a checkpoint from before" in err
 
 
 @pytest.mark.parametrize(

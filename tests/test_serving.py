@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import make_drafter, make_target
 
 from dflash.checkpoints import declared_block_size, server_command
-from dflash.checkpoints.serving import BUILDERS, INSTALL
+from dflash.checkpoints.serving import INSTALL
 from dflash.cli import main as cli
 
 
@@ -71,13 +72,13 @@ def test_tensorrt_llm_reads_a_file() -> None:
     }
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_a_block_of_one_drafts_nothing(engine: str) -> None:
     with pytest.raises(ValueError, match="block_size=1"):
         server_command(engine, "T", "D", 1)
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_print_only_prints_and_a_shell_reads_it_back(
     run: Any, pair: tuple[Path, Path], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +101,7 @@ def test_print_only_prints_and_a_shell_reads_it_back(
         assert (tmp_path / name).read_text() == text + "\n"
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_serving_becomes_the_engine(pair: tuple[Path, Path], engine: str, tmp_path: Path) -> None:
     """Promise: the command is printed first, then the engine has our streams, its arguments and our exit status."""
     target, drafter = pair
@@ -123,7 +124,7 @@ def test_serving_becomes_the_engine(pair: tuple[Path, Path], engine: str, tmp_pa
         assert json.loads((tmp_path / name).read_text()) == json.loads(text)
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_an_engine_that_is_not_installed(
     run: Any, pair: tuple[Path, Path], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,3 +213,13 @@ def test_a_drafter_of_the_hub_that_is_not_here(run: Any, pair: tuple[Path, Path]
     assert status == 1
     assert "--block-size" in err
     assert '"model": "no/such-DFlash"' in run(*options, "--block-size", "16")[1]
+
+
+def test_weights_that_are_no_numbers_are_not_served(run: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    drafter = _edited(pair[1], tmp_path)
+    weights = load_file(drafter / "model.safetensors")
+    weights["norm.weight"][0] = float("nan")
+    save_file(weights, drafter / "model.safetensors")
+    status, out, err = run("--engine", "vllm", "--target", pair[0], "--drafter", drafter, "--print")
+    assert (status, out) == (1, "")
+    assert "norm.weight=None (model.safetensors): it is NaN or infinite" in err

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from transformers.utils import logging
@@ -52,7 +52,7 @@ BESIDE_THE_LAYER_CONFIG = (
 NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_version", "_attn_implementation")
 
 # What a field of a config.json has to be, in any dialect and place, if it is there and no null.
-OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config")
+OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "auto_map")
 WHOLE_NUMBERS = (
     "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
@@ -65,6 +65,18 @@ NUMBERS = (
 )  # fmt: skip
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
+
+
+def _is_list_of_layers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_whole_number, value))
+
+
+KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str], ...] = (
+    (OBJECTS, lambda value: isinstance(value, Mapping), "an object", "write it as one, or leave it out"),
+    (WHOLE_NUMBERS, is_whole_number, "a whole number", "write it without quotes"),
+    (NUMBERS, is_number, "a number", "write it without quotes"),
+    (LISTS_OF_LAYERS, _is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
+)
 
 # What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
 DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "markov_head_type")
@@ -102,30 +114,27 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
     return read
 
 
+def kind_faults(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, str, str]]:
+    """Fields of another kind than readers expect: the field, its value, what it should be, and the remedy."""
+    for names, is_right, kind, remedy in KINDS:
+        for name in names:
+            if fields.get(name) is not None and not is_right(fields[name]):
+                yield place + name, fields[name], kind, remedy
+    for name in OBJECTS:
+        if isinstance(fields.get(name), Mapping):
+            yield from kind_faults(fields[name], f"{name}.")
+
+
 def _check_kinds(fields: dict[str, Any]) -> None:
     """Refuses fields of another kind than readers expect."""
     if not isinstance(fields, dict):
         raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
-    for name in OBJECTS:
-        if fields.get(name) is not None and not isinstance(fields[name], dict):
-            raise ValueError(f"{name}={fields[name]!r} is not an object: write it as one, or leave it out.")
-    for name in WHOLE_NUMBERS:
-        if fields.get(name) is not None and not is_whole_number(fields[name]):
-            raise ValueError(f"{name}={fields[name]!r} is not a whole number: write it without quotes.")
-    for name in NUMBERS:
-        if fields.get(name) is not None and not is_number(fields[name]):
-            raise ValueError(f"{name}={fields[name]!r} is not a number: write it without quotes.")
-    for name in LISTS_OF_LAYERS:
-        ids = fields.get(name)
-        if ids is not None and not (isinstance(ids, (list, tuple)) and all(map(is_whole_number, ids))):
-            raise ValueError(f"{name}={ids!r} is not a list of layer numbers: write it as [1, 9, 17].")
+    for name, value, kind, remedy in kind_faults(fields):
+        raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
     for name in ("dtype", "torch_dtype"):
         dtype = fields.get(name)
         if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
-    for name in OBJECTS:
-        if fields.get(name):
-            _check_kinds(fields[name])
 
 
 def _check_rope(fields: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -62,34 +62,18 @@ def server_command(
     """
     if block_size < 2:
         raise ValueError(f"block_size={block_size}: a block is the anchor and at least one draft; use 2 or more.")
-    return BUILDERS[engine](target, drafter, block_size, tuple(extra))
-
-
-def _vllm(target: str, drafter: str, block_size: int, extra: tuple[str, ...]) -> ServerCommand:
-    """The method is named, so that the drafter's folder may have any name."""
-    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
-    return ServerCommand(("vllm", "serve", target, "--speculative-config", json.dumps(speculative), *extra))
-
-
-def _sglang(target: str, drafter: str, block_size: int, extra: tuple[str, ...]) -> ServerCommand:
-    """SGLang counts the anchor among the draft tokens."""
-    own = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter)
-    width = ("--speculative-num-draft-tokens", str(block_size))
-    return ServerCommand(("sglang", "serve", "--model-path", target, *own, *width, *extra))
-
-
-def _trtllm(target: str, drafter: str, block_size: int, extra: tuple[str, ...]) -> ServerCommand:
-    """TensorRT-LLM takes speculation from a YAML file alone; JSON is YAML."""
-    speculative = {"decoding_type": "DFlash", "max_draft_len": block_size - 1, "speculative_model": drafter}
-    options = json.dumps({"speculative_config": speculative})
-    return ServerCommand(("trtllm-serve", target, "--config", TRTLLM_OPTIONS, *extra), {TRTLLM_OPTIONS: options})
-
-
-BUILDERS: dict[str, Callable[[str, str, int, tuple[str, ...]], ServerCommand]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
-}
+    num_drafts = block_size - 1
+    if engine == "vllm":  # the method is named, so that the drafter's folder may have any name
+        speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": num_drafts}
+        return ServerCommand(("vllm", "serve", target, "--speculative-config", json.dumps(speculative), *extra))
+    if engine == "sglang":  # which counts the anchor among the draft tokens
+        own = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter)
+        width = ("--speculative-num-draft-tokens", str(block_size))
+        return ServerCommand(("sglang", "serve", "--model-path", target, *own, *width, *extra))
+    # TensorRT-LLM takes speculation from a YAML file alone; JSON is YAML.
+    options = {"decoding_type": "DFlash", "max_draft_len": num_drafts, "speculative_model": drafter}
+    text = json.dumps({"speculative_config": options})
+    return ServerCommand(("trtllm-serve", target, "--config", TRTLLM_OPTIONS, *extra), {TRTLLM_OPTIONS: text})
 
 
 def declared_block_size(drafter: str) -> int:

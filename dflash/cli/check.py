@@ -13,7 +13,7 @@ from .options import AsJson, TargetOfDrafter, checkpoint
 
 
 class Engine(str, Enum):
-    """What may run a drafter."""
+    """What may run a drafter; Typer reads repeated choices from an Enum alone."""
 
     remote_code = "remote-code"
     native = "native"

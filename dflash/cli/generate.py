@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from dflash import __version__
+
 from .demo import show_comparison, warm_up
 from .options import (
     AsJson,
@@ -28,7 +30,6 @@ from .options import (
     given,
     load_pair,
     say_once,
-    version,
 )
 from .terminal import BlockPrinter, number
 
@@ -113,6 +114,9 @@ def warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -
 
 def _report(pair: Pair, run: Any) -> dict[str, Any]:
     """What `--json` says about a run."""
+    import torch
+    import transformers
+
     return {
         "text": pair.tokenizer.decode(run.token_ids, skip_special_tokens=True),
         "token_ids": run.token_ids,
@@ -127,6 +131,8 @@ def _report(pair: Pair, run: Any) -> dict[str, Any]:
         "device": str(pair.target.device),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("dflash-transformers", "torch", "transformers")},
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "dflash-transformers": __version__,
         },
     }

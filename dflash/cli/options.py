@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -269,11 +268,3 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
 def dtype_name(pair: Pair) -> str:
     """The target's dtype without `torch.`."""
     return str(pair.target.dtype).removeprefix("torch.")
-
-
-def version(distribution: str) -> str | None:
-    """Of an installed distribution, `None` if it is not."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

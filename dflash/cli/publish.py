@@ -36,7 +36,7 @@ def publish(
         str, typer.Option(metavar="TEXT", rich_help_panel=HUB, help="The message of the commit.")
     ] = "Upload a DFlash drafter",
 ) -> None:
-    """Publishes a drafter on the Hub: weights, config, code and card in one commit, if `dflash check` finds no fault.
+    """Publishes a drafter on the Hub: weights, config, code and card in one commit, if `dflash check` finds that it works.
 
     With --target the pair is checked too, and a new card names the target.
     """

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from .options import Drafter, Target, checkpoint
 
 
-class Server(str, Enum):
-    """Engines with a server of their own."""
-
-    vllm = "vllm"
-    sglang = "sglang"
-    trtllm = "trtllm"
-
-
 def serve(
-    engine: Annotated[Server, typer.Option(help="The engine that serves.")],
+    engine: Annotated[Literal["vllm", "sglang", "trtllm"], typer.Option(help="The engine that serves.")],
     target: Target,
     drafter: Drafter,
-    engine_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="The engine's own arguments, after --.")
-    ] = None,
+    engine_args: Annotated[list[str] | None, typer.Argument(help="The engine's own arguments, after --.")] = None,
     block_size: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens in a block, anchor included. Default: the drafter's.")
     ] = None,
@@ -36,9 +25,9 @@ def serve(
 
     if checked:
         target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
-        refuse_unfit(engine.value, target, drafter, block_size)
+        refuse_unfit(engine, target, drafter, block_size)
     block_size = declared_block_size(drafter) if block_size is None else block_size
-    command = server_command(engine.value, target, drafter, block_size, engine_args or ())
+    command = server_command(engine, target, drafter, block_size, engine_args or ())
     print(command.script(), flush=True)
     if not only_print:
-        run_server(command, engine.value)
+        run_server(command, engine)

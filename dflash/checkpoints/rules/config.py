@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, rope_scaling
+from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, kind_faults, rope_scaling
 
 from .engines import (
     READERS,
@@ -48,20 +48,8 @@ MONOTONE = ("output_multiplier", "final_logit_softcapping")
 
 def field_types(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are not of the kind that every reader expects."""
-    config = checkpoint.config
-    for name in ("dflash_config", "rope_parameters", "rope_scaling", "auto_map", "transformer_layer_config"):
-        if not isinstance(config.get(name, {}) or {}, Mapping):
-            fix = "write it as an object, or leave it out."
-            yield error(name, config[name], "readers expect an object here.", fix)
-    numbers = ("block_size", "mask_token_id", "num_target_layers")
-    for place, fields in (("", config), ("dflash_config.", nested_fields(config))):
-        for name in numbers:
-            if fields.get(name) is not None and whole_number(fields[name]) is None:
-                yield error(place + name, fields[name], "it is not a whole number.", "write it without quotes.")
-        ids = fields.get("target_layer_ids")
-        if ids is not None and layer_ids(ids) is None:
-            why = "it is not a list of layer numbers."
-            yield error(f"{place}target_layer_ids", ids, why, "write it as [1, 9, 17].")
+    for name, value, kind, remedy in kind_faults(checkpoint.config):
+        yield error(name, value, f"it is not {kind}.", f"{remedy}.")
 
 
 def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:

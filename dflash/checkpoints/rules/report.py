@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,7 @@ class Report:
                 }
                 for verdict in self.verdicts
             ],
-            "findings": [
-                {**{name: getattr(f, name) for name in ("rule", "severity", "field", "file", "value", "why", "fix")}}
-                | {"engines": list(f.engines)}
-                for f in self.findings
-            ],
+            "findings": [{**asdict(finding), "engines": list(finding.engines)} for finding in self.findings],
         }
 
 
