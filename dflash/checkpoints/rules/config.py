@@ -24,7 +24,19 @@ from .engines import (
     transformers_layer_types,
     whole_number,
 )
-from .findings import ALL, CONVERT, TRANSFORMERS, Finding, Severity, engine_names, error, note, plain, shown, warning
+from .findings import (
+    CONVERT,
+    TRANSFORMERS,
+    Finding,
+    Severity,
+    all_but,
+    engine_names,
+    error,
+    note,
+    plain,
+    shown,
+    warning,
+)
 from .reading import Checkpoint, token_ids
 
 
@@ -113,13 +125,9 @@ def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def collision(mask: int, other: str, severity: Severity) -> Finding:
     """The mask id is a token that means something else."""
-    return Finding(
-        severity,
-        "mask_token_id",
-        mask,
-        f"it is {other}, a token that text holds: a drafter trained so cannot tell a blank from it.",
-        "train with an id that never occurs in text, such as an unused row of the embedding.",
-    )
+    why = f"it is {other}, a token that text holds: a drafter trained so cannot tell a blank from it."
+    fix = "train with an id that never occurs in text, such as an unused row of the embedding."
+    return Finding(severity, "mask_token_id", mask, why, fix)
 
 
 def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -161,45 +169,27 @@ def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
     config, fields = checkpoint.config, decoder_fields(checkpoint.config)
     types, depth = fields.get("layer_types"), num_layers(config)
     if depth == 0:
-        why = "the drafter's depth is not known."
-        fix = "write the number of its layers."
+        why, fix = "the drafter's depth is not known.", "write the number of its layers."
         yield error("num_hidden_layers", fields.get("num_hidden_layers"), why, fix)
         return
-    if types is None:
-        is_guessed = "sliding_attention" in transformers_layer_types(config)
-        yield Finding(
-            "warning" if is_guessed else "note",
-            "layer_types",
-            None,
-            "transformers then derives them from max_window_layers, other readers take full attention.",
-            "write one type for each layer.",
-        )
-    elif declared_layer_types(config) is None:
-        yield error("layer_types", types, f"the drafter has {depth} layers.", "write one type for each layer.")
-    elif unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
-        yield error(
-            "layer_types", unknown, "readers know full_attention and sliding_attention.", "write one of the two."
-        )
-    elif "sliding_attention" in types:
-        yield from _missing_window(config, fields)
-
-
-def _missing_window(config: Config, fields: Config) -> Iterator[Finding]:
+    fix = "write one type for each layer."
     window, swa_window = fields.get("sliding_window"), nested_fields(config).get("swa_window_size")
-    if whole_number(window) is None and whole_number(swa_window) is None:
-        yield error(
-            "sliding_window", window, "layer_types holds sliding_attention.", "write the window of the training run."
-        )
-    elif fields.get("model_type", config.get("model_type")) == "qwen3" and not fields.get("use_sliding_window"):
+    is_switched_on = fields.get("model_type", config.get("model_type")) != "qwen3" or fields.get("use_sliding_window")
+    if types is None:
+        severity = warning if "sliding_attention" in transformers_layer_types(config) else note
+        why = "transformers then derives them from max_window_layers, other readers take full attention."
+        yield severity("layer_types", None, why, fix)
+    elif declared_layer_types(config) is None:
+        yield error("layer_types", types, f"the drafter has {depth} layers.", fix)
+    elif unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
+        why = "readers know full_attention and sliding_attention."
+        yield error("layer_types", unknown, why, "write one of the two.")
+    elif "sliding_attention" in types and whole_number(window) is None and whole_number(swa_window) is None:
+        why = "layer_types holds sliding_attention."
+        yield error("sliding_window", window, why, "write the window of the training run.")
+    elif "sliding_attention" in types and not is_switched_on:
         why = "transformers' Qwen3Config drops sliding_window without it; what builds on it refuses, or attends fully."
-        fix = "write true."
-        yield error(
-            "use_sliding_window",
-            fields.get("use_sliding_window"),
-            why,
-            fix,
-            ("remote-code", "native", "vllm", "sglang", "trtllm"),
-        )
+        yield error("use_sliding_window", fields.get("use_sliding_window"), why, "write true.", all_but("mlx"))
 
 
 def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -239,22 +229,19 @@ def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in sizes if checkpoint.form == ASSISTANT else [*sizes, "vocab_size"]:
         value = checkpoint.number(name)
         if value is None or value < 1:
-            yield error(
-                name, fields.get(name), "no reader can build the network.", "write the number of the training run."
-            )
+            why, fix = "no reader can build the network.", "write the number of the training run."
+            yield error(name, fields.get(name), why, fix)
     heads, groups = checkpoint.number("num_attention_heads"), checkpoint.number("num_key_value_heads")
     if heads and groups and (groups < 1 or heads % groups):
-        yield error(
-            "num_key_value_heads", groups, f"{heads} heads do not share them evenly.", "write a divisor of it."
-        )
+        why = f"{heads} heads do not share them evenly."
+        yield error("num_key_value_heads", groups, why, "write a divisor of it.")
     if checkpoint.number("head_dim") is None:
         why = "MLX reads it and derives nothing."
         fix = f"write {checkpoint.head_dim}." if checkpoint.head_dim else "write the size of a head."
         yield error("head_dim", fields.get("head_dim"), why, fix, ("mlx",))
     if fields.get("hidden_act", "silu") != "silu":
         why = "SGLang refuses, other engines compute silu."
-        fix = "train with silu."
-        yield error("hidden_act", fields["hidden_act"], why, fix, ("vllm", "sglang", "trtllm", "mlx"))
+        yield error("hidden_act", fields["hidden_act"], why, "train with silu.", all_but(*TRANSFORMERS))
     if "tie_word_embeddings" not in config and checkpoint.form != SPECULATORS:
         why = "MLX needs the field, though a drafter has no embedding of its own."
         yield error("tie_word_embeddings", None, why, "write false.", ("mlx",))
@@ -266,10 +253,9 @@ def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
     reduced = reduced or whole_number(either(checkpoint.config, "draft_vocab_size"))
     if reduced is None or reduced == whole:
         return
-    others = tuple(engine for engine in ALL if engine not in ("vllm", "remote-code"))
     why = f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map."
     fix = "serve it with vLLM, or load it with this package."
-    yield error("draft_vocab_size", reduced, why, fix, others)
+    yield error("draft_vocab_size", reduced, why, fix, all_but("vllm", "remote-code"))
 
 
 def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -279,40 +265,32 @@ def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
         value = either(config, name)
         if value in absent:
             continue
-        others = tuple(engine for engine in ALL if engine not in (*readers, "remote-code"))
+        others = all_but(*readers, "remote-code")
         why = f"{engine_names(others)} do not compute it."
         if name in MONOTONE and isinstance(value, (int, float)) and value > 0 and not either(config, "selector_rank"):
-            severity, why = (
-                "note",
-                f"{engine_names(others)} do not compute it, and the most probable token stays the same.",
-            )
+            severity, why = "note", f"{why[:-1]}, and the most probable token stays the same."
         yield Finding(severity, name, value, why, f"serve it with {engine_names(readers)}.", others)
         if name not in nested and "sglang" in readers:
-            yield Finding(
-                severity, name, value, "SGLang looks in dflash_config alone.", "write it there too.", ("sglang",)
-            )
+            why = "SGLang looks in dflash_config alone."
+            yield Finding(severity, name, value, why, "write it there too.", ("sglang",))
     declared = either(config, "sample_from_anchor")
     if declared or (declared is None and checkpoint.form == DEEPSPEC):
+        where = "" if declared else "flat fields without dflash_config: "
         why = (
-            "the anchor's row predicts too"
-            if declared
-            else "flat fields without dflash_config: the anchor's row predicts"
-        ) + ", and engines read the rows one place off, at about no acceptance."
-        fix = "load it with this package, which knows the form."
-        yield error(
-            "sample_from_anchor", declared, why, fix, tuple(engine for engine in ALL if engine != "remote-code")
+            f"{where}the anchor proposes a token too, so engines read every proposal one position off and accept few."
         )
+        fix = "load it with this package, which knows the form."
+        yield error("sample_from_anchor", declared, why, fix, all_but("remote-code"))
 
 
 def form(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Forms of config that some engines cannot read at all."""
     if checkpoint.form == SPECULATORS:
-        others = tuple(engine for engine in ALL if engine not in ("vllm", "remote-code"))
-        yield error("transformer_layer_config", "…", "only vLLM reads the form of speculators.", f"{CONVERT}.", others)
+        why, others = "only vLLM reads the form of speculators.", all_but("vllm", "remote-code")
+        yield error("transformer_layer_config", "…", why, f"{CONVERT}.", others)
     if checkpoint.form == ASSISTANT:
         why = "an assistant's own model type is read by transformers, vLLM and SGLang alone."
-        fix = f"{CONVERT}."
-        yield error("model_type", checkpoint.config.get("model_type"), why, fix, ("trtllm", "mlx"))
+        yield error("model_type", checkpoint.config.get("model_type"), why, f"{CONVERT}.", ("trtllm", "mlx"))
 
 
 def readings(checkpoint: Checkpoint) -> Iterator[Finding]:
