@@ -539,7 +539,7 @@ def test_a_window_that_an_engine_does_not_keep_is_a_doubt_for_it_alone(drafter: 
     }  # fmt: skip
     (finding,) = report.findings
     assert (finding.field, finding.value, finding.engines) == ("is_causal", False, ("trtllm", "mlx"))
-    assert "layer 0 is bidirectional with window 8, and run causal with window 8 by TensorRT-LLM, MLX:" in finding.why
+    assert "layer 0 is bidirectional with window 8, and causal with window 8 in TensorRT-LLM, MLX:" in finding.why
 
 
 # Published forms, as their config.json says it.

@@ -1,4 +1,4 @@
-"""Drafters as folders: read from any dialect, written, checked for each engine, published and served; and the embedded pair."""
+"""Drafters as folders: converted, checked for each engine, published and served; and the embedded pair."""
 
 from __future__ import annotations
 

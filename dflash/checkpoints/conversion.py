@@ -1,4 +1,4 @@
-"""A checkpoint of any published dialect, read and written in the form that engines share."""
+"""Drafters of any published dialect, written in this library's form or in the one that all engines read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def convert_checkpoint(
 ) -> Path:
     """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
 
-    Tensors keep their values and dtype. Frozen copies of the target's embedding and head, which some dialects store, are
-    left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them.
+    Tensors keep their values and dtype. Frozen copies of the target's embedding and head, which some dialects store,
+    are left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them.
 
     Args:
         source: A local folder or an id on the Hub.
@@ -32,8 +32,8 @@ def convert_checkpoint(
         kwargs: Passed on to `DFlashDraftModel.from_pretrained` (`revision`, `weights_only`, …).
 
     Raises:
-        ValueError: if the checkpoint cannot be read exactly, holds weights that are NaN or infinite, belongs to another
-            target, or would replace something else.
+        ValueError: if the checkpoint cannot be read exactly, holds weights that are NaN or infinite, belongs to
+            another target, or would replace something else.
     """
     drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
     if target is not None:
@@ -75,7 +75,7 @@ def export_checkpoint(
 
 
 def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:
-    """The drafter at `source`, once it is certain that writing `folder` loses nothing."""
+    """The drafter at `source`; ValueError if writing `folder` would replace something else."""
     if folder.exists() and Path(source).expanduser().resolve() == folder.resolve():
         raise ValueError(f"{source} is the source and the folder to write: choose another folder.")
     check_replaceable(folder)
@@ -115,7 +115,7 @@ def _refuse_failing(folder: Path, target: str) -> None:
 
 
 def _complete(config: Any, target: str | os.PathLike[str]) -> None:
-    """Writes into a drafter's config what its target's says; ValueError if the two cannot belong together."""
+    """Completes a drafter's config from its target's; ValueError if they contradict each other."""
     from transformers import AutoConfig
 
     try:

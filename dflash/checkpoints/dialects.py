@@ -1,8 +1,8 @@
 """How other tools write a DFlash checkpoint, and what that is in the form that this library writes.
 
-A dialect is recognised by the fields of `config.json` and, where they leave a doubt, by the names of the tensors; never by
-the name of the checkpoint. The shipped files read their own form alone. Importing the package gives them this module, by
-which they read the others (`DFlashConfig.reader`).
+A dialect is recognised by the fields of `config.json` and, in doubt, by the names of the tensors; never by the name of
+the checkpoint. The shipped files read their own form alone. Importing the package gives them this module, by which they
+read the others (`DFlashConfig.reader`).
 
 | dialect | recognised by | written by |
 |---|---|---|
@@ -60,8 +60,8 @@ WHOLE_NUMBERS = (
     "selector_top_k", "swa_window_size",
 )  # fmt: skip
 NUMBERS = (
-    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale", "output_multiplier",
-    "logit_scale", "final_logit_softcapping",
+    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale",
+    "output_multiplier", "logit_scale", "final_logit_softcapping",
 )  # fmt: skip
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
@@ -108,8 +108,8 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
     absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
     if absent:
         raise ValueError(
-            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from the "
-            "drafter's training run and write it into config.json."
+            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from "
+            "the drafter's training run and write it into config.json."
         )
     return read
 
@@ -141,17 +141,17 @@ def _check_rope(fields: dict[str, Any]) -> None:
     """Refuses a rotary embedding without a base, or whose two spellings differ."""
     parameters = fields.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in parameters.values()):
-        return  # a base for each layer type, for the configuration to judge
+        return  # a base for each layer type, which the configuration checks
     older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
     if older is None and newer is None:
         raise ValueError(
-            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as rope_theta "
-            "and in rope_parameters."
+            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
+            "rope_theta and in rope_parameters."
         )
     if older is not None and newer is not None and older != newer:
         raise ValueError(
-            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base of "
-            "the training run in both."
+            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base "
+            "of the training run in both."
         )
     if not parameters or "rope_scaling" not in fields:
         return
@@ -222,11 +222,11 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's fields one level down, taps counted from the embedding, sliding layers causal unless it says not."""
+    """The decoder's fields one level down, taps that count from the embedding, sliding layers causal by default."""
     kind = fields.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dflash2"):
         raise ValueError(
-            f"speculators_model_type={kind!r} is not a DFlash drafter: serve this checkpoint with vLLM, which reads it."
+            f"speculators_model_type={kind!r} is not a DFlash drafter: serve it with vLLM, which reads this kind."
         )
     layer = dict(fields["transformer_layer_config"])
     read = {name: value for name, value in layer.items() if name not in NOT_A_DRAFTERS}
@@ -254,8 +254,8 @@ def _read_deepspec(fields: dict[str, Any]) -> dict[str, Any]:
     """Flat; its anchor proposes a token too, which the config does not say."""
     if "sample_from_anchor" not in fields and "markov_rank" not in fields:
         logger.warning(
-            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor is "
-            "taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
+            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor "
+            "is taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
         )
     kept = {name: value for name, value in fields.items() if name not in DEEPSPEC_TRAINING_FIELDS}
     return {"sample_from_anchor": True, **kept, "dflash_config": {}}

@@ -1,4 +1,4 @@
-"""The tiny pair inside the package, which makes the main job run with no download: load it, read it, write it out."""
+"""The tiny pair inside the package, which needs no download: loaded, exported, and its held-out problems."""
 
 from __future__ import annotations
 

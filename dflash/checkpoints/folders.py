@@ -1,4 +1,4 @@
-"""A checkpoint folder as others read it: weights, config, the code beside them, and a card."""
+"""Checkpoint folders: weights, config, code and card, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save_checkpoint(
 ) -> Path:
     """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights, `custom_generate` included.
 
-    Everything is written aside and then renamed, so that neither a reader nor an interruption meets half a checkpoint.
+    Everything is written aside and then renamed, so `folder` never holds half a checkpoint.
 
     Args:
         model: A drafter or a target.

@@ -96,8 +96,8 @@ class Published:
 def plan_publication(folder: str | Path, repo_id: str, target: str | None = None) -> Publication:
     """The files to upload, found without a connection.
 
-    These are the checkpoint's files in `folder`, the code that its config names, and, where the folder lacks them, a card
-    and the `custom_generate` file. In a card, the lines that load the folder load `repo_id` instead.
+    These are the checkpoint's files in `folder`, the code that its config names, and, where the folder lacks them, a
+    card and the `custom_generate` file. In a card, the lines that load the folder load `repo_id` instead.
 
     Args:
         folder: A drafter's checkpoint.
@@ -182,7 +182,8 @@ def publish(
         before = api.model_info(publication.repo_id, revision=revision)
         if private and not before.private:
             raise ValueError(
-                f"{publication.repo_id} exists and is public: make it private in its settings first, or leave out --private."
+                f"{publication.repo_id} exists and is public: make it private in its settings first, or leave out "
+                "--private."
             )
         names = {file.path for file in publication.files}
         there = [item.rfilename for item in before.siblings or ()]
@@ -245,7 +246,7 @@ def _refuse_by_content(file: File) -> None:
 
 @contextmanager
 def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
-    """What the Hub and its client refuse, in one sentence with what to do."""
+    """Raises what the Hub and its client refuse as one sentence with the remedy."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     namespace = repo_id.split("/")[0]
@@ -268,13 +269,13 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         if not _is_of_the_network(error):
             raise
         raise ValueError(
-            f"{repo_id} was not published: the connection to {endpoint} failed ({type(error).__name__}): try again; what "
-            "has arrived is not sent twice."
+            f"{repo_id} was not published: the connection to {endpoint} failed ({type(error).__name__}): try again; "
+            "what has arrived is not sent twice."
         ) from error
 
 
 def _is_of_the_network(error: BaseException | None) -> bool:
-    """Whether the connection is the cause: the client's versions use two libraries, and wrap what uploads raise."""
+    """Whether the connection is the cause. Versions of the client use several libraries, and wrap their errors."""
     libraries = ("httpx", "httpx2", "requests", "urllib3")
     while error is not None:
         if isinstance(error, ConnectionError) or type(error).__module__.split(".")[0] in libraries:

@@ -58,7 +58,7 @@ def server_command(
         ValueError: for a block without a draft.
 
     Example:
-        >>> print(server_command("vllm", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16, ["--port", "8001"]).script())
+        >>> print(server_command("vllm", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16).script())
     """
     if block_size < 2:
         raise ValueError(f"block_size={block_size}: a block is the anchor and at least one draft; use 2 or more.")
@@ -97,8 +97,8 @@ def declared_block_size(drafter: str) -> int:
 def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None = None) -> None:
     """Raises ValueError with the first finding if the rules say that `engine` fails on a drafter in a folder.
 
-    A block longer than the drafter was trained with is refused too. A drafter on the Hub is not checked: its weights are
-    not here.
+    A block longer than the drafter was trained with is refused too. A drafter on the Hub is not checked: its weights
+    are not here.
     """
     if not Path(drafter).expanduser().is_dir():
         return
@@ -107,8 +107,8 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
     if verdict.verdict != "fails":
         if block_size is not None and block_size > declared_block_size(drafter):
             raise ValueError(
-                f"--block-size {block_size} is more than the {declared_block_size(drafter)} that {drafter} was trained "
-                "with: leave it out, or serve it nevertheless with --no-check."
+                f"--block-size {block_size} is more than the {declared_block_size(drafter)} that {drafter} was "
+                "trained with: leave it out, or serve it nevertheless with --no-check."
             )
         return
     first = verdict.findings[0]
@@ -129,8 +129,8 @@ def run_server(command: ServerCommand, engine: str) -> NoReturn:
     program = shutil.which(command.command[0])
     if program is None:
         raise ValueError(
-            f"{command.command[0]} is not on the PATH: install it in an environment of its own ({INSTALL[engine]}), or "
-            "print the command with --print and run it where it is installed."
+            f"{command.command[0]} is not on the PATH: install it in an environment of its own ({INSTALL[engine]}), "
+            "or print the command with --print and run it where it is installed."
         )
     for name, text in command.files.items():
         path = Path(name)

@@ -18,7 +18,7 @@ def export(
     target: Target,
     weights_only: WeightsOnly = False,
 ) -> None:
-    """Writes a drafter in the form that all engines load, with a card; refused if `dflash check` says that one fails."""
+    """Writes a drafter in the form that all engines load, with a card; refused if one fails by `dflash check`."""
     hide_loading_bars()
     from dflash.checkpoints import export_checkpoint
 

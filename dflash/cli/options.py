@@ -1,4 +1,4 @@
-"""What the commands share: their common options, the checks before anything is loaded, loading a pair, a prompt's ids."""
+"""What the commands share: options, the checks before anything is loaded, loading a pair, encoding a prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pair(NamedTuple):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the paragraphs of advice that transformers adds."""
+    """The first line of an error's message: transformers adds paragraphs of advice."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -81,7 +81,7 @@ def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pa
 
 
 def load_tokenizer(target: str) -> Any:
-    """The tokenizer of a causal language model; ValueError for another kind of model, and for one without a tokenizer."""
+    """The tokenizer of a causal language model; ValueError for a model of another kind or without a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -102,7 +102,7 @@ def load_tokenizer(target: str) -> Any:
 
 @contextmanager
 def named(option: str, name: str) -> Iterator[None]:
-    """Puts the checkpoint's name before what went wrong with it, in one sentence."""
+    """Raises what goes wrong in the body as one sentence that begins with the checkpoint's name."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -111,7 +111,8 @@ def named(option: str, name: str) -> Iterator[None]:
         if type(error).__name__ != "SafetensorError":
             raise
         raise ValueError(
-            f"{option} {name}: the weights cannot be read ({error}); the file is truncated or not safetensors, fetch it again."
+            f"{option} {name}: the weights cannot be read ({error}): the file is truncated or no safetensors file; "
+            "fetch it again."
         ) from error
 
 
@@ -152,14 +153,14 @@ def check_decoding(
 
 
 def torch_dtype(dtype: Dtype) -> Any:
-    """What `from_pretrained` takes as `dtype`."""
+    """The value of `from_pretrained(dtype=…)`."""
     import torch
 
     return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
 
 
 def known_device(device: str | None) -> str:
-    """What to pass as `device_map`; ValueError for a device that this machine or torch does not have."""
+    """The value of `from_pretrained(device_map=…)`; ValueError for a device that cannot be used here."""
     import torch
 
     if device is None:
@@ -176,7 +177,7 @@ def known_device(device: str | None) -> str:
 
 
 def own_device(processes: Any) -> str | None:
-    """The GPU of this process among several on one machine; `None` leaves the choice."""
+    """The GPU of this process where several run on one machine, else `None`."""
     import torch
 
     if processes.count == 1 or not torch.cuda.is_available():
@@ -185,7 +186,7 @@ def own_device(processes: Any) -> str | None:
 
 
 def api_key(variable: str | None) -> str | None:
-    """What the environment variable of --api-key-env holds, `None` without one; ValueError if it is not set."""
+    """The value of the environment variable that --api-key-env names; ValueError if it is not set."""
     if variable is None:
         return None
     key = os.environ.get(variable)
@@ -202,7 +203,7 @@ def given(text: str) -> str:
 
 
 def hide_loading_bars() -> None:
-    """Keeps the bars of transformers out of ours. Called inside a wait, because the import is most of it."""
+    """Hides the progress bars of transformers. Called inside a bar of ours, because this import takes seconds."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -248,7 +249,7 @@ def listed(text: str, option: str) -> tuple[str, ...]:
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
-    """Headings and cells on standard output, figures to the right; a heading is broken to the width of its cells."""
+    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells."""
     from rich.console import Console
     from rich.table import Table
 

@@ -36,7 +36,7 @@ def publish(
         str, typer.Option(metavar="TEXT", rich_help_panel=HUB, help="The message of the commit.")
     ] = "Upload a DFlash drafter",
 ) -> None:
-    """Publishes a drafter on the Hub: weights, config, code and card in one commit, if `dflash check` finds that it works.
+    """Publishes a drafter on the Hub in one commit: weights, config, code and card, if `dflash check` says it works.
 
     With --target the pair is checked too, and a new card names the target.
     """
@@ -55,7 +55,7 @@ def publish(
 
 
 def _show(plan: Publication, has_card: bool) -> None:
-    """Prints files and sizes, what is left out, what the card says or lacks, and engines that cannot run the drafter."""
+    """Prints files and sizes, what is left out, what the card says or lacks, and engines that fail on the drafter."""
     for file in plan.files:
         print(f"{decimal(file.size):>10}  {file.path}{'  (written)' if file.path in plan.written else ''}")
     print(f"{decimal(sum(file.size for file in plan.files)):>10}  in {len(plan.files)} files to {plan.repo_id}")

@@ -1,4 +1,4 @@
-"""Module paths and names that moved after 0.1: for one release the old ones still import, with a DeprecationWarning."""
+"""Module paths and names that moved after 0.1: the old ones import for one release, with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def collision(mask: int, other: str, severity: Severity) -> Finding:
     """The mask id is a token that means something else."""
-    why = f"it is {other}, a token that text holds: a drafter trained so cannot tell a blank from it."
+    why = f"it is {other}, which occurs in text: a drafter trained so cannot tell a mask from it."
     fix = "train with an id that never occurs in text, such as an unused row of the embedding."
     return Finding(severity, "mask_token_id", mask, why, fix)
 
@@ -148,7 +148,7 @@ def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def last_tap(ids: list[int], depth: int, name: str) -> Finding:
-    """A tap on the target's last layer, or behind it."""
+    """A tap on the target's last layer, or after it."""
     why = (
         f"the target has {depth} layers, and the output of its last one is normed in transformers and raw in engines."
     )
@@ -328,7 +328,8 @@ def _other_attention(
 ) -> Finding:
     index, ours, theirs = next((i, a, b) for i, (a, b) in enumerate(zip(wanted, read, strict=False)) if a != b)
     name = "is_causal" if ours.window == theirs.window else "layer_types"
-    why = f"layer {index} is {_attention(ours)}, and run {_attention(theirs)} by {engine_names(engines)}: fewer drafts are accepted."
+    whom = engine_names(engines)
+    why = f"layer {index} is {_attention(ours)}, and {_attention(theirs)} in {whom}: fewer drafts are accepted."
     fix = "serve it with another engine; only full, bidirectional attention is read alike by all."
     return warning(name, decoder_fields(config).get(name), why, fix, engines)
 

@@ -58,7 +58,7 @@ def nested_fields(config: Config) -> Config:
 
 
 def nested_first(config: Config, name: str) -> Any:
-    """A field of `dflash_config`, else of the top level. A null in `dflash_config` hides the top level, as in engines."""
+    """A field of `dflash_config`, else of the top level. A null in `dflash_config` hides the top level."""
     nested = nested_fields(config)
     return nested[name] if name in nested else config.get(name)
 
@@ -109,7 +109,7 @@ def declared_layer_types(config: Config) -> list[str] | None:
 
 
 def transformers_window(config: Config) -> int | None:
-    """`sliding_window` after transformers' Qwen3Config: dropped unless `use_sliding_window` is set, else 4096 if absent."""
+    """`sliding_window` as Qwen3Config reads it: dropped unless `use_sliding_window` is set, 4096 if absent."""
     fields = decoder_fields(config)
     if fields.get("model_type", config.get("model_type")) != "qwen3":
         return whole_number(fields.get("sliding_window"))
@@ -117,7 +117,7 @@ def transformers_window(config: Config) -> int | None:
 
 
 def transformers_layer_types(config: Config) -> list[str]:
-    """`layer_types` after transformers' Qwen3Config: where absent, layers from `max_window_layers` (28) on are sliding."""
+    """`layer_types` as Qwen3Config reads them: if absent, layers from `max_window_layers` (28) on are sliding."""
     declared = declared_layer_types(config)
     if declared is not None:
         return declared
@@ -140,7 +140,7 @@ def rope_theta(config: Config) -> float | None:
 
 
 def meant(config: Config) -> Reading:
-    """What the checkpoint means, by the rules of those who published it; the other readings are held against this one."""
+    """What the checkpoint means to those who published it; the engines' readings are compared with this one."""
     is_speculators = dialect_of(dict(config)) == SPECULATORS
     taps = (
         layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
@@ -177,7 +177,7 @@ def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
 
 
 def _vllm_attention(config: Config, types: list[str], sliding_window: int | None) -> tuple[LayerAttention, ...]:
-    """One declared causality for all layers, else sliding layers are causal; `use_swa` gives every layer the window."""
+    """A declared causality holds for all layers, else sliding ones are causal; `use_swa` gives all the window."""
     nested = nested_fields(config)
     window = whole_number(nested.get("swa_window_size")) or sliding_window
     declared = config.get("is_causal") if config.get("is_causal") is not None else nested.get("causal")
@@ -188,7 +188,7 @@ def _vllm_attention(config: Config, types: list[str], sliding_window: int | None
 
 
 def read_as_vllm(config: Config) -> Reading:
-    """vLLM: ids that count from the embedding win, then `dflash_config`, then the top level. The block is the user's."""
+    """vLLM: ids that count from the embedding, else `dflash_config`, else the top level. The user gives the block."""
     if dialect_of(dict(config)) == SPECULATORS:
         flag = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
         published = meant(config)
@@ -218,7 +218,7 @@ def read_as_sglang(config: Config) -> Reading:
 
 
 def read_as_trtllm(config: Config) -> Reading:
-    """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` and `causal` not read."""
+    """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` not read."""
     nested = nested_fields(config)
     taps = layer_ids(nested.get("target_layer_ids"))
     swa_window = whole_number(nested.get("swa_window_size")) if nested.get("use_swa") else None

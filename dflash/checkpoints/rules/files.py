@@ -50,7 +50,7 @@ def code(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def forward_parameters(path: Path, name: str) -> set[str] | None:
-    """Argument names of the forward of class `name`, read from the text of `path`; `None` if there is no such class."""
+    """Argument names of the forward of class `name`, from the text of `path`; `None` if there is no such class."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -104,7 +104,7 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield from _missing_shards(checkpoint, index)
     for name in SAMPLING_FIELDS:
         if name in checkpoint.config:
-            why = "transformers takes it for a wish of how to generate, which a drafter does not."
+            why = "transformers reads it as a generation setting, and a drafter does not generate by itself."
             yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
 
 

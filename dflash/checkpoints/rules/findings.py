@@ -46,7 +46,7 @@ def all_but(*engines: str) -> tuple[str, ...]:
 
 
 def engine_names(engines: tuple[str, ...]) -> str:
-    """Engines as a person reads them."""
+    """The engines' names, with commas between."""
     return ", ".join(ENGINES[engine] for engine in engines)
 
 

@@ -1,4 +1,4 @@
-"""A drafter's checkpoint and its target's, as the rules see them: JSON files, safetensors headers, and weights as bits."""
+"""A drafter's checkpoint and its target's, as the rules see them: JSON files, safetensors headers, weights as bits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """A target's config, its text part apart, and what its tokenizer says of ids."""
+    """A target's config, with the fields of its text part, and what its tokenizer says of ids."""
 
     name: str
     config: Config

@@ -65,7 +65,7 @@ class Report:
 
 
 def check(folder: str | os.PathLike[str], target: str | None = None, engines: tuple[str, ...] = ALL) -> Report:
-    """Everything that the rules find in a drafter's checkpoint, for `engines`. All weights are read, and no model is built.
+    """Everything that the rules find in a drafter's checkpoint, for `engines`; reads all weights and builds no model.
 
     Args:
         folder: The checkpoint: a folder or an id on the Hub.

@@ -1,4 +1,4 @@
-"""A report as a person reads it: a line for each engine, then the findings with their remedies."""
+"""A report for the terminal: a line for each engine, then the findings with their remedies."""
 
 from __future__ import annotations
 

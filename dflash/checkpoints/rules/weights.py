@@ -18,7 +18,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Names and shapes that follow from the config; what is not among them, and what an engine does with that."""
+    """Tensors with the names and shapes that the config asks for, and no others."""
     if not checkpoint.tensors or checkpoint.unreadable:
         return
     stored = {_canonical(name): name for name in checkpoint.tensors}
@@ -41,17 +41,17 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     known += COPIES_OF_THE_TARGET.get(checkpoint.form, [])
     extra = [name for key, name in stored.items() if not any(re.search(pattern, key) for pattern in known)]
     if extra:
-        why = "vLLM and MLX refuse what they do not know, transformers here too; SGLang and TensorRT-LLM drop it."
+        why = "vLLM, MLX and this package refuse tensors that they do not know; SGLang and TensorRT-LLM drop them."
         fix = "leave it out."
         yield error(summary(extra), None, why, fix, ("remote-code", "vllm", "mlx"), checkpoint.tensors[extra[0]].file)
     own = [name for name in OWN_VOCABULARY if name in stored and name not in expected]
     if own and checkpoint.form == ZLAB:
-        why = "MLX refuses an embedding or head of the drafter's own, this package too; other engines but vLLM ignore it."
+        why = "MLX and this package refuse an embedding or head of the drafter's own; all others but vLLM ignore it."
         yield error(summary(own), None, why, "leave it out.", ("remote-code", "mlx"), WEIGHTS)
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the drafter that the config describes, by its portable name; empty if the config says too little."""
+    """Shapes of the tensors that the config describes, by portable name; empty if the config says too little."""
     hidden, heads, inner = (checkpoint.number(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
     head, ids = checkpoint.head_dim, checkpoint.meant.target_layer_ids
     if not hidden or not heads or not inner or not head or not ids:
@@ -134,7 +134,7 @@ def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> str:
-    """Why fc is of another width, the usual sign of a wrong list of layers or a drafter of another target."""
+    """How many layers an fc of another width takes: the usual sign of wrong layers or of another target."""
     ids = checkpoint.meant.target_layer_ids or ()
     width = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
     if name != "fc.weight" or len(shape) != 2 or not width:
@@ -167,7 +167,7 @@ def stored_dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Weights that are numbers."""
+    """No weight that is NaN or infinite."""
     broken = [name for name, tensor in checkpoint.tensors.items() if not is_finite(checkpoint.folder, tensor)]
     if broken:
         why = "it is NaN or infinite, and so is all that is computed from it."
