@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
 from .common.lazy import lazy_names
+from .common.moved import MovedModules
 from .common.name_clash import import_name_clash
 
 
@@ -33,6 +35,8 @@ __all__ = [
 
 if (_clash := import_name_clash()) is not None:
     warnings.warn(_clash, stacklevel=2)
+
+sys.meta_path.append(MovedModules())
 
 __getattr__, __dir__ = lazy_names(
     __name__,

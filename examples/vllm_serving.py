@@ -14,7 +14,14 @@ import shlex
 
 from pair import options, questions
 
-from dflash.checkpoints import check, declared_block_size, export_embedded_pair, launch, refuse_unfit, run
+from dflash.checkpoints import (
+    check,
+    declared_block_size,
+    export_embedded_pair,
+    refuse_unfit,
+    run_server,
+    server_command,
+)
 
 
 def main() -> None:
@@ -31,7 +38,7 @@ def main() -> None:
         print(f"# {verdict.name}: {verdict.verdict}")
 
     refuse_unfit("vllm", target, drafter)  # raises for a checkpoint that vLLM would misread
-    plan = launch("vllm", target, drafter, declared_block_size(drafter), ["--port", str(arguments.port)])
+    plan = server_command("vllm", target, drafter, declared_block_size(drafter), ["--port", str(arguments.port)])
     print(plan.script())
 
     request = {"model": target, "temperature": 0, "messages": [{"role": "user", "content": questions(1)[0]}]}
@@ -39,7 +46,7 @@ def main() -> None:
     words = ["curl", address, "-H", "Content-Type: application/json", "-d", json.dumps(request)]
     print(f"# once it is up:\n# {shlex.join(words)}", flush=True)
     if not arguments.tiny:
-        run(plan, "vllm")
+        run_server(plan, "vllm")
 
 
 if __name__ == "__main__":

@@ -309,6 +309,29 @@ def test_what_this_package_writes_it_loads(tmp_path: Path, fields: dict[str, Any
     assert works == works_on | {"remote-code"}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2])
+def test_weights_that_are_no_numbers_are_found(
+    drafter: Path, dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a single one, in any piece of any tensor, fails everywhere; the largest finite values do not."""
+    monkeypatch.setattr("dflash.checkpoints.rules.reading.PIECE", 7)
+    name = "layers.1.mlp.up_proj.weight"
+
+    def report_with(last: float) -> Report:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[name] = torch.full_like(tensors[name], torch.finfo(dtype).max, dtype=dtype)
+            tensors[name][-1, -1] = last
+
+        return check(edit_tensors(drafter, change))
+
+    assert "finite" not in rules(report_with(torch.finfo(dtype).min))
+    report = report_with(value)
+    (finding,) = [finding for finding in report.findings if finding.rule == "finite"]
+    assert finding.field == "layers.*.mlp.up_proj.weight"
+    assert failing(report) == EVERY
+
+
 def test_a_wrong_fc_says_how_many_layers_it_holds(drafter: Path) -> None:
     """The usual trace of a drafter of another target."""
     edit_tensors(drafter, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :32]}))
@@ -516,7 +539,7 @@ def test_a_window_that_an_engine_does_not_keep_is_a_doubt_for_it_alone(drafter: 
     }  # fmt: skip
     (finding,) = report.findings
     assert (finding.field, finding.value, finding.engines) == ("is_causal", False, ("trtllm", "mlx"))
-    assert "layer 0 is bidirectional with window 8, and run causal with window 8 by TensorRT-LLM, MLX:" in finding.why
+    assert "layer 0 is bidirectional with window 8, and causal with window 8 in TensorRT-LLM, MLX:" in finding.why
 
 
 # Published forms, as their config.json says it.
@@ -690,8 +713,8 @@ def test_no_config_breaks_the_linter(drafter: Path, portable: Path, fields: dict
     Console(file=StringIO()).print(report_lines(report))
 
 
-def test_no_weights_are_loaded(drafter: Path) -> None:
-    """Promise: the header is enough. The tensors' bytes are a hole in the file, and no loader is importable."""
+def test_reading_a_checkpoint_loads_no_weights(drafter: Path) -> None:
+    """Promise: headers are enough for names and shapes: the bytes are a hole in the file, and no loader is importable."""
     path = drafter / "model.safetensors"
     length = int.from_bytes(path.read_bytes()[:8], "little")
     size = path.stat().st_size

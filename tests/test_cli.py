@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import re
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -12,13 +15,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors import SafetensorError
 from tiny_models import ScriptedDrafter, greedy, make_drafter, make_prompt, make_target, make_tokenizer
+from transformers import BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 import dflash
 from dflash import Block
 from dflash.checkpoints import embedded
 from dflash.cli import main as cli
+from dflash.cli import options
 from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
 from dflash.evaluation import (
     HAS_NATIVE,
@@ -175,10 +181,6 @@ def test_export_leaves_what_is_not_a_checkpoint(run: Any, tmp_path: Path) -> Non
     ("arguments", "said"),
     [
         (["generate", "{pair}", ""], "prompt is empty"),
-        (["generate", "{pair}", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["generate", "{pair}", "a", "--temperature", "-1"], "temperature=-1"),
-        (["generate", "{pair}", "a", "--temperature", "1", "--top-p", "3"], "top_p=3"),
-        (["generate", "{pair}", "a", "--device", "nonsense"], "--device nonsense"),
         (["generate", "{pair}", "a", "--compare", "--json"], "--compare"),
         (["generate", "--target", "/no/such/folder", "--drafter", "x", "a"], "--target /no/such/folder"),
         (["generate", "--target", "{empty}", "--drafter", "x", "a"], "config.json"),
@@ -203,6 +205,28 @@ def test_bad_input_gets_one_sentence(
     assert said in err
     assert len([line for line in err.splitlines() if line.startswith("dflash: ")]) == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-new-tokens", "0"),
+        ("--temperature", "-1.0"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-p", "3.0"),
+        ("--top-p", "nan"),
+        ("--top-k", "-1"),
+        ("--device", "nonsense"),
+        ("--device", "meta"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_before_anything_is_loaded(option: str, value: str, run: Any) -> None:
+    """The pair does not exist: a value that is looked at after loading would not be named."""
+    names = ["--target", "no/such-target", "--drafter", "no/such-drafter"]
+    status, out, err = run("generate", *names, "a", option, value)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"dflash: {option} {value} cannot be used")
 
 
 def test_usage_error_exits_with_2(run: Any) -> None:
@@ -355,10 +379,164 @@ def test_a_path_that_cannot_be_used_is_named_in_a_sentence(run: Any, tmp_path: P
     assert "Errno" not in err
 
 
+def test_more_problems_than_there_are_is_refused(run: Any) -> None:
+    status, out, err = run("demo", "--prompts", "5")
+    assert (status, out) == (1, "")
+    assert err == "dflash: --prompts 5: there are 4 problems; ask for at most so many.\n"
+
+
+def without(folder: Path, tmp_path: Path, *names: str) -> str:
+    """A copy of a checkpoint that lacks these files."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    for name in names:
+        (copy / name).unlink(missing_ok=True)
+    return str(copy)
+
+
+def test_a_target_without_a_tokenizer_is_named(run: Any, pair: list[str], tmp_path: Path) -> None:
+    """Bug: it was taken for an empty prompt."""
+    target = without(Path(pair[1]), tmp_path, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    status, out, err = run("generate", "--target", target, *pair[2:], "abc")
+    assert (status, out) == (1, "")
+    assert f"dflash: --target {target}: there is no tokenizer: put its files (tokenizer.json" in err
+
+
+def test_a_target_without_a_chat_template_is_prompted_as_it_is_and_said_so(
+    run: Any, pair: list[str], tmp_path: Path
+) -> None:
+    """Promise: one line on standard error, however many prompts; none where the template is switched off."""
+    target = without(Path(pair[1]), tmp_path, "chat_template.jinja")
+    config = json.loads((Path(target) / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (Path(target) / "tokenizer_config.json").write_text(json.dumps(config))
+    words = ["generate", "--target", target, *pair[2:], "abc", "--max-new-tokens", "4"]
+    options.say_once.cache_clear()
+    assert run(*words)[2].count("has no chat template") == 1
+    assert "chat template" not in run(*words)[2]
+    options.say_once.cache_clear()
+    assert "chat template" not in run(*words, "--no-chat-template")[2]
+
+
+def test_a_target_that_sees_the_tokens_after_is_refused(run: Any, pair: list[str], tmp_path: Path) -> None:
+    """Bug: BERT was told that its hidden_size differs."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path / "bert")
+    make_tokenizer().save_pretrained(tmp_path / "bert")
+    status, out, err = run("generate", "--target", tmp_path / "bert", *pair[2:], "abc")
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1].endswith("bert model is no causal language model: give one that generates text.")
+
+
+def test_a_request_beyond_the_targets_positions_is_warned_of(run: Any, pair: list[str], tmp_path: Path) -> None:
+    """Promise: one line with the numbers and what fits; the text is written all the same."""
+    copy = without(Path(pair[1]), tmp_path)
+    config = json.loads((Path(copy) / "config.json").read_text()) | {"max_position_embeddings": 12}
+    (Path(copy) / "config.json").write_text(json.dumps(config))
+    words = ["generate", "--target", copy, *pair[2:], "abc", "--no-chat-template", "--max-new-tokens"]
+    options.say_once.cache_clear()
+    status, out, err = run(*words, "10")
+    assert (status, len(out) > 1) == (0, True)
+    assert "The prompt's 3 tokens and --max-new-tokens 10 reach beyond the target's 12 positions" in err
+    assert "ask for at most 9." in err
+    assert "reach beyond" not in run(*words, "9")[2]
+
+
+FULL_DISK = """
+import resource, sys
+
+from dflash.cli.main import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+for words in COMMANDS:
+    sys.argv = ["dflash", *words]
+    try:
+        main()
+    except SystemExit as stopped:
+        print(stopped.code)
+"""
+
+
+def test_a_full_disk_is_one_sentence(pair: list[str], tmp_path: Path) -> None:
+    """Promise: the cause and the remedy, and nothing half written stays. Files of the process stop at 8 kB."""
+    new = str(tmp_path / "new-DFlash")
+    commands = [["export-demo", new], ["convert", pair[3], new], ["export", pair[3], new, "--target", pair[1]]]
+    program = [sys.executable, "-c", f"COMMANDS = {commands}\n{FULL_DISK}"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.stdout.split() == ["1"] * 3
+    said = "dflash: Nothing more can be written (File too large): free some space, or name a path on another disk."
+    assert done.stderr.count(said) == 3
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        OSError(28, "No space left on device", "x/config.json"),
+        shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")]),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_every_way_of_saying_that_the_disk_is_full_reads_alike(
+    error: Exception, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("dflash.checkpoints.embedded.export_embedded_pair", fail)
+    assert run("export-demo", "x")[2] == (
+        "dflash: Nothing more can be written (No space left on device): free some space, or name a path on another disk.\n"
+    )
+
+
 def test_help_needs_no_model() -> None:
-    done = subprocess.run([sys.executable, "-m", "dflash.cli", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "dflash", "--help"], capture_output=True, text=True, check=True)
     for name in ("demo", "generate", "export-demo"):
         assert name in done.stdout
+
+
+def help_of(*command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
+    return CliRunner().invoke(cli.app, [*command, "--help"]).output
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_every_command_stands_in_its_panel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: what somebody wants to do leads to the commands for it; no name is cut."""
+    shown = help_of(width=width, monkeypatch=monkeypatch)
+    panels = {
+        title: [line.split()[1] for line in body.splitlines() if re.match(r"│ \S", line)]
+        for title, body in re.findall(r"╭─ ([\w ]+) ─+╮\n(.*?)╰", shown, re.DOTALL)
+    }
+    assert panels.pop("Options")
+    assert panels == {
+        "Try it": ["demo", "export-demo"],
+        "Decode": ["generate"],
+        "Measure": ["bench", "eval", "report"],
+        "Train": ["regenerate", "train"],
+        "Checkpoints": ["check", "convert", "export", "publish"],
+        "Servers": ["serve", "canary"],
+    }
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "export-demo", "check", "convert", "export", "publish", "serve"]
+)
+@pytest.mark.parametrize("width", [80, 100])
+def test_help_shows_whole_names_and_required_ones_first(
+    command: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = next(commands[command] for commands in cli.PANELS.values() if command in commands)
+    shown = help_of(command, width=width, monkeypatch=monkeypatch)
+    names = [f"--{name.replace('_', '-')}" for name in inspect.signature(function).parameters]
+    renamed = {"--as-json": "--json", "--only-print": "--print", "--checked": "--check"}
+    named = {"--prompt", "--source", "--folder", "--repo-id", "--engine-args", "--drafter"}  # some are arguments
+    assert all(renamed.get(name, name) in shown or name in named for name in names)
+    assert not re.search(r"--[\w-]*…", shown)
+    marks = ["*" in line.split("--")[0] for line in shown.splitlines() if re.match(r"│[ *]+--", line)]
+    assert marks == sorted(marks, reverse=True)
 
 
 @pytest.mark.parametrize("command", ["eval", "bench"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import __version__ as transformers_version
 from typer.testing import CliRunner
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.checkpoints import convert_checkpoint, export_checkpoint
+from dflash.checkpoints import check, convert_checkpoint, export_checkpoint
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
 from dflash.cli.main import app
 
@@ -847,6 +847,44 @@ def test_export_reads_a_pickle_when_asked_for(tmp_path: Path) -> None:
     words = ["export", str(source), str(tmp_path / "x-DFlash"), "--target", str(target)]
     assert "--weights-only" in str(CliRunner().invoke(app, words).exception)
     assert CliRunner().invoke(app, [*words, "--weights-only"]).exit_code == 0
+
+
+def test_speculators_layers_share_the_rope_of_the_sliding_ones(tmp_path: Path) -> None:
+    """Promise: of a base for each layer type all layers take the sliding layers', as the drafters were trained."""
+    checkpoint = speculators_full()
+    bases = {"sliding_attention": 3000.0, "full_attention": 500000.0}
+    checkpoint.fields["transformer_layer_config"]["rope_parameters"] = {
+        kind: {"rope_theta": base, "rope_type": "default"} for kind, base in bases.items()
+    }
+    drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path / "drafter"), dtype=torch.float32)
+    block, features = block_and_features()
+    expected = replace(checkpoint, theta=3000.0).hidden(block[0], features[0])[None]
+    torch.testing.assert_close(hidden_states(drafter).double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("maker", [speculators_reduced, deepspec])
+def test_copies_that_a_dialect_stores_are_no_fault(maker: Callable[[], Checkpoint], tmp_path: Path) -> None:
+    """The loader leaves them out, so the linter does not call them unknown."""
+    report = check(maker().write(tmp_path / "drafter-DFlash"))
+    assert [finding.field for finding in report.findings if finding.rule == "tensors"] == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_converted(value: float, tmp_path: Path) -> None:
+    """Promise: neither `convert` nor `export` writes them, out of a pickle either."""
+    checkpoint, target = zlab_v1(), write_target(tmp_path / "target")
+    checkpoint.tensors["norm.weight"] = checkpoint.tensors["norm.weight"].clone()
+    checkpoint.tensors["norm.weight"][1] = value
+    source = checkpoint.write(tmp_path / "theirs")
+    with pytest.raises(
+        ValueError, match=r"theirs are NaN or infinite \(norm\.weight\): take a checkpoint from before"
+    ):
+        convert_checkpoint(source, tmp_path / "ours")
+    (source / "model.safetensors").unlink()
+    torch.save(checkpoint.tensors, source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        export_checkpoint(source, tmp_path / "x-DFlash", target, weights_only=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "theirs"]
 
 
 def test_a_conversion_into_its_own_source_is_refused(tmp_path: Path) -> None:

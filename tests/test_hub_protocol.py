@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hub_server import Hub, Request, User
 from safetensors.torch import load, save
 from test_remote_code import PACKAGE_ROOT, PRELUDE, run_script
+from tiny_models import make_drafter
 
 from dflash.checkpoints import embedded_path, heldout_problems
 
@@ -221,6 +223,29 @@ def test_pushed_then_loaded_without_the_package_then_offline(tmp_path: Path) -> 
         assert again["spec"] == report["spec"]
         assert again["weights"] == report["weights"]
         assert "connect to" in again["never loaded"]
+
+
+CHECK = """
+import json
+
+from dflash.checkpoints import check
+
+report = check(DRAFTER)
+print(json.dumps({"name": report.name, "found": [finding.field for finding in report.findings], "ok": report.is_ok}))
+"""
+
+
+def test_a_drafter_of_the_hub_is_checked(tmp_path: Path) -> None:
+    """Promise: a name on the Hub gets the folder's report, under its own name; pickles are not fetched."""
+    folder = tmp_path / "saved"
+    make_drafter().to(torch.bfloat16).save_pretrained(folder)
+    (folder / "optimizer.bin").write_bytes(b"a pickle")
+    with Hub(USERS) as hub:
+        hub.add(DRAFTER, folder)
+        variables = environment(hub, tmp_path / "home")
+        report = run_script(CHECK, tmp_path / "user", path=WITH_PACKAGE, variables=variables, DRAFTER=DRAFTER)
+        assert not any(request.path.endswith(".bin") for request in hub.bodies())
+    assert report == {"name": "tiny-DFlash", "found": [], "ok": True}
 
 
 @pytest.mark.skipif(not os.environ.get("DFLASH_OTHER_PYTHON"), reason="DFLASH_OTHER_PYTHON names no other interpreter")

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from hub_server import Hub, Repo
+from safetensors.torch import load_file, save_file
 from test_hub_protocol import USERS, WITH_PACKAGE, environment
 from test_remote_code import run_script
 from tiny_models import make_drafter
 
-from dflash.checkpoints import publishing
+from dflash.checkpoints import plan_publication
 from dflash.cli import main as cli
 
 
@@ -66,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_plain_save_gets_a_card_and_the_door(folder: Path, no_connection: None) -> None:
     """Promise: what `save_pretrained` leaves out is written for the repository, and the folder stays as it is."""
     before = sorted(folder.rglob("*"))
-    plan = publishing.plan(folder, REPO)
+    plan = plan_publication(folder, REPO)
     content = {file.path: file.read() for file in plan.files}
     assert set(content) == {path.name for path in before} | {"README.md", "custom_generate/generate.py"}
     assert set(plan.written) == {"README.md", "custom_generate/generate.py"}
@@ -80,7 +81,7 @@ def test_only_files_of_a_checkpoint_go_up(folder: Path, no_connection: None) -> 
     (folder / ".git").mkdir()
     (folder / "__pycache__").mkdir()
     (folder / "tokenizer.json").write_text("{}")
-    plan = publishing.plan(folder, REPO)
+    plan = plan_publication(folder, REPO)
     assert plan.left_out == (".git/", "__pycache__/", "notes.txt")
     assert "tokenizer.json" in {file.path for file in plan.files}
 
@@ -94,7 +95,7 @@ def test_code_of_another_tool_goes_up_with_what_it_imports(folder: Path, no_conn
     (folder / "net.py").write_text("from .layers import x\n" + (folder / "net.py").read_text())
     (folder / "layers.py").write_text("x = 1\n")
     (folder / "train.py").write_text("")
-    plan = publishing.plan(folder, REPO)
+    plan = plan_publication(folder, REPO)
     assert {"net.py", "layers.py"} <= {file.path for file in plan.files}
     assert plan.left_out == ("train.py",)
 
@@ -103,7 +104,7 @@ def test_a_card_of_the_folder_loads_the_repository(folder: Path, no_connection: 
     (folder / "README.md").write_text(
         '---\nlicense: mit\n---\n# Mine\n\nAutoModel.from_pretrained("my-DFlash", revision="main")\n'
     )
-    plan = publishing.plan(folder, REPO)
+    plan = plan_publication(folder, REPO)
     text = next(file for file in plan.files if file.path == "README.md").read().decode()
     assert f'from_pretrained("{REPO}", revision' in text
     assert plan.card["license"] == "mit"
@@ -167,7 +168,7 @@ def test_secrets_and_training_state_are_refused(folder: Path, name: str, said: s
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("")
     with pytest.raises(ValueError, match=said):
-        publishing.plan(folder, REPO)
+        plan_publication(folder, REPO)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_keys_within_files_are_refused(folder: Path, name: str, key: str, no_con
     with (folder / name).open("a") as file:
         file.write(f"\n# {key}\n")
     with pytest.raises(ValueError, match=f"{name} holds what looks like a secret key"):
-        publishing.plan(folder, REPO)
+        plan_publication(folder, REPO)
 
 
 def test_what_does_not_load_is_refused(folder: Path, run: Any, no_connection: None) -> None:
@@ -188,10 +189,19 @@ def test_what_does_not_load_is_refused(folder: Path, run: Any, no_connection: No
     status, out, err = run(folder, REPO)
     assert (status, out) == (1, "")
     assert err == (
-        "dflash: auto_map.AutoModel keeps this checkpoint from loading in transformers (remote code) (there is no class "
+        "dflash: auto_map.AutoModel keeps this checkpoint from working in transformers (remote code) (there is no class "
         "DFlashDraftModel in modeling_dflash.py beside the weights): save the drafter again with this package, its code "
         "beside it; `dflash check my-DFlash` says all.\n"
     )
+
+
+def test_weights_that_are_no_numbers_are_refused(folder: Path, run: Any, no_connection: None) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    status, out, err = run(folder, REPO, "--dry-run")
+    assert (status, out) == (1, "")
+    assert "(it is NaN or infinite, and so is all that is computed from it): take a checkpoint from before" in err
 
 
 @pytest.mark.parametrize(
@@ -205,7 +215,7 @@ def test_what_does_not_load_is_refused(folder: Path, run: Any, no_connection: No
 )
 def test_a_name_that_is_none_is_refused(folder: Path, name: str, said: str, no_connection: None) -> None:
     with pytest.raises(ValueError, match=said):
-        publishing.plan(folder, name)
+        plan_publication(folder, name)
 
 
 def test_no_folder_and_no_checkpoint_are_refused(tmp_path: Path, run: Any, no_connection: None) -> None:
@@ -220,7 +230,7 @@ def test_no_folder_and_no_checkpoint_are_refused(tmp_path: Path, run: Any, no_co
 def test_a_card_that_cannot_be_read_is_refused(folder: Path, no_connection: None) -> None:
     (folder / "README.md").write_text("---\ntags: [dflash\n---\n# Mine\n")
     with pytest.raises(ValueError, match=r"The front matter of README\.md cannot be read"):
-        publishing.plan(folder, REPO)
+        plan_publication(folder, REPO)
 
 
 def test_offline_is_said(folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch, no_connection: None) -> None:
@@ -291,7 +301,7 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
         "initial commit", "Upload a DFlash drafter", "second"
     ]  # fmt: skip
     assert repo.private
-    planned = {file.path: file.read() for file in publishing.plan(folder, REPO).files}
+    planned = {file.path: file.read() for file in plan_publication(folder, REPO).files}
     assert dict(repo.head().files) == planned | {".gitattributes": repo.head().files[".gitattributes"]}
     assert repo.head("v/2").files["training.json"] == b'{"steps": 2}'
     assert set(hub.repos["me/former-DFlash"].head().files) == {*planned, "figure.png"}

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import make_drafter, make_target
 
-from dflash.checkpoints import declared_block_size, launch
-from dflash.checkpoints.serving import BUILDERS, INSTALL
+from dflash.checkpoints import declared_block_size, server_command
+from dflash.checkpoints.serving import INSTALL
 from dflash.cli import main as cli
 
 
@@ -48,14 +49,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_vllm_is_told_the_method_and_one_token_less_than_the_block() -> None:
-    command = launch("vllm", "T", "D", 16, ["--port", "1"]).command
+    command = server_command("vllm", "T", "D", 16, ["--port", "1"]).command
     assert command[:4] == ("vllm", "serve", "T", "--speculative-config")
     assert json.loads(command[4]) == {"method": "dflash", "model": "D", "num_speculative_tokens": 15}
     assert command[5:] == ("--port", "1")
 
 
 def test_sglang_counts_the_anchor() -> None:
-    command = shlex.join(launch("sglang", "T", "D", 16, ["--tp", "2"]).command)
+    command = shlex.join(server_command("sglang", "T", "D", 16, ["--tp", "2"]).command)
     assert command == (
         "sglang serve --model-path T --speculative-algorithm DFLASH --speculative-draft-model-path D "
         "--speculative-num-draft-tokens 16 --tp 2"
@@ -63,7 +64,7 @@ def test_sglang_counts_the_anchor() -> None:
 
 
 def test_tensorrt_llm_reads_a_file() -> None:
-    plan = launch("trtllm", "T", "D", 16, ["--tp_size", "2"])
+    plan = server_command("trtllm", "T", "D", 16, ["--tp_size", "2"])
     assert plan.command == ("trtllm-serve", "T", "--config", "dflash_trtllm.yaml", "--tp_size", "2")
     (text,) = plan.files.values()
     assert json.loads(text) == {
@@ -71,13 +72,13 @@ def test_tensorrt_llm_reads_a_file() -> None:
     }
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_a_block_of_one_drafts_nothing(engine: str) -> None:
     with pytest.raises(ValueError, match="block_size=1"):
-        launch(engine, "T", "D", 1)
+        server_command(engine, "T", "D", 1)
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_print_only_prints_and_a_shell_reads_it_back(
     run: Any, pair: tuple[Path, Path], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +90,7 @@ def test_print_only_prints_and_a_shell_reads_it_back(
     assert status == 0
     assert list(tmp_path.iterdir()) == []
 
-    plan = launch(engine, str(target), str(drafter), 6, ["--flag", "a 'b' $c"])
+    plan = server_command(engine, str(target), str(drafter), 6, ["--flag", "a 'b' $c"])
     program = plan.command[0]
     (tmp_path / program).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     (tmp_path / program).chmod(0o755)
@@ -100,17 +101,17 @@ def test_print_only_prints_and_a_shell_reads_it_back(
         assert (tmp_path / name).read_text() == text + "\n"
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_serving_becomes_the_engine(pair: tuple[Path, Path], engine: str, tmp_path: Path) -> None:
     """Promise: the command is printed first, then the engine has our streams, its arguments and our exit status."""
     target, drafter = pair
-    plan = launch(engine, str(target), str(drafter), 6)
+    plan = server_command(engine, str(target), str(drafter), 6)
     program = tmp_path / plan.command[0]
     program.write_text('#!/bin/sh\necho "served $#"\ncat\nexit 7\n')
     program.chmod(0o755)
     words = ["--engine", engine, "--target", str(target), "--drafter", str(drafter)]
     done = subprocess.run(
-        [sys.executable, "-m", "dflash.cli", "serve", *words],
+        [sys.executable, "-m", "dflash", "serve", *words],
         input="from standard input",
         capture_output=True,
         text=True,
@@ -123,7 +124,7 @@ def test_serving_becomes_the_engine(pair: tuple[Path, Path], engine: str, tmp_pa
         assert json.loads((tmp_path / name).read_text()) == json.loads(text)
 
 
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize("engine", INSTALL)
 def test_an_engine_that_is_not_installed(
     run: Any, pair: tuple[Path, Path], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,3 +213,13 @@ def test_a_drafter_of_the_hub_that_is_not_here(run: Any, pair: tuple[Path, Path]
     assert status == 1
     assert "--block-size" in err
     assert '"model": "no/such-DFlash"' in run(*options, "--block-size", "16")[1]
+
+
+def test_weights_that_are_no_numbers_are_not_served(run: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    drafter = _edited(pair[1], tmp_path)
+    weights = load_file(drafter / "model.safetensors")
+    weights["norm.weight"][0] = float("nan")
+    save_file(weights, drafter / "model.safetensors")
+    status, out, err = run("--engine", "vllm", "--target", pair[0], "--drafter", drafter, "--print")
+    assert (status, out) == (1, "")
+    assert "norm.weight=None (model.safetensors): it is NaN or infinite" in err

@@ -1,4 +1,4 @@
-"""Drafters as folders: read from any dialect, written, checked for each engine, published and served; and the embedded pair."""
+"""Drafters as folders: converted, checked for each engine, published and served; and the embedded pair."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
         load_embedded_pair,
     )
     from .folders import check_replaceable, replace_folder, save_checkpoint
-    from .publishing import Plan, Published, plan, publish
+    from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
-    from .serving import Launch, declared_block_size, launch, refuse_unfit, run
+    from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
 
 __all__ = [
     "DRAFTER_NAME",
     "ENGINES",
     "TARGET_NAME",
     "Finding",
-    "Launch",
-    "Plan",
     "Problem",
+    "Publication",
     "Published",
     "Report",
+    "ServerCommand",
     "Verdict",
     "check",
     "check_replaceable",
@@ -42,15 +42,15 @@ __all__ = [
     "export_checkpoint",
     "export_embedded_pair",
     "heldout_problems",
-    "launch",
     "load_embedded_pair",
-    "plan",
+    "plan_publication",
     "publish",
     "refuse_unfit",
     "replace_folder",
     "report_lines",
-    "run",
+    "run_server",
     "save_checkpoint",
+    "server_command",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -61,14 +61,15 @@ __getattr__, __dir__ = lazy_names(
             "DRAFTER_NAME",
             "TARGET_NAME",
             "Problem",
+            "Publication",
             "embedded_path",
             "export_embedded_pair",
             "heldout_problems",
             "load_embedded_pair",
         ),
         "folders": ("check_replaceable", "replace_folder", "save_checkpoint"),
-        "publishing": ("Plan", "Published", "plan", "publish"),
+        "publishing": ("Publication", "Published", "plan_publication", "publish"),
         "rules": ("ENGINES", "Finding", "Report", "Verdict", "check", "report_lines"),
-        "serving": ("Launch", "declared_block_size", "launch", "refuse_unfit", "run"),
+        "serving": ("ServerCommand", "declared_block_size", "refuse_unfit", "run_server", "server_command"),
     },
 )

@@ -1,4 +1,4 @@
-"""A checkpoint of any published dialect, read and written in the form that engines share."""
+"""Drafters of any published dialect, written in this library's form or in the one that all engines read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dflash.common.messages import first_line
 from dflash.model.generation_dflash import write_card
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .folders import check_replaceable, save_checkpoint
 from .rules import check
+from .rules.findings import RETRAIN, summary
 
 
 def convert_checkpoint(
@@ -21,8 +23,8 @@ def convert_checkpoint(
 ) -> Path:
     """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
 
-    Tensors keep their values and dtype. What a dialect stores of the target (frozen copies of its embedding and head) is
-    left out; a reduced vocabulary and an anchor that predicts stay, since without them it would be another drafter.
+    Tensors keep their values and dtype. Frozen copies of the target's embedding and head, which some dialects store,
+    are left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them.
 
     Args:
         source: A local folder or an id on the Hub.
@@ -31,7 +33,8 @@ def convert_checkpoint(
         kwargs: Passed on to `DFlashDraftModel.from_pretrained` (`revision`, `weights_only`, …).
 
     Raises:
-        ValueError: if the checkpoint cannot be read exactly, belongs to another target, or would replace something else.
+        ValueError: if the checkpoint cannot be read exactly, holds weights that are NaN or infinite, belongs to
+            another target, or would replace something else.
     """
     drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
     if target is not None:
@@ -73,19 +76,27 @@ def export_checkpoint(
 
 
 def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:
-    """The drafter at `source`, once it is certain that writing `folder` loses nothing."""
+    """The drafter at `source`; ValueError if writing `folder` would replace something else."""
     if folder.exists() and Path(source).expanduser().resolve() == folder.resolve():
         raise ValueError(f"{source} is the source and the folder to write: choose another folder.")
     check_replaceable(folder)
     try:
         drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
     except OSError as error:
-        raise ValueError(f"The drafter {source} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"The drafter {source} cannot be read: {first_line(error)}") from error
+    refuse_broken_weights(drafter, str(source))
     return drafter
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def refuse_broken_weights(drafter: DFlashDraftModel, name: str) -> None:
+    """Raises ValueError if a weight is NaN or infinite."""
+    broken = [
+        key
+        for key, tensor in drafter.state_dict().items()
+        if tensor.dtype.itemsize > 1 and not tensor.isfinite().all()
+    ]
+    if broken:
+        raise ValueError(f"Weights of {name} are NaN or infinite ({summary(broken)}): {RETRAIN}")
 
 
 def _refuse_failing(folder: Path, target: str) -> None:
@@ -101,13 +112,13 @@ def _refuse_failing(folder: Path, target: str) -> None:
 
 
 def _complete(config: Any, target: str | os.PathLike[str]) -> None:
-    """Writes into a drafter's config what its target's says; ValueError if the two cannot belong together."""
+    """Completes a drafter's config from its target's; ValueError if they contradict each other."""
     from transformers import AutoConfig
 
     try:
         known = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
     except OSError as error:
-        raise ValueError(f"The config of the target {target} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"The config of the target {target} cannot be read: {first_line(error)}") from error
     for name, mine, its in (
         ("hidden_size", config.hidden_size, known.hidden_size),
         ("vocab_size", config.vocab_size, known.vocab_size),

@@ -1,10 +1,10 @@
 """How other tools write a DFlash checkpoint, and what that is in the form that this library writes.
 
-A dialect is told by the fields of `config.json` and, where they leave a doubt, by the names of the tensors; never by the
-name of the checkpoint. Everything here is tables and functions over dictionaries. The shipped files read their own form alone;
-importing the package gives them this module to read the others by (`DFlashConfig.reader`).
+A dialect is recognised by the fields of `config.json` and, in doubt, by the names of the tensors; never by the name of
+the checkpoint. The shipped files read their own form alone. Importing the package gives them this module, by which they
+read the others (`DFlashConfig.reader`).
 
-| dialect | told by | written by |
+| dialect | recognised by | written by |
 |---|---|---|
 | z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge, ModelOpt, this library |
 | speculators | `transformer_layer_config` | speculators, RedHat |
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from transformers.utils import logging
@@ -43,67 +43,47 @@ COPIES_OF_THE_TARGET = {
 
 # Fields of a speculators config that stand beside its `transformer_layer_config` and mean here what they mean there.
 BESIDE_THE_LAYER_CONFIG = (
-    "block_size",
-    "mask_token_id",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "sample_from_anchor",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-)
+    "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
+    "conv_group_size", "selector_rank", "selector_top_k", "input_embedding_scale", "output_multiplier",
+    "final_logit_softcapping", "dtype", "torch_dtype", "quantization_config",
+)  # fmt: skip
 
 # Fields of a layer's config in other places than a drafter's: what the layer was, or what it was trained as.
 NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_version", "_attn_implementation")
 
 # What a field of a config.json has to be, in any dialect and place, if it is there and no null.
-OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config")
+OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "auto_map")
 WHOLE_NUMBERS = (
-    "block_size",
-    "mask_token_id",
-    "num_target_layers",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_window_layers",
-    "max_position_embeddings",
-    "draft_vocab_size",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "swa_window_size",
-)
+    "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
+    "max_position_embeddings", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank",
+    "selector_top_k", "swa_window_size",
+)  # fmt: skip
 NUMBERS = (
-    "rope_theta",
-    "rms_norm_eps",
-    "initializer_range",
-    "attention_dropout",
-    "input_embedding_scale",
-    "output_multiplier",
-    "logit_scale",
-    "final_logit_softcapping",
-)
+    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale",
+    "output_multiplier", "logit_scale", "final_logit_softcapping",
+)  # fmt: skip
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
+
+
+def _is_list_of_layers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_whole_number, value))
+
+
+KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str], ...] = (
+    (OBJECTS, lambda value: isinstance(value, Mapping), "an object", "write it as one, or leave it out"),
+    (WHOLE_NUMBERS, is_whole_number, "a whole number", "write it without quotes"),
+    (NUMBERS, is_number, "a number", "write it without quotes"),
+    (LISTS_OF_LAYERS, _is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
+)
 
 # What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
 DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "markov_head_type")
 
 
 def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:
-    """Which dialect a config.json is written in; `tensor_names` may be empty where they are not known."""
+    """The dialect of a config.json; `tensor_names` may be empty where they are not known."""
     if "transformer_layer_config" in fields:
         return SPECULATORS
     if fields.get("dflash_config") is not None or any(fields.get(name) is None for name in OWN_FIELDS):
@@ -114,11 +94,11 @@ def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> st
 
 
 def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a config.json of any dialect, as [`DFlashConfig`] takes them, and the dialect they were written in.
+    """The fields of a config.json of any dialect as [`DFlashConfig`] takes them, its `dialect` among them.
 
     Raises:
-        ValueError: for a field of the wrong kind, for two that contradict each other, for a checkpoint that leaves its
-            block, its taps or its rotary base to a guess, and for a speculators checkpoint of another kind than DFlash.
+        ValueError: for a field of the wrong kind, fields that contradict each other, a config without its block, its
+            taps or its rotary base, and a speculators checkpoint of another kind than DFlash.
     """
     _check_kinds(fields)
     dialect = dialect_of(fields, tensor_names)
@@ -128,79 +108,77 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
     absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
     if absent:
         raise ValueError(
-            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from the "
-            "drafter's training run and write it into config.json."
+            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from "
+            "the drafter's training run and write it into config.json."
         )
     return read
 
 
+def kind_faults(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, str, str]]:
+    """Fields of another kind than readers expect: the field, its value, what it should be, and the remedy."""
+    for names, is_right, kind, remedy in KINDS:
+        for name in names:
+            if fields.get(name) is not None and not is_right(fields[name]):
+                yield place + name, fields[name], kind, remedy
+    for name in OBJECTS:
+        if isinstance(fields.get(name), Mapping):
+            yield from kind_faults(fields[name], f"{name}.")
+
+
 def _check_kinds(fields: dict[str, Any]) -> None:
-    """Refuses fields of another kind than readers expect, which would fail far from the file that holds them."""
+    """Refuses fields of another kind than readers expect."""
     if not isinstance(fields, dict):
         raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
-    for name in OBJECTS:
-        if fields.get(name) is not None and not isinstance(fields[name], dict):
-            raise ValueError(f"{name}={fields[name]!r} is not an object: write it as one, or leave it out.")
-    for name in WHOLE_NUMBERS:
-        if fields.get(name) is not None and not is_whole_number(fields[name]):
-            raise ValueError(f"{name}={fields[name]!r} is not a whole number: write it without quotes.")
-    for name in NUMBERS:
-        if fields.get(name) is not None and not is_number(fields[name]):
-            raise ValueError(f"{name}={fields[name]!r} is not a number: write it without quotes.")
-    for name in LISTS_OF_LAYERS:
-        ids = fields.get(name)
-        if ids is not None and not (isinstance(ids, (list, tuple)) and all(map(is_whole_number, ids))):
-            raise ValueError(f"{name}={ids!r} is not a list of layer numbers: write it as [1, 9, 17].")
+    for name, value, kind, remedy in kind_faults(fields):
+        raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
     for name in ("dtype", "torch_dtype"):
         dtype = fields.get(name)
         if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
-    for name in OBJECTS:
-        if fields.get(name):
-            _check_kinds(fields[name])
 
 
 def _check_rope(fields: dict[str, Any]) -> None:
-    """Refuses a rotary embedding whose base is not written, or that its two spellings say differently."""
+    """Refuses a rotary embedding without a base, or whose two spellings differ."""
     parameters = fields.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in parameters.values()):
-        return  # a base for each layer type, for the configuration to judge
+        return  # a base for each layer type, which the configuration checks
     older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
     if older is None and newer is None:
         raise ValueError(
-            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as rope_theta and "
-            "in rope_parameters."
+            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
+            "rope_theta and in rope_parameters."
         )
     if older is not None and newer is not None and older != newer:
         raise ValueError(
-            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base of the "
-            "training run in both."
+            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base "
+            "of the training run in both."
         )
     if not parameters or "rope_scaling" not in fields:
         return
-    scaling, other = _scaling(fields["rope_scaling"]), _scaling(parameters)
+    scaling, other = rope_scaling(fields["rope_scaling"]), rope_scaling(parameters)
     if scaling != other:
         raise ValueError(
-            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the scaling "
-            "of the training run in both."
+            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the "
+            "scaling of the training run in both."
         )
 
 
-def _scaling(fields: dict[str, Any] | None) -> dict[str, Any] | None:
+def rope_scaling(fields: Any) -> dict[str, Any] | None:
     """Scaling of a rotary embedding without its base, `None` for none; `type` is the older name of `rope_type`."""
-    named = {"rope_type" if name == "type" else name: value for name, value in (fields or {}).items()}
-    named.pop("rope_theta", None)
+    if not isinstance(fields, Mapping):
+        return None
+    named = {"rope_type" if name == "type" else name: value for name, value in fields.items() if name != "rope_theta"}
     return None if named.get("rope_type", "default") == "default" else named
 
 
 def _check_taps(fields: dict[str, Any]) -> None:
-    """Refuses taps that count hidden states and are not those that count layers."""
+    """Refuses taps that are written twice, counted by hidden states and by layers, and differ."""
     states = _layers_of_states(fields.get("eagle_aux_hidden_state_layer_ids"))
     ids = fields.get("target_layer_ids") or fields["dflash_config"].get("target_layer_ids")
     if states is not None and ids is not None and states != list(ids):
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not target_layer_ids={ids} "
-            "plus one: write the layers of the training run in both."
+            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not "
+            f"target_layer_ids={ids} plus one: write the layers of the training run in both."
         )
 
 
@@ -236,7 +214,7 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
         return read
     read["sliding_window"] = window or read.get("sliding_window")
     if "sliding_attention" not in (read.get("layer_types") or ()):
-        # The flag then stands for all layers, which see the whole block unless something says that they are causal.
+        # The flag then means all layers, which see the whole block unless a field says that they are causal.
         read["layer_types"] = ["sliding_attention"] * read.get("num_hidden_layers", 32)  # Qwen3's default
         if read.get("is_causal") is None and nested.get("causal") is None:
             read["is_causal"] = False
@@ -244,11 +222,11 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's fields one level down, taps counted from the embedding, causality as an exception to sliding layers."""
+    """The decoder's fields one level down, taps that count from the embedding, sliding layers causal by default."""
     kind = fields.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dflash2"):
         raise ValueError(
-            f"speculators_model_type={kind!r} is not a DFlash drafter: serve this checkpoint with vLLM, which reads it."
+            f"speculators_model_type={kind!r} is not a DFlash drafter: serve it with vLLM, which reads this kind."
         )
     layer = dict(fields["transformer_layer_config"])
     read = {name: value for name, value in layer.items() if name not in NOT_A_DRAFTERS}
@@ -267,17 +245,17 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_assistant(fields: dict[str, Any]) -> dict[str, Any]:
-    """Flat; bidirectional in every layer; reads raw rows of the target's embedding; knows no vocabulary."""
+    """Flat; every layer bidirectional; takes the target's embeddings unscaled; knows no vocabulary."""
     read = {"vocab_size": 0, "input_embedding_scale": 1.0, **fields}
     return _with_windows({**read, "model_type": "qwen3", "is_causal": False, "dflash_config": {}})
 
 
 def _read_deepspec(fields: dict[str, Any]) -> dict[str, Any]:
-    """Flat; its anchor row predicts too, which the config does not say."""
+    """Flat; its anchor proposes a token too, which the config does not say."""
     if "sample_from_anchor" not in fields and "markov_rank" not in fields:
         logger.warning(
-            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor row is "
-            "taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
+            "This DFlash config has its fields at the top and no dflash_config, as DeepSpec writes it, so its anchor "
+            "is taken to propose a token. If few drafts are accepted, write sample_from_anchor: false into config.json."
         )
     kept = {name: value for name, value in fields.items() if name not in DEEPSPEC_TRAINING_FIELDS}
     return {"sample_from_anchor": True, **kept, "dflash_config": {}}
@@ -289,7 +267,7 @@ def _layers_of_states(ids: list[int] | None) -> list[int] | None:
 
 
 def _with_windows(fields: dict[str, Any]) -> dict[str, Any]:
-    """With `use_sliding_window` where a layer slides: transformers drops the window otherwise, and these dialects do not."""
+    """With `use_sliding_window` where a layer slides, because transformers drops the window otherwise."""
     slides = "sliding_attention" in (fields.get("layer_types") or ())
     return {**fields, "use_sliding_window": True} if slides else fields
 

@@ -1,4 +1,4 @@
-"""The tiny pair inside the package, which makes the main job run with no download: load it, read it, write it out."""
+"""The tiny pair inside the package, which needs no download: loaded, exported, and its held-out problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 
-from .folders import check_replaceable, replace_folder, save_checkpoint
+from .folders import check_replaceable, save_checkpoint, written_aside
 
 
 TARGET_NAME = "tiny-target"
@@ -40,7 +40,7 @@ def embedded_path(name: str) -> Path:
     path = Path(str(resources.files("dflash") / "assets" / name))
     if not path.exists():
         raise FileNotFoundError(
-            f"The embedded pair is incomplete in this installation ({path} is missing): install dflash-transformers again."
+            f"The embedded pair is incomplete here ({path} is missing): install dflash-transformers again."
         )
     return path
 
@@ -80,13 +80,8 @@ def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     check_replaceable(target_path, tuple(known["architectures"]))
     check_replaceable(drafter_path)
     source = embedded_path(DRAFTER_NAME)
-    card = source / "README.md"
-    save_checkpoint(
-        DFlashDraftModel.from_pretrained(source, dtype="auto"),
-        drafter_path,
-        files={"README.md": card.read_text(encoding="utf-8")},
-    )
-    aside = target_path.with_name(f".{TARGET_NAME}.partial-{os.getpid()}")
-    shutil.copytree(embedded_path(TARGET_NAME), aside)
-    replace_folder(aside, target_path)
+    card = (source / "README.md").read_text(encoding="utf-8")
+    save_checkpoint(DFlashDraftModel.from_pretrained(source, dtype="auto"), drafter_path, files={"README.md": card})
+    with written_aside(target_path) as aside:
+        shutil.copytree(embedded_path(TARGET_NAME), aside)
     return target_path, drafter_path

@@ -1,11 +1,12 @@
-"""A checkpoint folder as others read it: weights, config, the code beside them, and a card."""
+"""Checkpoint folders: weights, config, code and card, written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def save_checkpoint(
 ) -> Path:
     """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights, `custom_generate` included.
 
-    Everything is written aside and then renamed, so that neither a reader nor an interruption meets half a checkpoint.
+    Everything is written aside and then renamed, so `folder` never holds half a checkpoint.
 
     Args:
         model: A drafter or a target.
@@ -50,10 +51,7 @@ def save_checkpoint(
     folder = Path(folder).expanduser().absolute()
     is_drafter = hasattr(model, "spec_generate")
     check_replaceable(folder, DRAFTERS if is_drafter else (type(model).__name__,))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with written_aside(folder) as aside:
         model.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
@@ -67,10 +65,20 @@ def save_checkpoint(
             shutil.copymode(aside / "config.json", weights)
         if inspect is not None:
             inspect(aside)
+    return folder
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `folder` after the body; if that raises, nothing of it is left."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        yield aside
         replace_folder(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return folder
 
 
 def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -> None:
@@ -99,7 +107,7 @@ def _architectures(folder: Path) -> tuple[str, ...]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Renames `new` to `folder`; what was there before is deleted only after that, and an error or interrupt restores it."""
+    """Renames `new` to `folder` and deletes what was there; an error or an interrupt before the end restores it."""
     old = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
     try:
         if folder.exists():

@@ -1,4 +1,4 @@
-"""A checkpoint's folder on the Hub, in one commit: weights, config, code and card, and nothing that does not belong there."""
+"""A drafter's folder to the Hub in one commit: weights, config, code and card, and no other file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from dflash.common.messages import first_line
 
 from .folders import FILES
 from .rules import Report, check
@@ -55,7 +57,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Publication:
     """What one commit will hold. `written` are files that the folder lacks or that differ from its own."""
 
     repo_id: str
@@ -74,7 +76,7 @@ class Plan:
             return dict(ModelCard(text).data.to_dict())
         except Exception as error:  # whatever its YAML reader makes of it
             raise ValueError(
-                f"The front matter of README.md cannot be read ({_first_line(error)}): correct the lines between ---."
+                f"The front matter of README.md cannot be read ({first_line(error)}): correct the lines between ---."
             ) from error
 
 
@@ -93,11 +95,11 @@ class Published:
         return f'AutoModel.from_pretrained("{self.repo_id}", trust_remote_code=True, revision="{self.commit}")'
 
 
-def plan(folder: str | Path, repo_id: str, target: str | None = None) -> Plan:
-    """The files that go up, found without a connection.
+def plan_publication(folder: str | Path, repo_id: str, target: str | None = None) -> Publication:
+    """The files to upload, found without a connection.
 
-    They are those of a checkpoint in `folder`, the code that its config names, and, where the folder lacks them, a card
-    and the door of a target's `generate`. A card that says how to load the folder says how to load `repo_id` instead.
+    These are the checkpoint's files in `folder`, the code that its config names, and, where the folder lacks them, a
+    card and the `custom_generate` file. In a card, the lines that load the folder load `repo_id` instead.
 
     Args:
         folder: A drafter's checkpoint.
@@ -105,19 +107,23 @@ def plan(folder: str | Path, repo_id: str, target: str | None = None) -> Plan:
         target: Its target, a folder or an id on the Hub: the pair is checked, and a new card names it.
 
     Raises:
-        ValueError: if transformers cannot load the checkpoint, if a file or a key that looks secret or the state of a
-            training run lies in the folder, or if `repo_id` is no name of a repository.
+        ValueError: if transformers cannot run the checkpoint, if the folder holds the state of a training run or what
+            looks secret, or if `repo_id` is no name of a repository.
     """
     folder = Path(folder).expanduser().absolute()
+    from dflash.model.configuration_dflash import DFlashConfig
+    from dflash.model.generation_dflash import door_source, write_card
+
     _check_name(repo_id)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
     report = check(folder, target)
-    failing = next((verdict for verdict in report.verdicts if verdict.verdict == "fails" and _is_ours(verdict)), None)
-    if failing is not None:
-        first = failing.findings[0]
+    # What anybody runs who loads the checkpoint as its card says.
+    ours = next(verdict for verdict in report.verdicts if verdict.engine == "remote-code")
+    if ours.verdict == "fails":
+        first = ours.findings[0]
         raise ValueError(
-            f"{first.field} keeps this checkpoint from loading in {failing.name} ({first.why.rstrip('.')}): "
+            f"{first.field} keeps this checkpoint from working in {ours.name} ({first.why.rstrip('.')}): "
             f"{first.fix.rstrip('.')}; `dflash check {folder.name}` says all."
         )
     taken, left_out = [], []
@@ -136,28 +142,29 @@ def plan(folder: str | Path, repo_id: str, target: str | None = None) -> Plan:
         renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
         files[CARD] = files[CARD] if renamed == text else File(CARD, renamed.encode())
     else:
-        files[CARD] = File(CARD, _card(folder, repo_id, target).encode())
-    from dflash.model.generation_dflash import door_source
-
+        files[CARD] = File(CARD, write_card(DFlashConfig.from_pretrained(folder), repo_id, target).encode())
     files.setdefault(DOOR, File(DOOR, door_source().encode()))
     for file in files.values():
         _refuse_by_content(file)
     written = tuple(name for name, file in files.items() if file is not own.get(name))
-    made = Plan(repo_id, tuple(files[name] for name in sorted(files)), written, tuple(left_out), report)
+    made = Publication(repo_id, tuple(files[name] for name in sorted(files)), written, tuple(left_out), report)
     made.card  # noqa: B018  (refused here rather than by the Hub)
     return made
 
 
 def publish(
-    plan: Plan, private: bool = False, revision: str | None = None, message: str = "Upload a DFlash drafter"
+    publication: Publication,
+    private: bool = False,
+    revision: str | None = None,
+    message: str = "Upload a DFlash drafter",
 ) -> Published:
-    """Uploads `plan` in one commit; the repository and the branch are made if there are none.
+    """Uploads a publication in one commit; the repository and the branch are made if there are none.
 
-    Weights and code of a former checkpoint that the plan lacks are deleted in the same commit; other files of the
-    repository stay. The same again makes no commit.
+    The same commit deletes weights and code of a former checkpoint that the publication lacks. Other files of the
+    repository stay. Uploading the same again makes no commit.
 
     Args:
-        plan: What goes up.
+        publication: What is uploaded.
         private: The repository is private; one that is public already is refused.
         revision: The branch; `None` is main.
         message: Of the commit.
@@ -170,37 +177,33 @@ def publish(
     if get_token() is None:
         raise ValueError("There is no token of the Hub: run `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
-    with _explained(plan.repo_id, api.endpoint):
-        api.create_repo(plan.repo_id, private=private or None, exist_ok=True)
+    with _explained(publication.repo_id, api.endpoint):
+        api.create_repo(publication.repo_id, private=private or None, exist_ok=True)
         if revision is not None:
-            api.create_branch(plan.repo_id, branch=revision, exist_ok=True)
-        before = api.model_info(plan.repo_id, revision=revision)
+            api.create_branch(publication.repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(publication.repo_id, revision=revision)
         if private and not before.private:
             raise ValueError(
-                f"{plan.repo_id} exists and is public: make it private in its settings first, or leave out --private."
+                f"{publication.repo_id} exists and is public: make it private in its settings first, or leave out "
+                "--private."
             )
-        names = {file.path for file in plan.files}
+        names = {file.path for file in publication.files}
         there = [item.rfilename for item in before.siblings or ()]
         stale = [name for name in there if name not in names and any(map(Path(name).match, STALE))]
         operations: list[Any] = [CommitOperationDelete(name) for name in stale]
         operations += [
             CommitOperationAdd(file.path, file.content if isinstance(file.content, bytes) else str(file.content))
-            for file in plan.files
+            for file in publication.files
         ]
         done = api.create_commit(
-            plan.repo_id,
+            publication.repo_id,
             operations,
             commit_message=message,
             revision=revision,
             parent_commit=before.sha,  # refused if somebody else has committed since
         )
-    url = f"{api.endpoint}/{plan.repo_id}" + (f"/tree/{revision}" if revision else "")
-    return Published(plan.repo_id, url, done.oid, done.oid != before.sha)
-
-
-def _is_ours(verdict: Any) -> bool:
-    """Whether it is about what anybody runs who loads the checkpoint as its card says."""
-    return bool(verdict.engine == "remote-code")
+    url = f"{api.endpoint}/{publication.repo_id}" + (f"/tree/{revision}" if revision else "")
+    return Published(publication.repo_id, url, done.oid, done.oid != before.sha)
 
 
 def _check_name(repo_id: str) -> None:
@@ -231,20 +234,11 @@ def _named_code(folder: Path) -> set[Path]:
     return found
 
 
-def _card(folder: Path, repo_id: str, target: str | None) -> str:
-    from dflash.model.configuration_dflash import DFlashConfig
-    from dflash.model.generation_dflash import write_card
-
-    return write_card(DFlashConfig.from_pretrained(folder), repo_id, target)
-
-
 def _refuse_by_name(path: Path) -> None:
     if any(map(path.match, SECRETS)):
         raise ValueError(f"{path.name} looks secret: move it out of the folder before it is published.")
     if any(map(path.match, TRAINING_STATE)):
-        raise ValueError(
-            f"{path.name} is the state of a training run, which nobody loads: move it out of the folder before it is published."
-        )
+        raise ValueError(f"{path.name} is the state of a training run, which nobody loads: move it out of the folder.")
 
 
 def _refuse_by_content(file: File) -> None:
@@ -254,7 +248,7 @@ def _refuse_by_content(file: File) -> None:
 
 @contextmanager
 def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
-    """What the Hub and its client refuse, in one sentence with what to do."""
+    """Raises what the Hub and its client refuse as one sentence with the remedy."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     namespace = repo_id.split("/")[0]
@@ -271,26 +265,22 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
             403: f"the token may not write to {namespace}: use one with write access, or another namespace.",
             412: "somebody else has committed meanwhile: look at that commit, then publish again.",
         }
-        said = told.get(status or 0, f"the Hub refused ({_first_line(error)}): try again, or look at {endpoint}.")
+        said = told.get(status or 0, f"the Hub refused ({first_line(error)}): try again, or look at {endpoint}.")
         raise ValueError(f"{repo_id} was not published: {said}") from error
     except Exception as error:
         if not _is_of_the_network(error):
             raise
         raise ValueError(
-            f"{repo_id} was not published: the connection to {endpoint} failed ({type(error).__name__}): try again, and "
+            f"{repo_id} was not published: the connection to {endpoint} failed ({type(error).__name__}): try again; "
             "what has arrived is not sent twice."
         ) from error
 
 
 def _is_of_the_network(error: BaseException | None) -> bool:
-    """Whether the connection is the cause: the client's versions use two libraries, and wrap what uploads raise."""
+    """Whether the connection is the cause. Versions of the client use several libraries, and wrap their errors."""
     libraries = ("httpx", "httpx2", "requests", "urllib3")
     while error is not None:
         if isinstance(error, ConnectionError) or type(error).__module__.split(".")[0] in libraries:
             return True
         error = error.__cause__
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

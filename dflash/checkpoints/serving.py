@@ -1,7 +1,6 @@
-"""An engine's own command line for a target and its drafter: built, printed, and run in this process's place.
+"""An engine's own command line for a target and its drafter: built, printed, and run in the place of this process.
 
-It knows the flags of each engine and no more: what the engine does with the drafter is the engine's, and whether it can
-read it is `checkpoints.rules`'s to say.
+It knows the flags of each engine. Whether an engine can read a drafter is for `rules` to say.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from .rules import check
+from .rules.engines import either, whole_number
+from .rules.reading import downloaded, read_json
 
 
 TRTLLM_OPTIONS = "dflash_trtllm.yaml"
@@ -29,61 +30,50 @@ INSTALL = {
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A command, and the files that it reads and that are written before it runs."""
+class ServerCommand:
+    """A command, and the files that are written before it runs, because it reads them."""
 
     command: tuple[str, ...]
     files: Mapping[str, str] = field(default_factory=dict)
 
     def script(self) -> str:
-        """The same as lines for a shell, quoted: what it prints can be pasted and does what running it does."""
+        """The same as quoted lines for a shell."""
         writes = [f"printf '%s\\n' {shlex.quote(text)} > {shlex.quote(path)}" for path, text in self.files.items()]
         return "\n".join([*writes, shlex.join(self.command)])
 
 
-def launch(engine: str, target: str, drafter: str, block_size: int, extra: Sequence[str] = ()) -> Launch:
-    """How `engine` serves `target` with `drafter`.
+def server_command(
+    engine: str, target: str, drafter: str, block_size: int, extra: Sequence[str] = ()
+) -> ServerCommand:
+    """The command by which `engine` serves `target` with `drafter`.
 
     Args:
         engine: `vllm`, `sglang` or `trtllm`.
         target: The target's folder or Hub id.
         drafter: The drafter's folder or Hub id.
-        block_size: Tokens in a block, anchor included: one more than the engine drafts.
+        block_size: Tokens in a block, anchor included.
         extra: Arguments of the engine's own, put last so that they win.
 
+    Raises:
+        ValueError: for a block without a draft.
+
     Example:
-        >>> print(launch("vllm", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16, ["--port", "8001"]).script())
+        >>> print(server_command("vllm", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16).script())
     """
     if block_size < 2:
         raise ValueError(f"block_size={block_size}: a block is the anchor and at least one draft; use 2 or more.")
-    return BUILDERS[engine](target, drafter, block_size, tuple(extra))
-
-
-def _vllm(target: str, drafter: str, block_size: int, extra: tuple[str, ...]) -> Launch:
-    """The method is named, so that the drafter's folder may have any name."""
-    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
-    return Launch(("vllm", "serve", target, "--speculative-config", json.dumps(speculative), *extra))
-
-
-def _sglang(target: str, drafter: str, block_size: int, extra: tuple[str, ...]) -> Launch:
-    """SGLang counts the anchor among the draft tokens."""
-    own = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter)
-    width = ("--speculative-num-draft-tokens", str(block_size))
-    return Launch(("sglang", "serve", "--model-path", target, *own, *width, *extra))
-
-
-def _trtllm(target: str, drafter: str, block_size: int, extra: tuple[str, ...]) -> Launch:
-    """TensorRT-LLM takes speculation from a YAML file alone; JSON is YAML."""
-    speculative = {"decoding_type": "DFlash", "max_draft_len": block_size - 1, "speculative_model": drafter}
-    options = json.dumps({"speculative_config": speculative})
-    return Launch(("trtllm-serve", target, "--config", TRTLLM_OPTIONS, *extra), {TRTLLM_OPTIONS: options})
-
-
-BUILDERS: dict[str, Callable[[str, str, int, tuple[str, ...]], Launch]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
-}
+    num_drafts = block_size - 1
+    if engine == "vllm":  # the method is named, so that the drafter's folder may have any name
+        speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": num_drafts}
+        return ServerCommand(("vllm", "serve", target, "--speculative-config", json.dumps(speculative), *extra))
+    if engine == "sglang":  # which counts the anchor among the draft tokens
+        own = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter)
+        width = ("--speculative-num-draft-tokens", str(block_size))
+        return ServerCommand(("sglang", "serve", "--model-path", target, *own, *width, *extra))
+    # TensorRT-LLM takes speculation from a YAML file alone; JSON is YAML.
+    options = {"decoding_type": "DFlash", "max_draft_len": num_drafts, "speculative_model": drafter}
+    text = json.dumps({"speculative_config": options})
+    return ServerCommand(("trtllm-serve", target, "--config", TRTLLM_OPTIONS, *extra), {TRTLLM_OPTIONS: text})
 
 
 def declared_block_size(drafter: str) -> int:
@@ -92,40 +82,23 @@ def declared_block_size(drafter: str) -> int:
     Raises:
         ValueError: if it cannot be found.
     """
-    config = _config(drafter)
-    nested = config.get("dflash_config")
-    value = nested.get("block_size") if isinstance(nested, dict) else None
-    value = config.get("block_size") if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"The config.json of {drafter} holds block_size={value!r}: give --block-size.")
-    return value
-
-
-def _config(drafter: str) -> dict[str, object]:
-    path = Path(drafter).expanduser() / "config.json"
-    if not Path(drafter).expanduser().is_dir():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(drafter, "config.json"))
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(
-                f"--drafter {drafter} is no folder and its config.json cannot be fetched ({reason}): give --block-size."
-            ) from error
+    folder = Path(drafter).expanduser()
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--drafter {drafter}: its config.json cannot be read ({error}).") from error
-    return config if isinstance(config, dict) else {}
+        folder = folder if folder.is_dir() else downloaded(drafter, "drafter", ("config.json",))
+        config = read_json(folder / "config.json", f"{folder} holds no config.json.")
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}, or give --block-size.") from error
+    size = whole_number(either(config, "block_size"))
+    if size is None:
+        raise ValueError(f"The config.json of {drafter} says no block_size: give --block-size.")
+    return size
 
 
 def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None = None) -> None:
-    """Raises ValueError with the first finding if the rules say that `engine` fails on a local drafter.
+    """Raises ValueError with the first finding if the rules say that `engine` fails on a drafter in a folder.
 
-    A block longer than the drafter's own is refused too: it was never trained to fill one.
-
-    A drafter on the Hub is not looked at: its weights' headers are not here.
+    A block longer than the drafter was trained with is refused too. A drafter on the Hub is not checked: its weights
+    are not here.
     """
     if not Path(drafter).expanduser().is_dir():
         return
@@ -134,8 +107,8 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
     if verdict.verdict != "fails":
         if block_size is not None and block_size > declared_block_size(drafter):
             raise ValueError(
-                f"--block-size {block_size} is more than the {declared_block_size(drafter)} that {drafter} was trained "
-                "with: leave it out, or serve it nevertheless with --no-check."
+                f"--block-size {block_size} is more than the {declared_block_size(drafter)} that {drafter} was "
+                "trained with: leave it out, or serve it nevertheless with --no-check."
             )
         return
     first = verdict.findings[0]
@@ -147,23 +120,23 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
     )
 
 
-def run(plan: Launch, engine: str) -> NoReturn:
-    """Writes the files and becomes the engine: same streams, same signals, its exit status.
+def run_server(command: ServerCommand, engine: str) -> NoReturn:
+    """Writes the command's files and replaces this process by the engine, which has its streams and its exit status.
 
     Raises:
         ValueError: if the engine is not installed, or a file of that name holds something else.
     """
-    program = shutil.which(plan.command[0])
+    program = shutil.which(command.command[0])
     if program is None:
         raise ValueError(
-            f"{plan.command[0]} is not on the PATH: install it in an environment of its own ({INSTALL[engine]}), or print "
-            "the command with --print and run it where it is installed."
+            f"{command.command[0]} is not on the PATH: install it in an environment of its own ({INSTALL[engine]}), "
+            "or print the command with --print and run it where it is installed."
         )
-    for name, text in plan.files.items():
+    for name, text in command.files.items():
         path = Path(name)
         if path.exists() and path.read_text(encoding="utf-8").strip() != text:
             raise ValueError(f"{name} exists and holds something else: move it, or run in another folder.")
         path.write_text(text + "\n", encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(program, plan.command)
+    os.execv(program, command.command)

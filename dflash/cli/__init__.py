@@ -1,1 +1,1 @@
-"""`dflash …`: `main` holds the application, each other file one command, `options` and `terminal` what they share."""
+"""`dflash …`: the application in `main`, what commands share in `options` and `terminal`, one file a command."""

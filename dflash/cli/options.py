@@ -1,16 +1,20 @@
-"""What sub-commands share: names of checkpoints and devices, loading a pair, a prompt in the chat template."""
+"""What the commands share: options, the checks before anything is loaded, loading a pair, encoding a prompt."""
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from dflash.common.messages import first_line
 
@@ -24,6 +28,24 @@ class Dtype(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+# Options of several commands. Short metavars leave room for whole names on 80 columns.
+Target = Annotated[str, typer.Option(metavar="NAME", help="The target: a local folder or an id on the Hub.")]
+Drafter = Annotated[str, typer.Option(metavar="NAME", help="Its DFlash drafter: a local folder or an id on the Hub.")]
+TargetOfDrafter = Annotated[
+    str | None, typer.Option("--target", metavar="NAME", help="Its target: a local folder or an id on the Hub.")
+]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
+StoredDtype = Annotated[
+    Dtype, typer.Option(metavar="DTYPE", help="auto (as each checkpoint is stored), float32, bfloat16 or float16.")
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is one.")
+]
+ChatTemplate = Annotated[bool, typer.Option(help="Ask in the target's chat template.")]
+Thinking = Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class Pair(NamedTuple):
@@ -41,23 +63,43 @@ def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pa
     with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
         if is_local:  # a download shows bars of its own
             hide_loading_bars()
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        from transformers import AutoModelForCausalLM
 
         from dflash.model.modeling_dflash import DFlashDraftModel
 
+        tokenizer = load_tokenizer(target)
         advance()
-        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
         with named("--drafter", drafter):
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
         with named("--target", target):
-            target_model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
-            return Pair(target_model, draft_model, AutoTokenizer.from_pretrained(target))
+            return Pair(AutoModelForCausalLM.from_pretrained(target, **place).eval(), draft_model, tokenizer)
+
+
+def load_tokenizer(target: str) -> Any:
+    """The tokenizer of a causal language model; ValueError for a model of another kind or without a tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    with named("--target", target):
+        config = AutoConfig.from_pretrained(target)
+        # AutoModelForCausalLM takes these too, and their positions then see the ones after them.
+        if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+            raise ValueError(f"a {config.model_type} model is no causal language model: give one that generates text.")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target)
+            is_empty = not tokenizer("a", add_special_tokens=False)["input_ids"]
+        except TypeError:  # transformers 4.57, of files that are not there
+            is_empty = True
+        if is_empty:
+            raise ValueError("there is no tokenizer: put its files (tokenizer.json, tokenizer_config.json) there.")
+        return tokenizer
 
 
 @contextmanager
 def named(option: str, name: str) -> Iterator[None]:
-    """Puts the checkpoint's name before what went wrong with it, in one sentence."""
+    """Raises what goes wrong in the body as one sentence that begins with the checkpoint's name."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -66,7 +108,8 @@ def named(option: str, name: str) -> Iterator[None]:
         if type(error).__name__ != "SafetensorError":
             raise
         raise ValueError(
-            f"{option} {name}: the weights cannot be read ({error}); the file is truncated or not safetensors, fetch it again."
+            f"{option} {name}: the weights cannot be read ({error}): the file is truncated or no safetensors file; "
+            "fetch it again."
         ) from error
 
 
@@ -83,21 +126,46 @@ def checkpoint(name: str, option: str) -> str:
     return name
 
 
+def check_decoding(
+    device: str | None = None,
+    max_new_tokens: int = 1,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> None:
+    """Refuses values that no decoding takes, by their options' names; called before anything is loaded.
+
+    Raises:
+        ValueError: with the option, its value and the remedy.
+    """
+    for option, value, is_allowed, remedy in (
+        ("--max-new-tokens", max_new_tokens, max_new_tokens > 0, "ask for at least one token"),
+        ("--temperature", temperature, 0 <= temperature < math.inf, "use 0 for greedy decoding, or a number above 0"),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "use a probability above 0 and up to 1"),
+        ("--top-k", top_k, top_k is None or top_k >= 0, "use the number of tokens to keep, or 0 for all"),
+    ):
+        if not is_allowed:
+            raise ValueError(f"{option} {value} cannot be used: {remedy}.")
+    known_device(device)
+
+
 def torch_dtype(dtype: Dtype) -> Any:
-    """What `from_pretrained` takes as `dtype`."""
+    """The value of `from_pretrained(dtype=…)`."""
     import torch
 
     return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
 
 
 def known_device(device: str | None) -> str:
-    """What to pass as `device_map`; ValueError for a device that this machine or torch does not have."""
+    """The value of `from_pretrained(device_map=…)`; ValueError for a device that cannot be used here."""
     import torch
 
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "auto":
         try:
+            if torch.device(device).type == "meta":
+                raise RuntimeError("it holds shapes and no values")
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).split("\n")[0]
@@ -106,7 +174,7 @@ def known_device(device: str | None) -> str:
 
 
 def own_device(processes: Any) -> str | None:
-    """The GPU of this process among several on one machine; `None` leaves the choice."""
+    """The GPU of this process where several run on one machine, else `None`."""
     import torch
 
     if processes.count == 1 or not torch.cuda.is_available():
@@ -115,7 +183,7 @@ def own_device(processes: Any) -> str | None:
 
 
 def api_key(variable: str | None) -> str | None:
-    """What the environment variable of --api-key-env holds, `None` without one; ValueError if it is not set."""
+    """The value of the environment variable that --api-key-env names; ValueError if it is not set."""
     if variable is None:
         return None
     key = os.environ.get(variable)
@@ -132,7 +200,7 @@ def given(text: str) -> str:
 
 
 def hide_loading_bars() -> None:
-    """Keeps the bars of transformers out of ours. Called inside a wait, because the import is most of it."""
+    """Hides the progress bars of transformers. Called inside a bar of ours, because this import takes seconds."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -142,7 +210,15 @@ def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = F
     """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
     from dflash.evaluation import chat_encoder
 
+    if chat_template and not pair.tokenizer.chat_template:
+        say_once("The target's tokenizer has no chat template: prompts are given as they are.")
     return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+
+
+@functools.cache
+def say_once(sentence: str) -> None:
+    """Prints a sentence on standard error, once in a process."""
+    print(f"dflash: {sentence}", file=sys.stderr)
 
 
 def numbered_lines(path: Path, option: str) -> list[tuple[int, str]]:
@@ -170,7 +246,7 @@ def listed(text: str, option: str) -> tuple[str, ...]:
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
-    """Headings and cells on standard output, figures to the right; a heading is broken to the width of its cells."""
+    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells."""
     from rich.console import Console
     from rich.table import Table
 
@@ -190,11 +266,3 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
 def dtype_name(pair: Pair) -> str:
     """The target's dtype without `torch.`."""
     return str(pair.target.dtype).removeprefix("torch.")
-
-
-def version(distribution: str) -> str | None:
-    """Of an installed distribution, `None` if it is not."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

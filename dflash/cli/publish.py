@@ -8,40 +8,54 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
+from .options import TargetOfDrafter
+
 
 if TYPE_CHECKING:
-    from dflash.checkpoints import Plan
+    from dflash.checkpoints import Publication
+
+
+HUB = "On the Hub"
 
 
 def publish(
-    folder: Annotated[Path, typer.Argument(help="The drafter's checkpoint.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The drafter's checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The repository on the Hub.")],
-    target: Annotated[
-        str | None, typer.Option(help="Its target, a folder or an id on the Hub: check the pair too.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Only you or the organisation see it.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch; made if there is none. Default: main.")] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload a DFlash drafter",
+    target: TargetOfDrafter = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would go up, and connect to nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be uploaded, and connect to nothing.")
     ] = False,
+    private: Annotated[
+        bool, typer.Option("--private", rich_help_panel=HUB, help="Only you or the organisation see it.")
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=HUB, help="The branch; made if there is none. Default: main."),
+    ] = None,
+    message: Annotated[
+        str, typer.Option(metavar="TEXT", rich_help_panel=HUB, help="The message of the commit.")
+    ] = "Upload a DFlash drafter",
 ) -> None:
-    """Publishes a drafter: weights, config, code and card in one commit, once `dflash check` finds that it loads."""
-    from dflash.checkpoints import publishing
+    """Publishes a drafter on the Hub in one commit: weights, config, code and card, if `dflash check` says it works.
 
-    plan = publishing.plan(folder, repo_id, target)
+    With --target the pair is checked too, and a new card names the target.
+    """
+    from dflash.checkpoints import plan_publication
+    from dflash.checkpoints import publish as publish_it
+
+    publication = plan_publication(folder, repo_id, target)
     if dry_run:
-        _show(plan, has_card=(folder.expanduser() / publishing.CARD).is_file())
+        _show(publication, has_card=(folder.expanduser() / "README.md").is_file())
         return
-    done = publishing.publish(plan, private, revision, message)
+    done = publish_it(publication, private, revision, message)
     if not done.is_new:
         print("Nothing has changed since the last commit.")
     print(done.url)
     print(done.load_line)
 
 
-def _show(plan: Plan, has_card: bool) -> None:
-    """Files and sizes, what stays behind, what the card says or how it would, and engines that cannot run the drafter."""
+def _show(plan: Publication, has_card: bool) -> None:
+    """Prints files and sizes, what is left out, what the card says or lacks, and engines that fail on the drafter."""
     for file in plan.files:
         print(f"{decimal(file.size):>10}  {file.path}{'  (written)' if file.path in plan.written else ''}")
     print(f"{decimal(sum(file.size for file in plan.files)):>10}  in {len(plan.files)} files to {plan.repo_id}")

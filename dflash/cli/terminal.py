@@ -1,7 +1,4 @@
-"""What a person sees: progress, blocks as they commit with their accepted run marked, and the table at the end.
-
-It knows `rich` and no model: ids, counts and seconds come in.
-"""
+"""Terminal output: progress bars, text with its accepted drafts marked, and the table of a comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-if TYPE_CHECKING:  # for annotations alone: the modules behind these names take seconds to import
+if TYPE_CHECKING:  # for annotations alone: importing these takes seconds
     from dflash.evaluation import Difference, TimedRun
     from dflash.model.decoding_dflash import Block
 
@@ -35,7 +32,10 @@ ACCEPTED_STYLE, OWN_STYLE = "green underline", "bold magenta"
 
 @contextmanager
 def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, gone at the end; the function that is yielded ends a step. Hidden off a terminal."""
+    """Shows a bar on standard error until the end of the body and yields a function that ends a step.
+
+    Hidden where standard error is no terminal.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = hidden or not console.is_terminal
@@ -46,9 +46,9 @@ def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Ca
 
 @contextmanager
 def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
-    """A bar for many of a kind, on standard error, gone at the end: how many are done, `more`, and how long is left.
+    """Shows a bar that counts items, with `more` columns and the time left; as `progress_bar` on standard error.
 
-    Hidden off a terminal; in all processes but the first its console is silent too.
+    In all processes but the first its console is silent.
     """
     console = Console(stderr=True, highlight=False, quiet=not is_first)
     columns = (
@@ -61,7 +61,7 @@ def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = Tru
 
 
 class TextStream:
-    """Token ids in, the text that they add out; half a character waits for its other bytes."""
+    """Decodes token ids piece by piece; an incomplete character waits for its other bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +69,7 @@ class TextStream:
         self._length = 0
 
     def push(self, token_ids: Sequence[int], is_last: bool = False) -> str:
-        """The text that `token_ids` complete, special tokens left out."""
+        """The text that `token_ids` add, without special tokens."""
         self._token_ids += token_ids
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd") and not is_last:
@@ -79,7 +79,7 @@ class TextStream:
 
 
 class BlockPrinter:
-    """Prints text as it comes, the accepted run of each block marked: by colour, or by [ ] where there is none."""
+    """Prints blocks as they are committed and marks their accepted drafts, by colour or by [ ]."""
 
     def __init__(self, console: Console, tokenizer: Any, is_marked: bool = True) -> None:
         self._console = console
@@ -87,17 +87,17 @@ class BlockPrinter:
         self._is_marked = is_marked
 
     def block(self, block: Block) -> None:
-        """Prints a block: the drafted tokens that stood, then the target's own."""
+        """Prints a block: the accepted drafts, then the target's own token."""
         accepted, own = block.token_ids[: block.num_accepted], block.token_ids[block.num_accepted :]
         self._print(self._stream.push(accepted), ACCEPTED_STYLE, "[{}]")
         self._print(self._stream.push(own), OWN_STYLE)
 
     def tokens(self, token_ids: list[int]) -> None:
-        """Prints tokens that no drafter had a part in."""
+        """Prints tokens of plain decoding."""
         self._print(self._stream.push(token_ids))
 
     def end(self) -> None:
-        """Prints what waited and ends the line."""
+        """Prints an incomplete character, if one waits, and ends the line."""
         self._print(self._stream.push([], is_last=True))
         self._console.print()
 
@@ -110,7 +110,7 @@ class BlockPrinter:
 
 
 def has_colour(console: Console) -> bool:
-    """Whether marks can be colours; not so in a pipe, on a dumb terminal or where NO_COLOR is set."""
+    """Whether the console shows colours: not in a pipe, on a dumb terminal, or if NO_COLOR is set."""
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
@@ -128,7 +128,7 @@ def legend(console: Console) -> Text:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt answered twice, and where the two texts part."""
+    """One prompt answered twice, and where the two texts first differ."""
 
     plain: TimedRun
     fast: TimedRun
@@ -136,7 +136,7 @@ class Comparison:
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:
-    """Speeds, counts and whether the texts agree: a line per prompt and one for all."""
+    """Speeds, counts and whether the texts agree: a row per prompt and one for all."""
     table = Table(title="Tokens per second, the prompt's forward included", title_justify="left", title_style="dim")
     table.add_column("#")
     for name in ("tokens", "generate", "DFlash", "speed-up", "tau", "per step"):

@@ -1,7 +1,7 @@
 """What is wrong with a drafter's checkpoint, and what each engine would make of it, before anything is run.
 
-Reads config.json, the headers of the safetensors files and the text of the code beside them; loads no weights and runs
-nothing that a checkpoint brings.
+Reads config.json, the safetensors files and the text of the code beside them. Builds no model and runs nothing that a
+checkpoint brings.
 """
 
 from .engines import ENGINES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
+from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, kind_faults, rope_scaling
 
 from .engines import (
     READERS,
@@ -24,7 +24,19 @@ from .engines import (
     transformers_layer_types,
     whole_number,
 )
-from .findings import ALL, CONVERT, TRANSFORMERS, Finding, Severity, engine_names, error, note, plain, shown, warning
+from .findings import (
+    CONVERT,
+    TRANSFORMERS,
+    Finding,
+    Severity,
+    all_but,
+    engine_names,
+    error,
+    note,
+    plain,
+    shown,
+    warning,
+)
 from .reading import Checkpoint, token_ids
 
 
@@ -48,22 +60,8 @@ MONOTONE = ("output_multiplier", "final_logit_softcapping")
 
 def field_types(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are not of the kind that every reader expects."""
-    config = checkpoint.config
-    for name in ("dflash_config", "rope_parameters", "rope_scaling", "auto_map", "transformer_layer_config"):
-        if not isinstance(config.get(name, {}) or {}, Mapping):
-            yield error(
-                name, config[name], "readers expect an object here.", "write it as an object, or leave it out."
-            )
-    numbers = ("block_size", "mask_token_id", "num_target_layers")
-    for place, fields in (("", config), ("dflash_config.", nested_fields(config))):
-        for name in numbers:
-            if fields.get(name) is not None and whole_number(fields[name]) is None:
-                yield error(place + name, fields[name], "it is not a whole number.", "write it without quotes.")
-        ids = fields.get("target_layer_ids")
-        if ids is not None and layer_ids(ids) is None:
-            yield error(
-                f"{place}target_layer_ids", ids, "it is not a list of layer numbers.", "write it as [1, 9, 17]."
-            )
+    for name, value, kind, remedy in kind_faults(checkpoint.config):
+        yield error(name, value, f"it is not {kind}.", f"{remedy}.")
 
 
 def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -75,7 +73,7 @@ def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
     if isinstance(parameters, Mapping):
         pairs.append(("rope_theta", config.get("rope_theta"), "rope_parameters", parameters.get("rope_theta")))
         if "rope_scaling" in config and not _is_by_layer(parameters):
-            older, newer = _scaling(config.get("rope_scaling")), _scaling(parameters)
+            older, newer = rope_scaling(config.get("rope_scaling")), rope_scaling(parameters)
             pairs.append(("rope_scaling", older or "default", "rope_parameters", newer or "default"))
     aux = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
     taps = layer_ids(either(config, "target_layer_ids"))
@@ -83,21 +81,14 @@ def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
         pairs.append(("eagle_aux_hidden_state_layer_ids", list(aux), "target_layer_ids + 1", list(taps)))
     for name, outer, other, inner in pairs:
         if outer is not None and inner is not None and outer != inner:
-            yield error(
-                name,
-                outer,
-                f"{other} says {shown(inner)}; some engines read one and some the other.",
-                "write the value that the drafter was trained with in both places.",
-            )
+            why = f"{other} says {shown(inner)}; some engines read one and some the other."
+            fix = "write the value that the drafter was trained with in both places."
+            yield error(name, outer, why, fix)
     for name in DOUBLED:
         if name in nested and nested[name] is None and config.get(name) is not None:
-            yield error(
-                f"dflash_config.{name}",
-                None,
-                f"a null here hides the {config[name]} at the top level from engines.",
-                "write the value, or delete the null.",
-                ("vllm", "sglang"),
-            )
+            why = f"a null here hides the {config[name]} at the top level from engines."
+            fix = "write the value, or delete the null."
+            yield error(f"dflash_config.{name}", None, why, fix, ("vllm", "sglang"))
     outer, inner = config.get("dtype"), config.get("torch_dtype")
     if outer is not None and inner is not None and outer != inner:
         yield warning("dtype", outer, f"torch_dtype says {inner}.", "write the stored dtype in both.", TRANSFORMERS)
@@ -107,12 +98,9 @@ def block_size(checkpoint: Checkpoint) -> Iterator[Finding]:
     """A block of at least an anchor and one draft."""
     size = checkpoint.meant.block_size
     if size is None and either(checkpoint.config, "block_size") is None:
-        yield error(
-            "block_size",
-            None,
-            "readers then guess 16, which is wrong for a drafter of another block.",
-            "write the block size of the training run, anchor included.",
-        )
+        why = "readers then guess 16, which is wrong for a drafter of another block."
+        fix = "write the block size of the training run, anchor included."
+        yield error("block_size", None, why, fix)
     elif size is not None and size < 2:
         yield error("block_size", size, "a block is an anchor and at least one draft.", "write 2 or more.")
 
@@ -122,20 +110,14 @@ def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
     mask, vocabulary = checkpoint.meant.mask_token_id, checkpoint.number("vocab_size")
     if mask is None:
         if either(checkpoint.config, "mask_token_id") is None:
-            yield error(
-                "mask_token_id",
-                None,
-                "vLLM refuses, TensorRT-LLM takes vocab_size and MLX takes 0.",
-                "write the id of the training run, at the top level and in dflash_config.",
-            )
+            why = "vLLM refuses, TensorRT-LLM takes vocab_size and MLX takes 0."
+            fix = "write the id of the training run, at the top level and in dflash_config."
+            yield error("mask_token_id", None, why, fix)
         return
     if mask < 0 or (vocabulary is not None and mask >= vocabulary):
-        yield error(
-            "mask_token_id",
-            mask,
-            f"it is outside the vocabulary of {vocabulary}, so it has no embedding.",
-            "write the id of the training run.",
-        )
+        why = f"it is outside the vocabulary of {vocabulary}, so it has no embedding."
+        fix = "write the id of the training run."
+        yield error("mask_token_id", mask, why, fix)
     for name, severity in (("eos_token_id", "error"), ("pad_token_id", "warning"), ("bos_token_id", "warning")):
         if mask in token_ids(checkpoint.config.get(name)):
             yield collision(mask, f"the config's {name}", "error" if severity == "error" else "warning")
@@ -143,13 +125,9 @@ def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def collision(mask: int, other: str, severity: Severity) -> Finding:
     """The mask id is a token that means something else."""
-    return Finding(
-        severity,
-        "mask_token_id",
-        mask,
-        f"it is {other}, a token that text holds: a drafter trained so cannot tell a blank from it.",
-        "train with an id that never occurs in text, such as an unused row of the embedding.",
-    )
+    why = f"it is {other}, which occurs in text: a drafter trained so cannot tell a mask from it."
+    fix = "train with an id that never occurs in text, such as an unused row of the embedding."
+    return Finding(severity, "mask_token_id", mask, why, fix)
 
 
 def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -161,37 +139,29 @@ def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield error(name, None, "readers then guess a spread of layers.", "write the layers of the training run.")
         return
     if any(later <= earlier for earlier, later in pairwise(ids)) or ids[0] < 0:
-        yield error(
-            name,
-            list(ids),
-            "engines capture layers from the first to the last, so fc would get its inputs in another order.",
-            "list each layer once, ascending, from 0, and permute the column groups of fc.weight alike.",
-        )
+        why = "engines capture layers from the first to the last, so fc would get its inputs in another order."
+        fix = "list each layer once, ascending, from 0, and permute the column groups of fc.weight alike."
+        yield error(name, list(ids), why, fix)
     depth = whole_number(either(config, "num_target_layers"))
     if depth is not None and max(ids) >= depth - 1:
         yield last_tap(list(ids), depth, name)
 
 
 def last_tap(ids: list[int], depth: int, name: str) -> Finding:
-    """A tap on the target's last layer, or behind it."""
-    return error(
-        name,
-        ids,
-        f"the target has {depth} layers, and the output of its last one is normed in transformers and raw in engines.",
-        f"tap layers up to {depth - 2} and train again.",
+    """A tap on the target's last layer, or after it."""
+    why = (
+        f"the target has {depth} layers, and the output of its last one is normed in transformers and raw in engines."
     )
+    fix = f"tap layers up to {depth - 2} and train again."
+    return error(name, ids, why, fix)
 
 
 def target_depth(checkpoint: Checkpoint) -> Iterator[Finding]:
     """`num_target_layers`, which some readers need at the top level."""
     if checkpoint.config.get("num_target_layers") is None and checkpoint.form in (ZLAB, DEEPSPEC):
-        yield error(
-            "num_target_layers",
-            None,
-            "MLX needs the target's depth at the top level.",
-            "write the target's num_hidden_layers.",
-            ("mlx",),
-        )
+        why = "MLX needs the target's depth at the top level."
+        fix = "write the target's num_hidden_layers."
+        yield error("num_target_layers", None, why, fix, ("mlx",))
 
 
 def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -199,46 +169,27 @@ def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
     config, fields = checkpoint.config, decoder_fields(checkpoint.config)
     types, depth = fields.get("layer_types"), num_layers(config)
     if depth == 0:
-        yield error(
-            "num_hidden_layers",
-            fields.get("num_hidden_layers"),
-            "the drafter's depth is not known.",
-            "write the number of its layers.",
-        )
+        why, fix = "the drafter's depth is not known.", "write the number of its layers."
+        yield error("num_hidden_layers", fields.get("num_hidden_layers"), why, fix)
         return
-    if types is None:
-        is_guessed = "sliding_attention" in transformers_layer_types(config)
-        yield Finding(
-            "warning" if is_guessed else "note",
-            "layer_types",
-            None,
-            "transformers then derives them from max_window_layers, other readers take full attention.",
-            "write one type for each layer.",
-        )
-    elif declared_layer_types(config) is None:
-        yield error("layer_types", types, f"the drafter has {depth} layers.", "write one type for each layer.")
-    elif unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
-        yield error(
-            "layer_types", unknown, "readers know full_attention and sliding_attention.", "write one of the two."
-        )
-    elif "sliding_attention" in types:
-        yield from _missing_window(config, fields)
-
-
-def _missing_window(config: Config, fields: Config) -> Iterator[Finding]:
+    fix = "write one type for each layer."
     window, swa_window = fields.get("sliding_window"), nested_fields(config).get("swa_window_size")
-    if whole_number(window) is None and whole_number(swa_window) is None:
-        yield error(
-            "sliding_window", window, "layer_types holds sliding_attention.", "write the window of the training run."
-        )
-    elif fields.get("model_type", config.get("model_type")) == "qwen3" and not fields.get("use_sliding_window"):
-        yield error(
-            "use_sliding_window",
-            fields.get("use_sliding_window"),
-            "transformers' Qwen3Config drops sliding_window without it; what builds on it refuses, or attends fully.",
-            "write true.",
-            ("remote-code", "native", "vllm", "sglang", "trtllm"),
-        )
+    is_switched_on = fields.get("model_type", config.get("model_type")) != "qwen3" or fields.get("use_sliding_window")
+    if types is None:
+        severity = warning if "sliding_attention" in transformers_layer_types(config) else note
+        why = "transformers then derives them from max_window_layers, other readers take full attention."
+        yield severity("layer_types", None, why, fix)
+    elif declared_layer_types(config) is None:
+        yield error("layer_types", types, f"the drafter has {depth} layers.", fix)
+    elif unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
+        why = "readers know full_attention and sliding_attention."
+        yield error("layer_types", unknown, why, "write one of the two.")
+    elif "sliding_attention" in types and whole_number(window) is None and whole_number(swa_window) is None:
+        why = "layer_types holds sliding_attention."
+        yield error("sliding_window", window, why, "write the window of the training run.")
+    elif "sliding_attention" in types and not is_switched_on:
+        why = "transformers' Qwen3Config drops sliding_window without it; what builds on it refuses, or attends fully."
+        yield error("use_sliding_window", fields.get("use_sliding_window"), why, "write true.", all_but("mlx"))
 
 
 def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -247,19 +198,13 @@ def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
     parameters = fields.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     if _is_by_layer(parameters):
-        yield error(
-            "rope_parameters",
-            sorted(parameters),
-            "engines fuse the keys of all layers, so they share one rotary embedding.",
-            "write rope_theta and rope_type at the top of rope_parameters.",
-        )
+        why = "engines fuse the keys of all layers, so they share one rotary embedding."
+        fix = "write rope_theta and rope_type at the top of rope_parameters."
+        yield error("rope_parameters", sorted(parameters), why, fix)
     elif rope_theta(checkpoint.config) is None:
-        yield error(
-            "rope_theta",
-            fields.get("rope_theta"),
-            "without it transformers takes 10000 and vLLM 1000000.",
-            "write the base of the training run as rope_theta and in rope_parameters.",
-        )
+        why = "without it transformers takes 10000 and vLLM 1000000."
+        fix = "write the base of the training run as rope_theta and in rope_parameters."
+        yield error("rope_theta", fields.get("rope_theta"), why, fix)
     for name, place in (("partial_rotary_factor", fields), ("rope_parameters.partial_rotary_factor", parameters)):
         factor = place.get("partial_rotary_factor")
         if factor not in (None, 1):
@@ -277,16 +222,6 @@ def _is_by_layer(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping) for value in parameters.values())
 
 
-def _scaling(fields: Any) -> dict[str, Any] | None:
-    """Scaling of a rotary embedding without its base, `None` for none; `type` is the older name of `rope_type`."""
-    if not isinstance(fields, Mapping):
-        return None
-    named = {
-        ("rope_type" if name == "type" else name): value for name, value in fields.items() if name != "rope_theta"
-    }
-    return None if named.get("rope_type", "default") == "default" else named
-
-
 def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The numbers that a network is built from."""
     config, fields = checkpoint.config, decoder_fields(checkpoint.config)
@@ -294,30 +229,19 @@ def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in sizes if checkpoint.form == ASSISTANT else [*sizes, "vocab_size"]:
         value = checkpoint.number(name)
         if value is None or value < 1:
-            yield error(
-                name, fields.get(name), "no reader can build the network.", "write the number of the training run."
-            )
+            why, fix = "no reader can build the network.", "write the number of the training run."
+            yield error(name, fields.get(name), why, fix)
     heads, groups = checkpoint.number("num_attention_heads"), checkpoint.number("num_key_value_heads")
     if heads and groups and (groups < 1 or heads % groups):
-        yield error(
-            "num_key_value_heads", groups, f"{heads} heads do not share them evenly.", "write a divisor of it."
-        )
+        why = f"{heads} heads do not share them evenly."
+        yield error("num_key_value_heads", groups, why, "write a divisor of it.")
     if checkpoint.number("head_dim") is None:
-        yield error(
-            "head_dim",
-            fields.get("head_dim"),
-            "MLX reads it and derives nothing.",
-            f"write {checkpoint.head_dim}." if checkpoint.head_dim else "write the size of a head.",
-            ("mlx",),
-        )
+        why = "MLX reads it and derives nothing."
+        fix = f"write {checkpoint.head_dim}." if checkpoint.head_dim else "write the size of a head."
+        yield error("head_dim", fields.get("head_dim"), why, fix, ("mlx",))
     if fields.get("hidden_act", "silu") != "silu":
-        yield error(
-            "hidden_act",
-            fields["hidden_act"],
-            "SGLang refuses, other engines compute silu.",
-            "train with silu.",
-            ("vllm", "sglang", "trtllm", "mlx"),
-        )
+        why = "SGLang refuses, other engines compute silu."
+        yield error("hidden_act", fields["hidden_act"], why, "train with silu.", all_but(*TRANSFORMERS))
     if "tie_word_embeddings" not in config and checkpoint.form != SPECULATORS:
         why = "MLX needs the field, though a drafter has no embedding of its own."
         yield error("tie_word_embeddings", None, why, "write false.", ("mlx",))
@@ -329,14 +253,9 @@ def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
     reduced = reduced or whole_number(either(checkpoint.config, "draft_vocab_size"))
     if reduced is None or reduced == whole:
         return
-    others = tuple(engine for engine in ALL if engine not in ("vllm", "remote-code"))
-    yield error(
-        "draft_vocab_size",
-        reduced,
-        f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map.",
-        "serve it with vLLM, or load it with this package.",
-        others,
-    )
+    why = f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map."
+    fix = "serve it with vLLM, or load it with this package."
+    yield error("draft_vocab_size", reduced, why, fix, all_but("vllm", "remote-code"))
 
 
 def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -346,47 +265,32 @@ def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
         value = either(config, name)
         if value in absent:
             continue
-        others = tuple(engine for engine in ALL if engine not in (*readers, "remote-code"))
+        others = all_but(*readers, "remote-code")
         why = f"{engine_names(others)} do not compute it."
         if name in MONOTONE and isinstance(value, (int, float)) and value > 0 and not either(config, "selector_rank"):
-            severity, why = (
-                "note",
-                f"{engine_names(others)} do not compute it, and the most probable token stays the same.",
-            )
+            severity, why = "note", f"{why[:-1]}, and the most probable token stays the same."
         yield Finding(severity, name, value, why, f"serve it with {engine_names(readers)}.", others)
         if name not in nested and "sglang" in readers:
-            yield Finding(
-                severity, name, value, "SGLang looks in dflash_config alone.", "write it there too.", ("sglang",)
-            )
+            why = "SGLang looks in dflash_config alone."
+            yield Finding(severity, name, value, why, "write it there too.", ("sglang",))
     declared = either(config, "sample_from_anchor")
     if declared or (declared is None and checkpoint.form == DEEPSPEC):
-        yield error(
-            "sample_from_anchor",
-            declared,
-            (
-                "the anchor's row predicts too"
-                if declared
-                else "flat fields without dflash_config: the anchor's row predicts"
-            )
-            + ", and engines read the rows one place off, at about no acceptance.",
-            "load it with this package, which knows the form.",
-            tuple(engine for engine in ALL if engine != "remote-code"),
+        where = "" if declared else "flat fields without dflash_config: "
+        why = (
+            f"{where}the anchor proposes a token too, so engines read every proposal one position off and accept few."
         )
+        fix = "load it with this package, which knows the form."
+        yield error("sample_from_anchor", declared, why, fix, all_but("remote-code"))
 
 
 def form(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Forms of config that some engines cannot read at all."""
     if checkpoint.form == SPECULATORS:
-        others = tuple(engine for engine in ALL if engine not in ("vllm", "remote-code"))
-        yield error("transformer_layer_config", "…", "only vLLM reads the form of speculators.", f"{CONVERT}.", others)
+        why, others = "only vLLM reads the form of speculators.", all_but("vllm", "remote-code")
+        yield error("transformer_layer_config", "…", why, f"{CONVERT}.", others)
     if checkpoint.form == ASSISTANT:
-        yield error(
-            "model_type",
-            checkpoint.config.get("model_type"),
-            "an assistant's own model type is read by transformers, vLLM and SGLang alone.",
-            f"{CONVERT}.",
-            ("trtllm", "mlx"),
-        )
+        why = "an assistant's own model type is read by transformers, vLLM and SGLang alone."
+        yield error("model_type", checkpoint.config.get("model_type"), why, f"{CONVERT}.", ("trtllm", "mlx"))
 
 
 def readings(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -424,13 +328,10 @@ def _other_attention(
 ) -> Finding:
     index, ours, theirs = next((i, a, b) for i, (a, b) in enumerate(zip(wanted, read, strict=False)) if a != b)
     name = "is_causal" if ours.window == theirs.window else "layer_types"
-    return warning(
-        name,
-        decoder_fields(config).get(name),
-        f"layer {index} is {_attention(ours)}, and run {_attention(theirs)} by {engine_names(engines)}: fewer drafts are accepted.",
-        "serve it with another engine; only full, bidirectional attention is read alike by all.",
-        engines,
-    )
+    whom = engine_names(engines)
+    why = f"layer {index} is {_attention(ours)}, and {_attention(theirs)} in {whom}: fewer drafts are accepted."
+    fix = "serve it with another engine; only full, bidirectional attention is read alike by all."
+    return warning(name, decoder_fields(config).get(name), why, fix, engines)
 
 
 def _attention(layer: LayerAttention) -> str:
@@ -447,30 +348,17 @@ def names(checkpoint: Checkpoint) -> Iterator[Finding]:
     wanted = "DFlash2DraftModel" if is_second_version(config) else "DFlashDraftModel"
     if not is_native and not is_speculators and first != wanted:
         named = first is not None and (first.startswith("DFlash") or first.endswith("DFlash"))
-        yield error(
-            "architectures",
-            found,
-            "engines find the drafter's class by this name.",
-            f'write ["{wanted}"].',
-            ("sglang",) if named else ("vllm", "sglang"),
-        )
+        why = "engines find the drafter's class by this name."
+        fix = f'write ["{wanted}"].'
+        yield error("architectures", found, why, fix, ("sglang",) if named else ("vllm", "sglang"))
     if not is_native and not is_speculators and config.get("model_type") != "qwen3":
-        yield warning(
-            "model_type",
-            config.get("model_type"),
-            "engines build a drafter as a Qwen3 decoder.",
-            'write "qwen3" with the fields of a Qwen3 config.',
-            ("vllm", "sglang", "trtllm", "mlx"),
-        )
-    if "dflash" not in checkpoint.folder.absolute().name.lower() and not is_native:
-        yield note(
-            "folder",
-            checkpoint.folder.absolute().name,
-            "vLLM recognises a drafter by DFlash in its name.",
-            'rename it, or give vLLM "method": "dflash".',
-            ("vllm",),
-            file=".",
-        )
+        why = "engines build a drafter as a Qwen3 decoder."
+        fix = 'write "qwen3" with the fields of a Qwen3 config.'
+        yield warning("model_type", config.get("model_type"), why, fix, ("vllm", "sglang", "trtllm", "mlx"))
+    if "dflash" not in checkpoint.name.lower() and not is_native:
+        why = "vLLM recognises a drafter by DFlash in its name."
+        fix = 'rename it, or give vLLM "method": "dflash".'
+        yield note("folder", checkpoint.name, why, fix, ("vllm",), file=".")
 
 
 RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {

@@ -58,7 +58,7 @@ def nested_fields(config: Config) -> Config:
 
 
 def nested_first(config: Config, name: str) -> Any:
-    """A field of `dflash_config`, else of the top level. A null in `dflash_config` hides the top level, as in engines."""
+    """A field of `dflash_config`, else of the top level. A null in `dflash_config` hides the top level."""
     nested = nested_fields(config)
     return nested[name] if name in nested else config.get(name)
 
@@ -109,7 +109,7 @@ def declared_layer_types(config: Config) -> list[str] | None:
 
 
 def transformers_window(config: Config) -> int | None:
-    """`sliding_window` after transformers' Qwen3Config: dropped unless `use_sliding_window` is set, else 4096 if absent."""
+    """`sliding_window` as Qwen3Config reads it: dropped unless `use_sliding_window` is set, 4096 if absent."""
     fields = decoder_fields(config)
     if fields.get("model_type", config.get("model_type")) != "qwen3":
         return whole_number(fields.get("sliding_window"))
@@ -117,7 +117,7 @@ def transformers_window(config: Config) -> int | None:
 
 
 def transformers_layer_types(config: Config) -> list[str]:
-    """`layer_types` after transformers' Qwen3Config: where absent, layers from `max_window_layers` (28) on are sliding."""
+    """`layer_types` as Qwen3Config reads them: if absent, layers from `max_window_layers` (28) on are sliding."""
     declared = declared_layer_types(config)
     if declared is not None:
         return declared
@@ -140,7 +140,7 @@ def rope_theta(config: Config) -> float | None:
 
 
 def meant(config: Config) -> Reading:
-    """What the checkpoint means, by the rules of those who published it; the other readings are held against this one."""
+    """What the checkpoint means to those who published it; the engines' readings are compared with this one."""
     is_speculators = dialect_of(dict(config)) == SPECULATORS
     taps = (
         layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
@@ -157,42 +157,38 @@ def meant(config: Config) -> Reading:
     )
 
 
-def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
-    kind = dialect_of(dict(config))
-    if kind == ASSISTANT:  # bidirectional in the block, windowed or not
-        window = whole_number(config.get("sliding_window"))
-        types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
-        return tuple(LayerAttention(False, window if name == "sliding_attention" else None) for name in types)
-    if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
-        window = whole_number(decoder_fields(config).get("sliding_window"))
-        types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
-        is_causal = not config.get("sliding_window_non_causal", False)
-        return tuple(
-            LayerAttention(is_causal, window) if name == "sliding_attention" else LayerAttention(False, None)
-            for name in types
-        )
-    window = whole_number(config.get("sliding_window"))
-    return _vllm_attention(config, declared_layer_types(config), window)
-
-
-def _vllm_attention(config: Config, types: list[str] | None, sliding_window: int | None) -> tuple[LayerAttention, ...]:
-    """One declared causality for all layers, else sliding layers are causal; `use_swa` makes every layer sliding."""
-    nested = nested_fields(config)
-    window = whole_number(nested.get("swa_window_size")) or sliding_window
-    names = types or ["full_attention"] * num_layers(config)
-    are_all_sliding = bool(nested.get("use_swa")) and "sliding_attention" not in names
-    declared = config.get("is_causal") if config.get("is_causal") is not None else nested.get("causal")
+def _attention(types: list[str], window: int | None, is_causal: bool | None) -> tuple[LayerAttention, ...]:
+    """Layers of which the sliding ones have the window, all causal or none; of `None` the sliding ones are."""
     return tuple(
-        LayerAttention(
-            is_causal=name == "sliding_attention" if declared is None else bool(declared),
-            window=window if are_all_sliding or name == "sliding_attention" else None,
-        )
-        for name in names
+        LayerAttention(is_sliding if is_causal is None else is_causal, window if is_sliding else None)
+        for is_sliding in (name == "sliding_attention" for name in types)
     )
 
 
+def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
+    kind = dialect_of(dict(config))
+    window = whole_number(decoder_fields(config).get("sliding_window"))
+    types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
+    if kind == ASSISTANT:
+        return _attention(types, window, False)
+    if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
+        return _attention(types, window, False if config.get("sliding_window_non_causal", False) else None)
+    return _vllm_attention(config, types, window)
+
+
+def _vllm_attention(config: Config, types: list[str], sliding_window: int | None) -> tuple[LayerAttention, ...]:
+    """A declared causality holds for all layers, else sliding ones are causal; `use_swa` gives all the window."""
+    nested = nested_fields(config)
+    window = whole_number(nested.get("swa_window_size")) or sliding_window
+    declared = config.get("is_causal") if config.get("is_causal") is not None else nested.get("causal")
+    layers = _attention(types, window, None if declared is None else bool(declared))
+    if nested.get("use_swa") and "sliding_attention" not in types:
+        return tuple(replace(layer, window=window) for layer in layers)
+    return layers
+
+
 def read_as_vllm(config: Config) -> Reading:
-    """vLLM: ids that count from the embedding win, then `dflash_config`, then the top level. The block is the user's."""
+    """vLLM: ids that count from the embedding, else `dflash_config`, else the top level. The user gives the block."""
     if dialect_of(dict(config)) == SPECULATORS:
         flag = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
         published = meant(config)
@@ -211,52 +207,37 @@ def read_as_vllm(config: Config) -> Reading:
 def read_as_sglang(config: Config) -> Reading:
     """SGLang: `dflash_config`, then the top level; `causal`, `use_swa` and `swa_window_size` are not looked at."""
     declared = config.get("is_causal")
-    window = transformers_window(config)
+    types, window = transformers_layer_types(config), transformers_window(config)
     return replace(
         meant(config),
         block_size=whole_number(nested_first(config, "block_size")),
         mask_token_id=whole_number(nested_first(config, "mask_token_id")),
         target_layer_ids=layer_ids(nested_first(config, "target_layer_ids")),
-        attention=tuple(
-            LayerAttention(
-                is_causal=name == "sliding_attention" if declared is None else bool(declared),
-                window=window if name == "sliding_attention" else None,
-            )
-            for name in transformers_layer_types(config)
-        ),
+        attention=_attention(types, window, None if declared is None else bool(declared)),
     )
 
 
 def read_as_trtllm(config: Config) -> Reading:
-    """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` and `causal` not read."""
+    """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` not read."""
     nested = nested_fields(config)
     taps = layer_ids(nested.get("target_layer_ids"))
     swa_window = whole_number(nested.get("swa_window_size")) if nested.get("use_swa") else None
+    attention = _attention(transformers_layer_types(config), transformers_window(config), None)
     if swa_window is not None:
         attention = (LayerAttention(False, swa_window),) * num_layers(config)
-    else:
-        window = transformers_window(config)
-        attention = tuple(
-            LayerAttention(name == "sliding_attention", window if name == "sliding_attention" else None)
-            for name in transformers_layer_types(config)
-        )
     return replace(meant(config), target_layer_ids=taps and tuple(sorted(taps)), attention=attention)
 
 
 def read_as_mlx(config: Config) -> Reading:
     """MLX: the block and the rotary base from the top level, the rest from `dflash_config`; sliding layers causal."""
     nested = nested_fields(config)
-    theta = config.get("rope_theta")
-    window = whole_number(config.get("sliding_window"))
+    types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
     return Reading(
         block_size=whole_number(config.get("block_size")),
         mask_token_id=whole_number(nested.get("mask_token_id")),
         target_layer_ids=layer_ids(nested.get("target_layer_ids")),
-        rope_theta=float(theta) if isinstance(theta, (int, float)) and not isinstance(theta, bool) else None,
-        attention=tuple(
-            LayerAttention(name == "sliding_attention", window if name == "sliding_attention" else None)
-            for name in declared_layer_types(config) or ["full_attention"] * num_layers(config)
-        ),
+        rope_theta=rope_theta({"rope_theta": config.get("rope_theta")}),
+        attention=_attention(types, whole_number(config.get("sliding_window")), None),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
 
-from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, Severity, error, note, warning
+from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
 from .reading import Checkpoint, read_json
 
 
@@ -50,7 +50,7 @@ def code(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def forward_parameters(path: Path, name: str) -> set[str] | None:
-    """Argument names of the forward of class `name`, read from the text of `path`; `None` if there is no such class."""
+    """Argument names of the forward of class `name`, from the text of `path`; `None` if there is no such class."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -58,12 +58,8 @@ def forward_parameters(path: Path, name: str) -> set[str] | None:
     found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if found is None:
         return None
-    methods = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]
-    return {
-        argument.arg
-        for method in methods
-        for argument in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)
-    }
+    methods = [node.args for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    return {one.arg for method in methods for one in (*method.posonlyargs, *method.args, *method.kwonlyargs)}
 
 
 def library(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -90,14 +86,12 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in checkpoint.files:
         if name == "mask_embedding.pt":
             why = "only vLLM and SGLang replace the mask's embedding by this file."
-            others = tuple(engine for engine in ALL if engine not in ("vllm", "sglang"))
-            yield error("mask_embedding", name, why, "serve it with vLLM or SGLang.", others, name)
+            fix = "serve it with vLLM or SGLang."
+            yield error("mask_embedding", name, why, fix, all_but("vllm", "sglang"), name)
         elif name.endswith(PICKLES) and name != "training_args.bin":
-            why = "a pickle can run code when it is loaded" + (
-                "." if has_safetensors else ", and there is nothing else."
-            )
-            severity: Severity = "warning" if has_safetensors else "error"
-            yield Finding(severity, "weights", name, why, "save as safetensors and delete it.", ALL, name)
+            severity, more = (warning, "") if has_safetensors else (error, ", and there are no other weights")
+            why = f"a pickle can run code when it is loaded{more}."
+            yield severity("weights", name, why, "save as safetensors and delete it.", ALL, name)
         elif name == "generation_config.json":
             why = "a drafter does not generate by itself, so nobody reads it."
             yield note("generation_config", name, why, "delete it.", ALL, name)
@@ -110,7 +104,7 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield from _missing_shards(checkpoint, index)
     for name in SAMPLING_FIELDS:
         if name in checkpoint.config:
-            why = "transformers takes it for a wish of how to generate, which a drafter does not."
+            why = "transformers reads it as a generation setting, and a drafter does not generate by itself."
             yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
 
 

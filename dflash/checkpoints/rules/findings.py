@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from .engines import ENGINES
@@ -17,6 +18,7 @@ ALL = tuple(ENGINES)
 TRANSFORMERS = ("remote-code", "native")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CONVERT = "rewrite it with `dflash convert`"
+RETRAIN = "take a checkpoint from before its training diverged."
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,18 @@ class Finding:
     rule: str = ""
 
 
-def error(field: str, value: Any, why: str, fix: str, engines: tuple[str, ...] = ALL, file: str = CONFIG) -> Finding:
-    """A fault with which the engines refuse, or run another drafter."""
-    return Finding("error", field, value, why, fix, engines, file)
+error = partial(Finding, "error")  # the engines refuse, or run another drafter
+warning = partial(Finding, "warning")  # the engines run, and draft worse or need something
+note = partial(Finding, "note")  # no engine minds
 
 
-def warning(field: str, value: Any, why: str, fix: str, engines: tuple[str, ...] = ALL, file: str = CONFIG) -> Finding:
-    """A fault with which the engines run, and draft worse or need something."""
-    return Finding("warning", field, value, why, fix, engines, file)
-
-
-def note(field: str, value: Any, why: str, fix: str, engines: tuple[str, ...] = ALL, file: str = CONFIG) -> Finding:
-    """Something that no engine minds."""
-    return Finding("note", field, value, why, fix, engines, file)
+def all_but(*engines: str) -> tuple[str, ...]:
+    """The engines that are not named."""
+    return tuple(engine for engine in ALL if engine not in engines)
 
 
 def engine_names(engines: tuple[str, ...]) -> str:
-    """Engines as a person reads them."""
+    """The engines' names, with commas between."""
     return ", ".join(ENGINES[engine] for engine in engines)
 
 

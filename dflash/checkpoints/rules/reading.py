@@ -1,9 +1,10 @@
-"""A drafter's folder and its target's, as the rules see them: JSON files and safetensors headers, no weights."""
+"""A drafter's checkpoint and its target's, as the rules see them: JSON files, safetensors headers, weights as bits."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,21 +17,38 @@ from .engines import Config, Reading, decoder_fields, meant, whole_number
 
 
 CONFIG = "config.json"
+# Files of a drafter that the rules look at, and of a target.
+DRAFTER_FILES = ("*.json", "*.safetensors", "*.py", "mask_embedding.pt")
+TARGET_FILES = (CONFIG, "generation_config.json", "tokenizer.json")
+
+# The bits that NaN and infinity have in common and no other value has: whole numbers of the same size, and these bits.
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E5M2": ("u1", 0x7C),
+    "F8_E4M3": ("u1", 0x7F),
+}
+PIECE = 2**24  # values that are read at once
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of a safetensors header."""
+    """One entry of a safetensors header; its bytes are those of `file` from `start` to `stop`."""
 
     dtype: str
     shape: tuple[int, ...]
     file: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter's folder as the rules see it."""
+    """A drafter's folder as the rules see it; `name` is the folder's own, or the repository's on the Hub."""
 
+    name: str
     folder: Path
     config: Config
     files: tuple[str, ...]
@@ -60,7 +78,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """A target's config, its text part apart, and what its tokenizer says of ids."""
+    """A target's config, with the fields of its text part, and what its tokenizer says of ids."""
 
     name: str
     config: Config
@@ -69,23 +87,24 @@ class Target:
     ordinary_ids: frozenset[int] = frozenset()
 
 
-def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """The config, the file names and the tensor headers of a folder; a file that is not readable is noted as such."""
-    folder = Path(folder).expanduser()
+def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
+    """The config, the file names and the tensor headers of a folder or Hub id; an unreadable file is noted as such."""
+    folder = Path(drafter).expanduser()
+    name = folder.absolute().name
+    if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(drafter)):
+        folder = downloaded(str(drafter), "drafter", DRAFTER_FILES)
     config = read_json(
         folder / CONFIG, f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
     )
     files = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
-    for name in (name for name in files if name.endswith(".safetensors")):
+    for file in (file for file in files if file.endswith(".safetensors")):
         try:
-            header = safetensors_header(folder / name)
+            tensors |= safetensors_header(folder / file)
         except ValueError as error:
-            unreadable[name] = str(error)
-            continue
-        tensors |= {key: Tensor(dtype, shape, name) for key, (dtype, shape) in header.items()}
-    return Checkpoint(folder, config, files, tensors, unreadable)
+            unreadable[file] = str(error)
+    return Checkpoint(name, folder, config, files, tensors, unreadable)
 
 
 def read_json(path: Path, absent: str) -> dict[str, Any]:
@@ -101,8 +120,8 @@ def read_json(path: Path, absent: str) -> dict[str, Any]:
     return value
 
 
-def safetensors_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape by tensor name; ValueError for a file that is not whole."""
+def safetensors_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; ValueError for a file that is not whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -110,10 +129,13 @@ def safetensors_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise ValueError(f"its header says {length} bytes and the file has {size}")
         try:
             header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            ends = [entry["data_offsets"][1] for entry in entries.values()]
-            found = {name: (str(e["dtype"]), tuple(int(n) for n in e["shape"])) for name, e in entries.items()}
-            missing = max(ends, default=0) - (size - 8 - length)
+            found = {}
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    shape = tuple(int(size) for size in entry["shape"])
+                    start, stop = (8 + length + int(offset) for offset in entry["data_offsets"])
+                    found[name] = Tensor(str(entry["dtype"]), shape, path.name, start, stop)
+            missing = max((tensor.stop for tensor in found.values()), default=0) - size
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"its header is not that of a safetensors file ({type(error).__name__})") from error
     if missing > 0:
@@ -121,11 +143,27 @@ def safetensors_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
+def is_finite(folder: Path, tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity. Reads it in pieces; a dtype without those is not read."""
+    import numpy
+
+    if tensor.dtype not in EXPONENTS:
+        return True
+    kind, exponent = EXPONENTS[tensor.dtype]
+    size = numpy.dtype(kind).itemsize
+    for start in range(tensor.start, tensor.stop, PIECE * size):
+        count = min(PIECE, (tensor.stop - start) // size)
+        values = numpy.fromfile(folder / tensor.file, kind, count, offset=start)
+        if ((values & exponent) == exponent).any():
+            return False
+    return True
+
+
 def read_target(name: str) -> Target:
     """A target's folder, or the JSON files of a Hub id."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = _downloaded(name)
+        folder = downloaded(name, "target", TARGET_FILES)
     absent = f"The target {name} holds no config.json: give its folder or its id on the Hub."
     whole = read_json(folder / CONFIG, absent)
     inner = whole.get("text_config")
@@ -137,17 +175,16 @@ def read_target(name: str) -> Target:
     return Target(name, config, stop_ids, token_of, ordinary)
 
 
-def _downloaded(name: str) -> Path:
+def downloaded(name: str, what: str, files: tuple[str, ...]) -> Path:
+    """The folder of a Hub id's files; ValueError if they cannot be fetched."""
     from huggingface_hub import snapshot_download
 
-    wanted = [CONFIG, "generation_config.json", "tokenizer.json"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"The target {name} is no folder and cannot be fetched from the Hub ({reason}): give its folder, or leave "
-            "it out."
+            f"The {what} {name} is no folder and cannot be fetched from the Hub ({reason}): give its folder."
         ) from error
 
 

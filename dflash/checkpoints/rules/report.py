@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Verdict:
 class Report:
     """The findings, worst first, and a verdict for each engine that was asked about."""
 
+    name: str
     folder: Path
     dialect: str
     target: str | None
@@ -59,19 +60,15 @@ class Report:
                 }
                 for verdict in self.verdicts
             ],
-            "findings": [
-                {**{name: getattr(f, name) for name in ("rule", "severity", "field", "file", "value", "why", "fix")}}
-                | {"engines": list(f.engines)}
-                for f in self.findings
-            ],
+            "findings": [{**asdict(finding), "engines": list(finding.engines)} for finding in self.findings],
         }
 
 
 def check(folder: str | os.PathLike[str], target: str | None = None, engines: tuple[str, ...] = ALL) -> Report:
-    """Everything that the rules find in the checkpoint at `folder`, for `engines`.
+    """Everything that the rules find in a drafter's checkpoint, for `engines`; reads all weights and builds no model.
 
     Args:
-        folder: A drafter's checkpoint.
+        folder: The checkpoint: a folder or an id on the Hub.
         target: Its target's folder or Hub id; with it the pair is checked too.
         engines: Keys of `ENGINES`; findings that concern none of them are left out.
 
@@ -93,7 +90,7 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
         ]
     findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
     verdicts = tuple(_verdict(engine, findings) for engine in engines)
-    return Report(checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)
+    return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)
 
 
 def _without_repeats(found: list[Finding]) -> list[Finding]:

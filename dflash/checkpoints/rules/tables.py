@@ -1,4 +1,4 @@
-"""A report as a person reads it: a line for each engine, then the findings with their remedies."""
+"""A report for the terminal: a line for each engine, then the findings with their remedies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from .findings import ALL, Finding, engine_names, shown
 from .report import Report, Verdict
 
 
-MARKS = {"works": "✓", "degraded": "!", "fails": "✗", "error": "✗", "warning": "!", "note": "·"}
-STYLES = {
-    "works": "green",
-    "degraded": "yellow",
-    "fails": "bold red",
-    "error": "bold red",
-    "warning": "yellow",
-    "note": "dim",
-}
+LOOKS = {"error": ("✗", "bold red"), "warning": ("!", "yellow"), "note": ("·", "dim")}
+LOOKS |= {"works": ("✓", "green"), "degraded": LOOKS["warning"], "fails": LOOKS["error"]}
 LONGEST_VALUE = 60
 
 
@@ -32,7 +25,7 @@ def report_lines(report: Report) -> RenderableType:
 
 
 def _title(report: Report) -> Text:
-    title = Text.assemble((report.folder.name or str(report.folder), "bold"), (f"  {report.dialect} form", "dim"))
+    title = Text.assemble((report.name or str(report.folder), "bold"), (f"  {report.dialect} form", "dim"))
     if report.target is not None:
         title.append(f", target {report.target}", "dim")
     return title
@@ -44,8 +37,8 @@ def _verdict_table(report: Report) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for verdict in report.verdicts:
-        mark = Text(f"{MARKS[verdict.verdict]} {verdict.verdict}", STYLES[verdict.verdict])
-        table.add_row(mark, verdict.name, Text(_because(verdict), "dim"))
+        mark, style = LOOKS[verdict.verdict]
+        table.add_row(Text(f"{mark} {verdict.verdict}", style), verdict.name, Text(_because(verdict), "dim"))
     return table
 
 
@@ -60,9 +53,8 @@ def _finding(finding: Finding, report: Report) -> list[RenderableType]:
     value = shown(finding.value)
     if len(value) > LONGEST_VALUE:
         value = value[: LONGEST_VALUE - 1] + "…"
-    head = Text.assemble(
-        (f"{MARKS[finding.severity]} ", STYLES[finding.severity]), (finding.field, "bold"), f" = {value}"
-    )
+    mark, style = LOOKS[finding.severity]
+    head = Text.assemble((f"{mark} ", style), (finding.field, "bold"), f" = {value}")
     asked = [verdict.engine for verdict in report.verdicts if verdict.engine in finding.engines]
     whom = "" if set(ALL) <= set(finding.engines) else f" · {engine_names(tuple(asked))}"
     remedy = Table.grid(padding=(0, 1))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
 
 from .engines import decoder_fields, either, num_layers, whole_number
-from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
-from .reading import Checkpoint
+from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
+from .reading import Checkpoint, is_finite
 
 
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -17,7 +18,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Names and shapes that follow from the config; what is not among them, and what an engine does with that."""
+    """Tensors with the names and shapes that the config asks for, and no others."""
     if not checkpoint.tensors or checkpoint.unreadable:
         return
     stored = {_canonical(name): name for name in checkpoint.tensors}
@@ -27,43 +28,30 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     missing = [name for name in expected if name not in stored]
     if missing:
-        yield error(
-            summary(missing),
-            None,
-            "loaders fill these at random or not at all, and the drafter proposes nothing useful.",
-            "save them, or correct the config that asks for them.",
-            file=WEIGHTS,
-        )
+        why = "loaders fill these at random or not at all, and the drafter proposes nothing useful."
+        fix = "save them, or correct the config that asks for them."
+        yield error(summary(missing), None, why, fix, file=WEIGHTS)
     for name, shape in expected.items():
         tensor = checkpoint.tensors.get(stored.get(name, name))
         if tensor is not None and tensor.shape != shape:
-            yield error(
-                name,
-                list(tensor.shape),
-                f"the config asks for {list(shape)}" + _shape_hint(name, tensor.shape, checkpoint) + ".",
-                "correct the config: the weights are what was trained.",
-                file=tensor.file,
-            )
-    known = {*expected, *OWN_VOCABULARY, *COPIES_OF_THE_TARGET.get(checkpoint.form, ())}
-    extra = [name for key, name in stored.items() if key not in known]
+            why = f"the config asks for {list(shape)}" + _shape_hint(name, tensor.shape, checkpoint) + "."
+            fix = "correct the config: the weights are what was trained."
+            yield error(name, list(tensor.shape), why, fix, file=tensor.file)
+    known = [f"^{re.escape(name)}$" for name in (*expected, *OWN_VOCABULARY)]
+    known += COPIES_OF_THE_TARGET.get(checkpoint.form, [])
+    extra = [name for key, name in stored.items() if not any(re.search(pattern, key) for pattern in known)]
     if extra:
-        why = "vLLM and MLX refuse what they do not know, transformers here too; SGLang and TensorRT-LLM drop it."
-        yield error(
-            summary(extra),
-            None,
-            why,
-            "leave it out.",
-            ("remote-code", "vllm", "mlx"),
-            checkpoint.tensors[extra[0]].file,
-        )
+        why = "vLLM, MLX and this package refuse tensors that they do not know; SGLang and TensorRT-LLM drop them."
+        fix = "leave it out."
+        yield error(summary(extra), None, why, fix, ("remote-code", "vllm", "mlx"), checkpoint.tensors[extra[0]].file)
     own = [name for name in OWN_VOCABULARY if name in stored and name not in expected]
     if own and checkpoint.form == ZLAB:
-        why = "MLX refuses an embedding or head of the drafter's own, this package too; other engines but vLLM ignore it."
+        why = "MLX and this package refuse an embedding or head of the drafter's own; all others but vLLM ignore it."
         yield error(summary(own), None, why, "leave it out.", ("remote-code", "mlx"), WEIGHTS)
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the drafter that the config describes, by its portable name; empty if the config says too little."""
+    """Shapes of the tensors that the config describes, by portable name; empty if the config says too little."""
     hidden, heads, inner = (checkpoint.number(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
     head, ids = checkpoint.head_dim, checkpoint.meant.target_layer_ids
     if not hidden or not heads or not inner or not head or not ids:
@@ -136,14 +124,9 @@ def _canonical(name: str) -> str:
 def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     prefixed = [name for name in checkpoint.tensors if name.startswith("model.")]
     if prefixed:
-        yield error(
-            summary(prefixed),
-            None,
-            "vLLM puts `model.` before every name, and MLX knows the names without it.",
-            f"{CONVERT}.",
-            ("vllm", "mlx", "native"),
-            checkpoint.tensors[prefixed[0]].file,
-        )
+        why = "vLLM puts `model.` before every name, and MLX knows the names without it."
+        fix = f"{CONVERT}."
+        yield error(summary(prefixed), None, why, fix, ("vllm", "mlx", "native"), checkpoint.tensors[prefixed[0]].file)
     aliased = [name for name in ALIASES if name in checkpoint.tensors]
     if aliased:
         why = "TensorRT-LLM drops these names and MLX refuses them."
@@ -151,7 +134,7 @@ def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> str:
-    """Why fc is of another width, the usual sign of a wrong list of layers or a drafter of another target."""
+    """How many layers an fc of another width takes: the usual sign of wrong layers or of another target."""
     ids = checkpoint.meant.target_layer_ids or ()
     width = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
     if name != "fc.weight" or len(shape) != 2 or not width:
@@ -183,7 +166,16 @@ def stored_dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield note("dtype", sorted(found), why, "save in bfloat16.", ALL, WEIGHTS)
 
 
+def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """No weight that is NaN or infinite."""
+    broken = [name for name, tensor in checkpoint.tensors.items() if not is_finite(checkpoint.folder, tensor)]
+    if broken:
+        why = "it is NaN or infinite, and so is all that is computed from it."
+        yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
+
+
 RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
     "tensors": tensors,
+    "finite": finite,
     "dtype": stored_dtype,
 }

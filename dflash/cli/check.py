@@ -1,0 +1,51 @@
+"""`dflash check`: what is wrong with a drafter's checkpoint, and what each engine makes of it."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .options import AsJson, TargetOfDrafter, checkpoint
+
+
+class Engine(str, Enum):
+    """What may run a drafter; Typer reads repeated choices from an Enum alone."""
+
+    remote_code = "remote-code"
+    native = "native"
+    vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
+    mlx = "mlx"
+
+
+def check(
+    drafter: Annotated[
+        str, typer.Argument(metavar="DRAFTER", help="The drafter's checkpoint: a folder or an id on the Hub.")
+    ],
+    target: TargetOfDrafter = None,
+    engine: Annotated[
+        list[Engine] | None,
+        typer.Option(metavar="NAME", help=f"Only this engine ({', '.join(Engine)}); may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Says what is wrong with a drafter's checkpoint and what each engine makes of it; exit status 1 if one fails.
+
+    Every weight is read, to find those that are NaN or infinite. With --target the pair is checked too.
+    """
+    from dflash.checkpoints import ENGINES, report_lines
+    from dflash.checkpoints import check as check_checkpoint
+
+    asked = tuple(dict.fromkeys(item.value for item in engine or ())) or tuple(ENGINES)
+    report = check_checkpoint(checkpoint(drafter, "DRAFTER"), target, asked)
+    if as_json:
+        print(json.dumps(report.as_json(), ensure_ascii=False))
+    else:
+        Console(highlight=False).print(report_lines(report))
+    if not report.is_ok:
+        raise typer.Exit(1)

@@ -1,0 +1,30 @@
+"""`dflash convert`: a drafter of any dialect, written in this library's form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import TargetOfDrafter, WeightsOnly, checkpoint, hide_loading_bars
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint of any tool: a folder or an id on the Hub.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
+    target: TargetOfDrafter = None,
+    weights_only: WeightsOnly = False,
+) -> None:
+    """Writes a drafter of any dialect in this library's form, its code beside its weights.
+
+    --target gives what the config of some dialects leaves out: the target's depth and vocabulary.
+    """
+    hide_loading_bars()
+    from dflash.checkpoints import convert_checkpoint
+
+    asked = {"weights_only": True} if weights_only else {}
+    its_target = None if target is None else checkpoint(target, "--target")
+    print(convert_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, **asked))

@@ -1,0 +1,79 @@
+"""`dflash demo`: the embedded pair answers word problems, plainly and with DFlash, side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from .options import Dtype, Pair, dtype_name, encode, given, hide_loading_bars, torch_dtype
+from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
+
+
+def demo(
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="How many held-out problems to answer.")] = 3,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this text instead.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 256,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help="float32 is exact; in bfloat16 a near-tie can flip.")
+    ] = Dtype.float32,
+) -> None:
+    """Answers word problems with the embedded tiny pair, plainly and with DFlash, and compares. Needs no download."""
+    with progress_bar("Loading the embedded pair", num_steps=3) as advance:
+        hide_loading_bars()
+        from dflash.checkpoints import heldout_problems, load_embedded_pair
+
+        advance()
+        problems = heldout_problems()
+        if prompts > len(problems):
+            raise ValueError(f"--prompts {prompts}: there are {len(problems)} problems; ask for at most so many.")
+        pair = Pair(*load_embedded_pair(torch_dtype(dtype)))
+        advance()
+        texts = [problem.question for problem in problems[:prompts]] if prompt is None else [given(prompt)]
+        inputs = [encode(pair, text) for text in texts]
+        warm_up(pair, inputs[0])
+    show_comparison(pair, texts, inputs, max_new_tokens)
+
+
+def warm_up(pair: Pair, input_ids: Any) -> None:
+    """A few tokens of both, so that neither run pays for what happens once."""
+    from dflash.evaluation import GREEDY, timed_blocks, timed_generate
+
+    timed_generate(pair.target, input_ids, max_new_tokens=8, **GREEDY)
+    timed_blocks(pair.drafter, pair.target, input_ids, max_new_tokens=24, temperature=0.0)
+
+
+def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tokens: int) -> None:
+    """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
+    import torch
+
+    from dflash.evaluation import GREEDY, first_difference, place_of, timed_blocks, timed_generate
+
+    console = Console(highlight=False)
+    console.print(legend(console))
+    rows = []
+    for text, input_ids in zip(texts, inputs, strict=True):
+        console.print(Text(f"\n{text.strip()}", "bold"))
+        console.print(Text("\ntarget.generate", "dim"))
+        printer = BlockPrinter(console, pair.tokenizer)
+        plain = timed_generate(
+            pair.target, input_ids, on_tokens=printer.tokens, max_new_tokens=max_new_tokens, **GREEDY
+        )
+        printer.end()
+        console.print(Text("\nDFlash", "dim"))
+        printer = BlockPrinter(console, pair.tokenizer)
+        fast = timed_blocks(
+            pair.drafter, pair.target, input_ids, printer.block, max_new_tokens=max_new_tokens, temperature=0.0
+        )
+        printer.end()
+        parts = first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids)
+        rows.append(Comparison(plain, fast, parts))
+    console.print()
+    console.print(comparison_table(rows))
+    device = pair.target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    place = place_of({"device": name, "threads": torch.get_num_threads()})
+    block_size = pair.drafter.config.block_size
+    console.print(Text(f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))

@@ -1,0 +1,26 @@
+"""`dflash export`: a drafter in the form that all engines load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Target, WeightsOnly, checkpoint, hide_loading_bars
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint: a folder or an id on the Hub.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it; its name contains DFlash.")],
+    target: Target,
+    weights_only: WeightsOnly = False,
+) -> None:
+    """Writes a drafter in the form that all engines load, with a card; refused if one fails by `dflash check`."""
+    hide_loading_bars()
+    from dflash.checkpoints import export_checkpoint
+
+    asked = {"weights_only": True} if weights_only else {}
+    print(export_checkpoint(checkpoint(source, "SOURCE"), folder, checkpoint(target, "--target"), **asked))

@@ -1,0 +1,33 @@
+"""`dflash serve`: a pair on an inference engine's own server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from .options import Drafter, Target, checkpoint
+
+
+def serve(
+    engine: Annotated[Literal["vllm", "sglang", "trtllm"], typer.Option(help="The engine that serves.")],
+    target: Target,
+    drafter: Drafter,
+    engine_args: Annotated[list[str] | None, typer.Argument(help="The engine's own arguments, after --.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens in a block, anchor included. Default: the drafter's.")
+    ] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and stop.")] = False,
+    checked: Annotated[bool, typer.Option("--check/--no-check", help="Refuse what the engine cannot run.")] = True,
+) -> None:
+    """Serves a pair with vLLM, SGLang or TensorRT-LLM: prints the engine's own command, then runs it."""
+    from dflash.checkpoints import declared_block_size, refuse_unfit, run_server, server_command
+
+    if checked:
+        target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
+        refuse_unfit(engine, target, drafter, block_size)
+    block_size = declared_block_size(drafter) if block_size is None else block_size
+    command = server_command(engine, target, drafter, block_size, engine_args or ())
+    print(command.script(), flush=True)
+    if not only_print:
+        run_server(command, engine)

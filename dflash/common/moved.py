@@ -1,0 +1,43 @@
+"""Module paths and names that moved after 0.1: the old ones import for one release, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+MODULES = {
+    "dflash.checking": "dflash.checkpoints.rules",
+    "dflash.dialects": "dflash.checkpoints.dialects",
+    "dflash.embedded": "dflash.checkpoints.embedded",
+    "dflash.hub": "dflash.checkpoints.folders",
+    "dflash.publishing": "dflash.checkpoints.publishing",
+    "dflash.serving": "dflash.checkpoints.serving",
+}
+NAMES = {
+    "Launch": "ServerCommand",
+    "Plan": "Publication",
+    "launch": "server_command",
+    "plan": "plan_publication",
+    "run": "run_server",
+}
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds an old path when no file has it, and gives a module that takes its names from the new one."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's, if it moved."""
+        return ModuleSpec(fullname, self) if fullname in MODULES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Warns once, at the line that imports it."""
+        new = import_module(MODULES[module.__name__])
+        warnings.warn(
+            f"{module.__name__} has moved: import from dflash.checkpoints.", DeprecationWarning, stacklevel=2
+        )
+        module.__getattr__ = lambda name: getattr(new, NAMES.get(name, name))  # type: ignore[method-assign]
