@@ -27,8 +27,7 @@ from dflash.cli.options import show_table
 from dflash.evaluation import Prompt, table_of, timed_blocks, timed_generate
 from dflash.evaluation.harness import PLAIN, compare, summarise
 from dflash.evaluation.tables import DECODED
-from dflash.training import encode, encode_prompt, read_rows
-from dflash.training.preparation import prompt_of
+from dflash.training import encode, encode_prompt, prompt_of, read_rows
 
 
 def arguments() -> argparse.Namespace:

@@ -15,9 +15,19 @@ from tiny_models import make_target, make_tokenizer
 
 from dflash import DFlashDraftModel
 from dflash.cli import main as cli
-from dflash.training import TrainingSettings, new_drafter, read_yaml, train_drafter
-from dflash.training.initialization import find_mask_token, spread_taps
-from dflash.training.preparation import hold_out, make_drafter, prompt_of
+from dflash.training import (
+    TrainingSettings,
+    find_mask_token,
+    hold_out,
+    loading,
+    new_drafter,
+    prepare,
+    prompt_of,
+    read_yaml,
+    spread_taps,
+    train_drafter,
+    with_response,
+)
 
 
 TINY = {
@@ -105,9 +115,7 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
 def test_a_target_that_accelerate_spreads_is_not_moved(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash.training import preparation
-
-    load, targets = preparation.AutoModelForCausalLM.from_pretrained, []
+    load, targets = loading.AutoModelForCausalLM.from_pretrained, []
 
     def watched(*arguments: Any, **options: Any) -> Any:
         targets.append(load(*arguments, **options))
@@ -115,7 +123,7 @@ def test_a_target_that_accelerate_spreads_is_not_moved(
         monkeypatch.setattr(targets[0], "to", lambda *_: pytest.fail("moved"))
         return targets[0]
 
-    monkeypatch.setattr(preparation.AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", watched)
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, device_map="auto"))
     assert (status, err, len(targets)) == (0, "", 1)
 
@@ -234,7 +242,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
     monkeypatch.setattr(command, "_print_point", lambda point: os.kill(os.getpid(), signal.SIGTERM))
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY))
     assert status == 128 + signal.SIGTERM
-    assert "Stopped behind step 3: go on with the same command and --resume." in err
+    assert "Stopped after step 3: go on with the same command and --resume." in err
     monkeypatch.undo()
     assert (tmp_path / "drafter.state").is_dir()
 
@@ -281,7 +289,7 @@ def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], s
     [
         ({"steps": "many"}, "steps='many' is not a whole number"),
         ({"steps": True}, "steps=True is not a whole number"),
-        ({"loss": "mse"}, "loss='mse' is not one of ce, argmax"),
+        ({"loss": "mse"}, "loss='mse' is not one of ce, forward_kl"),
         ({"compile": "yes"}, "compile='yes' is not true or false"),
         ({"target_layer_ids": [1, "2"]}, "is not a list of numbers"),
         ({"gamma": float("nan")}, "gamma=nan: give a number above 0"),
@@ -308,7 +316,8 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     first, second = tmp_path / "short-DFlash", tmp_path / "long-DFlash"
     assert run("--output", first, *flags(**TINY | {"max_length": 12}))[0] == 0
     trained = DFlashDraftModel.from_pretrained(first, dtype=torch.float32)
-    begun = make_drafter(make_target(), make_tokenizer(), TrainingSettings(init=str(first), sliding_window=64))
+    settings = TrainingSettings(init=str(first), sliding_window=64, held_out=0)
+    begun = prepare(folder / "target", folder / "data.jsonl", settings).drafter
     assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in begun.state_dict().items())
     rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *list(range(30, 44)) * 12, 8]} for i in range(12)]
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -375,8 +384,6 @@ def test_mask_token_is_one_that_text_does_not_hold() -> None:
 
 
 def test_held_out_sequences_are_not_trained_on() -> None:
-    from dflash.training import with_response
-
     data = [with_response([5, i + 6], [7, 8, 9]) for i in range(40)]
     kept, prompts = hold_out(data, 3, seed=0)
     assert len(kept) == 37

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.training import Example, encode, load_examples, with_response, write_examples
-from dflash.training.anchors import fixed_anchors
-from dflash.training.checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
+from dflash.training.data_checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
 
 
 CHAT = [
@@ -263,13 +262,3 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tokenizer: Any) -> None:
     for vocab_size in (int(size / 1.02), 3 * size):
         with pytest.raises(ValueError, match=rf"knows {size} tokens and the target's vocabulary is {vocab_size}"):
             check_tokenizer(tokenizer, vocab_size)
-
-
-# --- fixed blocks ---
-
-
-def test_fixed_anchors_cut_each_response_into_blocks() -> None:
-    loss_mask = [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1]
-    assert fixed_anchors(loss_mask, 2) == [2, 4, 8]
-    assert fixed_anchors(loss_mask, 4) == [2, 8]
-    assert fixed_anchors([0, 0, 1], 4) == []

@@ -8,9 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.training import block_attention
+from dflash.training import BlockLayout, block_attention, lay_out_blocks
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
-from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask
+from dflash.training.layout import packed_causal_mask
 
 
 MASK_ID = 49

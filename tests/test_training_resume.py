@@ -27,14 +27,14 @@ from dflash.training import (
     Example,
     TrainingRecord,
     TrainingSettings,
-    keeping,
+    checkpointing,
     new_drafter,
-    running,
+    state_folder,
     train,
+    training_state,
     with_response,
 )
-from dflash.training import state as training_state
-from dflash.training.state import clear_leftovers, state_folder
+from dflash.training import run as run_module
 
 
 SETTINGS = TrainingSettings(
@@ -104,7 +104,7 @@ def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
     time.sleep(delay)
     process.kill()
     assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
-    clear_leftovers(state_folder(output))
+    training_state.clear_leftovers(state_folder(output))
     step = json.loads(state.read_text())["step"]
     assert 0 <= step < SETTINGS.steps
     record = run(output, resume=True)
@@ -136,7 +136,7 @@ def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
     """Out of memory in the first step, say: the next try may have other settings and needs no word more."""
     output = tmp_path / "drafter"
     with monkeypatch.context() as broken:
-        broken.setattr(running.Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        broken.setattr(run_module.Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             run(output, replace(SETTINGS, batch_tokens=4096))
     assert state_folder(output).exists()
@@ -181,13 +181,13 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
     unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither half a file nor a state without its run stays beside the checkpoint."""
-    write: Callable[..., Any] = keeping.remove_state
+    write: Callable[..., Any] = checkpointing.remove_state
 
     def stopped_on_the_way(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         write(folder)
 
-    monkeypatch.setattr(keeping, "remove_state", stopped_on_the_way)
+    monkeypatch.setattr(checkpointing, "remove_state", stopped_on_the_way)
     record = run(tmp_path / "drafter")
     assert record.stopped_at is None
     assert written(tmp_path / "drafter") == unbroken[0]
@@ -196,10 +196,10 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
 
 def test_the_time_of_all_starts_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "drafter"
-    monkeypatch.setattr(running, "stopwatch", lambda: lambda: 7200.0)
+    monkeypatch.setattr(run_module, "stopwatch", lambda: lambda: 7200.0)
     stopped(output, step=7)
     assert json.loads((state_folder(output) / "state.json").read_text())["record"]["seconds"] == 7200
-    monkeypatch.setattr(running, "stopwatch", lambda: lambda: 90.04)
+    monkeypatch.setattr(run_module, "stopwatch", lambda: lambda: 90.04)
     record = run(output, resume=True)
     assert record.seconds == 7290
     assert json.loads((output / "training.json").read_text())["seconds"] == 7290

@@ -1,4 +1,4 @@
-"""Batches of examples with their anchors: one to a row and padded, or packed side by side. It knows no text and no model."""
+"""Batches of examples with their anchors: padded, one to a row, or packed side by side. It knows no text and no model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .anchors import NO_ANCHOR, fixed_anchors, sample_anchors
+from .anchors import NO_ANCHOR, sample_anchors
 from .data import Example
 
 
 PADDING_DOCUMENT = -1
-# Batches are a multiple of this wide: few shapes, for each of which kernels are chosen (and on a CPU compiled) anew.
+# Widths are multiples of this, so that there are few shapes: kernels are chosen (and on a CPU compiled) anew for each.
 WIDTH_STEP = 16
-# Sequences among which neighbours are chosen.
+# Neighbours are chosen among so many sequences.
 POOL = 2048
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences; behind a causal target, padding on the right changes nothing before it.
+    """Right-padded sequences. The target is causal, so padding on the right changes nothing before it.
 
     Attributes:
         input_ids: Token ids, [B, S].
@@ -40,7 +40,7 @@ class Batch:
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def share(self, index: int, count: int) -> Batch:
-        """The rows of process `index` of `count`; one without any gets a row to compute on that has no anchor."""
+        """The rows of process `index` of `count`. A process without any gets a row without anchors, to compute on."""
         if index < len(self.input_ids):
             return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))
         return Batch(
@@ -76,8 +76,8 @@ def collate(
         begin = num_anchors = 0
         for document, i in enumerate(row):
             end = begin + len(examples[i])
-            batch.input_ids[place, begin:end] = torch.tensor(examples[i].input_ids)
-            batch.loss_mask[place, begin:end] = torch.tensor(examples[i].loss_mask, dtype=torch.bool)
+            batch.input_ids[place, begin:end] = torch.tensor(examples[i].token_array)
+            batch.loss_mask[place, begin:end] = torch.tensor(examples[i].mask_array, dtype=torch.bool)
             batch.document_ids[place, begin:end] = document
             chosen = torch.tensor(anchors[i], dtype=torch.long) + begin
             batch.anchors[place, num_anchors : num_anchors + len(chosen)] = chosen
@@ -92,7 +92,7 @@ def _padded(length: int) -> int:
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
     """One epoch's batches in random order: each of at most `batch_tokens` with padding, or of one longer sequence.
 
-    Shuffled pools are sorted by length and cut, so that little is padding and batches still differ from epoch to epoch.
+    Shuffled pools are sorted by length and cut: little is padding, and batches still differ from epoch to epoch.
     """
     order = rng.sample(range(len(lengths)), len(lengths))
     batches: list[list[int]] = []
@@ -153,7 +153,6 @@ def epoch_batches(
     pad_token_id: int,
     seed: int,
     pack_length: int | None = None,
-    fixed_stride: int | None = None,
     first: int = 0,
 ) -> Iterator[Batch]:
     """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches.
@@ -166,19 +165,15 @@ def epoch_batches(
         pad_token_id: What fills rows up.
         seed: Of the order and of the anchors.
         pack_length: Documents side by side in rows of this width; `None`: each has a row of its own.
-        fixed_stride: Blocks begin at every so manieth token of a response; `None` draws the anchors.
         first: Batches before this one are left out, and cost nothing.
     """
     lengths = [len(example) for example in examples]
     batches = epoch_rows(lengths, epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length)
     for batch in batches[first:]:
         chosen = [i for row in batch for i in row]
-        # A document's anchors depend on itself and not on its neighbours, and so does what is learned from it.
+        # A document's anchors depend on the document and not on its neighbours, and so does what is learned from it.
         anchors = [
-            sample_anchors(examples[i].loss_mask, num_anchors, seed=seed, epoch=epoch, index=i)
-            if fixed_stride is None
-            else fixed_anchors(examples[i].loss_mask, fixed_stride)
-            for i in chosen
+            sample_anchors(examples[i].mask_array, num_anchors, seed=seed, epoch=epoch, index=i) for i in chosen
         ]
         places = iter(range(len(chosen)))
         rows = [[next(places) for _ in row] for row in batch]
