@@ -10,7 +10,6 @@ import torch
 from gpu_steps import StepClock
 
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import Pair
 from dflash.training import Batch, DrafterLoss, Example, FrozenTarget, build_optimizers, collate, sample_anchors
 
 

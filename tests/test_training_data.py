@@ -8,6 +8,8 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+import dflash.regeneration
+import dflash.training
 from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.training import Example, encode, load_examples, with_response, write_examples
 from dflash.training.data_checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
@@ -178,6 +180,32 @@ def test_sources_that_do_not_exist_are_refused(tokenizer: Any, tmp_path: Path) -
         load_examples(tmp_path / "splits", tokenizer, split="test")
 
 
+# --- names of the last release ---
+
+
+@pytest.mark.parametrize("name", dflash.regeneration.__all__)
+def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(name: str) -> None:
+    if name in ("Answer", "Request"):  # they were not here
+        with pytest.raises(AttributeError, match=name):
+            getattr(dflash.training, name)
+        return
+    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{name} is dflash\.regeneration\.{name} now"):
+        assert getattr(dflash.training, name) is getattr(dflash.regeneration, name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("plan", "estimate"), ("Plan", "Estimate"), ("read_examples", "load_examples")]
+)
+def test_what_was_renamed_is_found_by_its_old_name_with_a_warning(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{old} is dflash\.training\.{new} now"):
+        assert getattr(dflash.training, old) is getattr(dflash.training, new)
+
+
+def test_every_exported_name_is_there() -> None:
+    assert [name for name in dflash.training.__all__ if not hasattr(dflash.training, name)] == []
+    assert dir(dflash.training) == sorted(dflash.training.__all__)
+
+
 # --- what cannot be trained on ---
 
 
@@ -247,6 +275,13 @@ def test_sequences_and_prompts_beyond_the_targets_positions_are_refused() -> Non
         check_lengths([example], [], 4)
     with pytest.raises(ValueError, match="A held-out prompt has 5 tokens and the target 5 positions"):
         check_lengths([example], [[3] * 5], 5)
+
+
+def test_a_file_that_is_not_utf8_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt_ids": [3], "response_ids": [4]}\n{"text": "naïve"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"Line 2 of .*rows\.jsonl is not UTF-8: save the file in UTF-8"):
+        load_examples(path)
 
 
 def test_columns_that_are_empty_in_a_row_do_not_say_its_form(tokenizer: Any) -> None:

@@ -232,7 +232,8 @@ def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) 
     short = replace(SETTINGS, steps=1)
     run(output, short, overwrite=True)
     assert json.loads((output / "training.json").read_text())["settings"]["steps"] == 1
-    with pytest.raises(ValueError, match="nothing to resume"):
+    (output / "training.json").write_text('{"mark": 1}')
+    with pytest.raises(ValueError, match=r"a checkpoint of no run and no training state.*nothing to resume"):
         run(output, short, resume=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "text.md").write_text("mine")
@@ -257,6 +258,49 @@ def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path)
     record = run(output, free, resume=True, announce=said.append)
     assert "The run began in 3 processes and goes on in 1" in said[0]
     assert record.curve[-1]["step"] == SETTINGS.steps
+
+
+def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+) -> None:
+    """A queue may start the same command again and again."""
+    output = tmp_path / "drafter"
+    run(output)
+    before = {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
+    record = run(output, resume=True)
+    assert record.was_complete
+    assert (record.curve, record.best_step, record.best_tau) == (
+        unbroken[1].curve,
+        unbroken[1].best_step,
+        unbroken[1].best_tau,
+    )
+    assert {path.name: path.stat().st_mtime_ns for path in output.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    with pytest.raises(ValueError, match="other settings \\(steps: 24, now 25\\)"):
+        run(output, replace(SETTINGS, steps=25), resume=True)
+
+
+@pytest.mark.parametrize("asked", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_second_process_is_refused_the_output_of_a_running_one(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, asked: dict[str, bool]
+) -> None:
+    """Two real processes: the first one trains on, and writes what it would have written alone."""
+    output = tmp_path / "drafter"
+    words = [sys.executable, __file__, str(output), "wait"]
+    first = subprocess.Popen(
+        words, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdin is not None
+    assert first.stdout is not None
+    assert first.stdout.readline() == "measured 7\n"
+    with pytest.raises(
+        ValueError, match=rf"drafter is being written by process {first.pid} on .*: wait for it, stop it"
+    ):
+        run(output, **asked)
+    first.communicate("go on\n")
+    assert first.returncode == 0
+    assert written(output) == unbroken[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
 def test_resume_without_a_state_begins(unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path) -> None:
@@ -342,8 +386,10 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
     monkeypatch.setattr(trainer.DFlashDraftModel, "forward", failing)
     with pytest.raises(
         FloatingPointError, match=rf"{what} of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
-    ):
+    ) as stopped:
         run(output)
+    step = json.loads((output / "training.json").read_text())["best_step"]
+    assert str(stopped.value).endswith(f"or look at that batch; the checkpoint of step {step} stands in {output}.")
     assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
     weights = training_state.read_tensors(state_folder(output))["drafter"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
@@ -351,6 +397,13 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
     assert all(parameter.isfinite().all() for parameter in saved.parameters())
 
 
+def _wait_at_first_point(point: dict[str, Any]) -> None:
+    if point["step"] == SETTINGS.eval_every:
+        sys.stdout.write(f"measured {point['step']}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]))
+    run(Path(sys.argv[1]), on_point=_wait_at_first_point if sys.argv[2:] == ["wait"] else None)
