@@ -6,7 +6,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dflash.common.lazy import lazy_names
+from dflash.common.lazy import lazy_names, names_for_typing
 
 
 if TYPE_CHECKING:
@@ -90,32 +90,7 @@ __all__ = [
 ]
 
 # The command line reads the settings and needs no torch for it.
-_get, __dir__ = lazy_names(
-    __name__,
-    {
-        "acceptance": ("Acceptance", "measure_acceptance"),
-        "anchors": ("sample_anchors", "valid_anchors"),
-        "batches": ("Batch", "collate", "epoch_batches"),
-        "checkpointing": ("save_drafter",),
-        "data": (
-            "FORMS", "Example", "encode", "encode_prompt", "load_examples", "read_rows", "sharegpt_messages", "stop_ids",
-            "with_response", "write_examples",
-        ),
-        "frozen_target": ("FrozenTarget", "can_pack"),
-        "initialization": ("find_mask_token", "new_drafter", "spread_taps"),
-        "layout": ("BlockLayout", "lay_out_blocks"),
-        "loading": ("Prepared", "hold_out", "prepare", "prompt_of"),
-        "losses": ("LOSSES", "chunked_loss", "position_weights"),
-        "objective": ("DrafterLoss",),
-        "optimizers": ("build_optimizers",),
-        "run": ("train", "train_drafter"),
-        "run_record": ("TrainingRecord", "describe_inputs"),
-        "settings": ("REMOVED", "TrainingSettings", "read_yaml"),
-        "size_estimate": ("Estimate", "estimate", "peak_memory"),
-        "trainer": ("Trainer",),
-        "training_state": ("state_folder",),
-    },
-)  # fmt: skip
+_get, __dir__ = lazy_names(__name__, names_for_typing(__file__))
 
 # Names of the last release, and where they are now.
 _MOVED = {

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +22,19 @@ from .trainer import Trainer
 from .training_state import remove_state, save_state, saving, state_folder
 
 
+@dataclass
 class Checkpointer:
-    """Writes, on the first process, what a run leaves behind; all processes must call.
+    """Writes, on the first process, what a run leaves behind; all processes must call."""
 
-    Args:
-        trainer: The run.
-        output: Folder of the checkpoint.
-        inputs: Of `describe_inputs`.
-        provenance: More facts for `training.json`.
-        record: What came of the run so far; it grows while the run goes on.
-        elapsed: Seconds since this start of the run.
-    """
+    trainer: Trainer
+    output: Path  # folder of the checkpoint
+    inputs: dict[str, Any]  # of `describe_inputs`
+    provenance: dict[str, Any]  # more facts for `training.json`
+    record: TrainingRecord  # grows while the run goes on
+    elapsed: Callable[[], float]  # seconds since this start of the run
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        output: Path,
-        inputs: dict[str, Any],
-        provenance: dict[str, Any],
-        record: TrainingRecord,
-        elapsed: Callable[[], float],
-    ) -> None:
-        self.trainer = trainer
-        self.output = output
-        self.inputs = inputs
-        self.provenance = provenance
-        self.record = record
-        self._elapsed, self._seconds_before = elapsed, record.seconds
+    def __post_init__(self) -> None:
+        self._seconds_before = self.record.seconds
 
     def save_checkpoint(self) -> None:
         """Puts the drafter as it is in the place of a worse one."""
@@ -90,7 +76,7 @@ class Checkpointer:
         return describe_run(trainer.drafter, self.inputs, trainer.settings, self.record, processes) | self.provenance
 
     def _read_clock(self) -> None:
-        self.record.seconds = round(self._seconds_before + self._elapsed(), 1)
+        self.record.seconds = round(self._seconds_before + self.elapsed(), 1)
 
 
 def save_drafter(

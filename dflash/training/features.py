@@ -105,17 +105,9 @@ def write_features(
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    Args:
-        folder: Where to write.
-        target: Gives the features.
-        examples: The data.
-        wants_states: The target's last hidden states too, for losses that read its logits.
-        batch_tokens: Tokens that the target reads at a time.
-        autocast: The precision in which the target runs while training.
-        precision: Its name in the settings.
-        announce: Told how much will be written, before it is.
-        show_progress: Draw a progress bar.
-        shard_bytes: Approximate size of a shard.
+    With `wants_states` the target's last hidden states are written too, for losses that read its logits. The target reads
+    `batch_tokens` at a time under `autocast`, which the settings call `precision`. `announce` is told how much will be
+    written, before it is.
 
     Raises:
         ValueError: if the folder holds something else, or its disk has no room.

@@ -82,9 +82,9 @@ def train_drafter(
             "data_name": public_name(data),
             "answers": answers_of(data, ready.target, announce),
         }
-        claimed = _claim(folder, settings, resume, overwrite)
         models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
-        return _run(*models_and_data, settings, folder, claimed, known | (provenance or {}), **arguments)
+        arguments |= {"provenance": known | (provenance or {}), "resume": resume, "overwrite": overwrite}
+        return train(*models_and_data, settings, folder, is_locked=True, **arguments)
 
 
 def train(
@@ -100,6 +100,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     announce: Callable[[str], None] | None = None,
+    is_locked: bool = False,
 ) -> TrainingRecord:
     """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
 
@@ -125,6 +126,7 @@ def train(
             (`record.was_complete`).
         overwrite: Begin anew where another run wrote.
         announce: Told in a sentence what is about to take long or much room.
+        is_locked: The caller holds the lock of `output`, as `train_drafter` does.
 
     Raises:
         ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
@@ -132,78 +134,58 @@ def train(
         FloatingPointError: if loss or gradient are not finite; checkpoint and training state are the last good ones.
         OSError: if one of them cannot be written; the older one stands.
     """
-    folder = _absolute(output)
+    elapsed, output = stopwatch(), _absolute(output)
     with ExitStack() as held:
-        claimed = _claim(folder, settings, resume, overwrite, held)
-        told: dict[str, Any] = {"show_progress": show_progress, "on_point": on_point, "announce": announce}
-        return _run(drafter, target, examples, held_out, settings, folder, claimed, provenance or {}, **told)
+        saved, finished = _claim(output, settings, resume, overwrite, None if is_locked else held)
+        if finished is not None:
+            return TrainingRecord.of_finished(finished)
+        state = None if saved is None else read_tensors(state_folder(output))
+        examples = usable(examples, drafter, target, announce)
+        check_lengths(examples, held_out, max_positions(target))
+        inputs = describe_inputs(target, drafter, examples, held_out)
+        if saved is not None:
+            refuse_changes(changed_inputs(inputs, saved["inputs"]))
+        trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
+        record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
+        checkpointer = Checkpointer(trainer, output, inputs, provenance or {}, record, elapsed)
+        if saved is None:
+            checkpointer.save_state(is_beginning=True)
+        elif saved["processes"] != trainer.accelerator.num_processes and announce is not None:
+            announce(
+                f"The run began in {saved['processes']} processes and goes on in {trainer.accelerator.num_processes}: it learns "
+                "the same, but sums round another way."
+            )
+        display = _Display(trainer, show_progress, on_point)
 
-
-def _run(
-    drafter: DFlashDraftModel,
-    target: PreTrainedModel,
-    examples: Sequence[Example],
-    held_out: Sequence[Sequence[int]],
-    settings: TrainingSettings,
-    output: Path,
-    claimed: tuple[dict[str, Any] | None, dict[str, Any] | None],
-    provenance: dict[str, Any],
-    show_progress: bool = True,
-    on_point: Callable[[dict[str, Any]], None] | None = None,
-    announce: Callable[[str], None] | None = None,
-) -> TrainingRecord:
-    """`train` in an output that is claimed."""
-    elapsed = stopwatch()
-    saved, finished = claimed
-    if finished is not None:
-        return TrainingRecord.of_finished(finished)
-    state = None if saved is None else read_tensors(state_folder(output))
-    examples = usable(examples, drafter, target, announce)
-    check_lengths(examples, held_out, max_positions(target))
-    inputs = describe_inputs(target, drafter, examples, held_out)
-    if saved is not None:
-        refuse_changes(changed_inputs(inputs, saved["inputs"]))
-    trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
-    record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
-    checkpointer = Checkpointer(trainer, output, inputs, provenance, record, elapsed)
-    if saved is None:
-        checkpointer.save_state(is_beginning=True)
-    elif saved["processes"] != trainer.accelerator.num_processes and announce is not None:
-        announce(
-            f"The run began in {saved['processes']} processes and goes on in {trainer.accelerator.num_processes}: it learns "
-            "the same, but sums round another way."
-        )
-    display = _Display(trainer, show_progress, on_point)
-
-    last = trainer.num_steps
-    with _noted_signals() as signals:
-        for step in display.steps:
-            try:
-                figures = trainer.step(stop=bool(signals))
-            except FloatingPointError as error:
-                best = f"the checkpoint of step {record.best_step} stands in {output}"
-                kept = best if record.curve else "it had saved no checkpoint yet"
-                raise FloatingPointError(f"{str(error).rstrip('.')}; {kept}.") from error
-            if step % settings.log_every == 0:
-                display.show_step(step, figures)
-            if step % settings.eval_every == 0 or step == last:
-                point = trainer.measure(held_out)
-                record.curve.append(point)
-                display.show_point(point)
-                if not held_out or point["tau"] > record.best_tau:
-                    record.best_step, record.best_tau = step, point.get("tau", float("nan"))
-                    checkpointer.save_checkpoint()
-            if figures.is_stopping and step < last:
-                checkpointer.save_state()
-                record.stopped_at, record.signal = step, signals[0] if signals else None
-                break
-            if step % settings.save_every == 0 and step < last:
-                checkpointer.save_state()
-        else:
-            checkpointer.finish()
-    display.close()
-    trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
-    return record
+        last = trainer.num_steps
+        with _noted_signals() as signals:
+            for step in display.steps:
+                try:
+                    figures = trainer.step(stop=bool(signals))
+                except FloatingPointError as error:
+                    best = f"the checkpoint of step {record.best_step} stands in {output}"
+                    kept = best if record.curve else "it had saved no checkpoint yet"
+                    raise FloatingPointError(f"{str(error).rstrip('.')}; {kept}.") from error
+                if step % settings.log_every == 0:
+                    display.show_step(step, figures)
+                if step % settings.eval_every == 0 or step == last:
+                    point = trainer.measure(held_out)
+                    record.curve.append(point)
+                    display.show_point(point)
+                    if not held_out or point["tau"] > record.best_tau:
+                        record.best_step, record.best_tau = step, point.get("tau", float("nan"))
+                        checkpointer.save_checkpoint()
+                if figures.is_stopping and step < last:
+                    checkpointer.save_state()
+                    record.stopped_at, record.signal = step, signals[0] if signals else None
+                    break
+                if step % settings.save_every == 0 and step < last:
+                    checkpointer.save_state()
+            else:
+                checkpointer.finish()
+        display.close()
+        trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
+        return record
 
 
 def _absolute(output: str | os.PathLike[str]) -> Path:

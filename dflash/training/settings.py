@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,13 +25,13 @@ DRAFTER = "The drafter's shape"
 TARGET = "The target"
 LOSS = "What is learned"
 DATA = "The data"
-OPTIMISER = "Steps and optimiser"
+STEPS = "Steps and optimiser"
 COMPUTE = "Memory, precision and processes"
 KEPT = "What is measured and kept"
 
 
-def _setting(default: Any, topic: str, help: str, least: float | None = None, is_free: bool = False) -> Any:
-    """A field with its topic, its help text and its least value; a free one may differ from one start of a run to the next."""
+def _setting(default: Any, topic: str, help: str, least: int | None = None, is_free: bool = False) -> Any:
+    """A field with topic, help text and least value; a free one may differ from one start of a run to the next."""
     return field(default=default, metadata={"topic": topic, "help": help, "least": least, "is_free": is_free})
 
 
@@ -44,99 +45,65 @@ class TrainingSettings:
         ValueError: for a value of another type, or out of range.
     """
 
-    steps: int | None = _setting(
-        None, OPTIMISER, "Optimiser steps, in as many epochs as they take. Default: those of --epochs.", 1
-    )
-    epochs: int = _setting(6, OPTIMISER, "Passes over the data, where --steps is not given.", 1)
-    init: str | None = _setting(
-        None, DRAFTER, "Start from this drafter, of any published dialect: a folder or an id on the Hub."
-    )
+    steps: int | None = _setting(None, STEPS, "Optimiser steps, in as many epochs as they take. Default: --epochs.", 1)
+    epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
+    init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
     num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
-    intermediate_size: int | None = _setting(None, DRAFTER, "Width of the MLPs. Default: the target's.", 1)
+    intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)
     num_taps: int | None = _setting(
-        None, DRAFTER, "Layers of the target that it reads, by the paper's spread. Default: 5.", 1
+        None, DRAFTER, "Target layers that it reads, by the paper's spread. Default: 5.", 1
     )
     target_layer_ids: list[int] | None = _setting(
         None, DRAFTER, "These layers instead, counted from 0 and without the last, as in 1,9,17."
     )
     block_size: int | None = _setting(
-        None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or that of --init.", 1
+        None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or --init's.", 1
     )
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
-    is_causal: bool | None = _setting(
-        None, DRAFTER, "Causal inside the block. Default: full layers are not, sliding layers are."
-    )
-    conv_kernel_size: int | None = _setting(
-        None, DRAFTER, "DFlash2: positions that are mixed into one, itself included. Default: no mixing.", 1
-    )
+    is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
+    conv_kernel_size: int | None = _setting(None, DRAFTER, "DFlash2: positions mixed into one. Default: no mixing.", 1)
     conv_group_size: int | None = _setting(None, DRAFTER, "DFlash2: channels that share a mixture.", 1)
-    selector_rank: int | None = _setting(
-        None, DRAFTER, "DFlash2: rank of the selector among candidates. Default: no selector.", 1
-    )
+    selector_rank: int | None = _setting(None, DRAFTER, "DFlash2: rank of the selector. Default: no selector.", 1)
     selector_top_k: int | None = _setting(None, DRAFTER, "DFlash2: candidates that the selector chooses among.", 1)
     mask_token_id: int | None = _setting(
-        None, DRAFTER, "Id that fills a block. Default: the tokenizer's mask token, or an unused id.", 0
+        None, DRAFTER, "Id that fills a block. Default: the tokenizer's mask token, or an unused id."
     )
     target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
-    device_map: str | None = _setting(
-        None, TARGET, "auto: spread a target larger than one device over all.", is_free=True
-    )
+    device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
     loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl and mix: the target's distribution.")
-    position_weights: PositionWeights = _setting(
-        "decay", LOSS, "Weights along a block: exponential decay, D-PACE, or uniform."
-    )
-    gamma: float | None = _setting(
-        None, LOSS, "Decay of the position weights. Default: the paper's for the block size."
-    )
-    dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: the chance of acceptance that every token has, above 0.")
+    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential, D-PACE or equal.")
+    gamma: float | None = _setting(None, LOSS, "Decay of these weights. Default: the paper's for the block size.")
+    dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of a DFlash2 drafter's selector.", 0)
     num_anchors: int = _setting(512, LOSS, "Blocks per sequence, at most.", 1)
-    seed: int = _setting(0, LOSS, "Seed of the drafter's first weights, the order of the data and the anchors.", 0)
+    seed: int = _setting(0, LOSS, "Seed of the first weights, the order of the data and the anchors.", 0)
     max_length: int | None = _setting(3072, DATA, "Longer sequences are cut to this many tokens.", 1)
-    pack_length: int | None = _setting(
-        None, DATA, "Pack short sequences side by side into this many tokens. Default: no packing.", 1
-    )
+    pack_length: int | None = _setting(None, DATA, "Pack sequences into this many tokens. Default: no packing.", 1)
     split: str = _setting("train", DATA, "Split of a data set that has several.")
     thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
-    batch_tokens: int = _setting(
-        4096, OPTIMISER, "Tokens of a batch with padding, over all processes and accumulated parts.", 1
-    )
-    held_out: int = _setting(
-        8, DATA, "Sequences on whose prompts acceptance is measured, a tenth of the data at most.", 0
-    )
-    learning_rate: float = _setting(6e-4, OPTIMISER, "Peak rate of AdamW.")
-    muon_learning_rate: float | None = _setting(
-        None, OPTIMISER, "Peak rate of Muon for the matrices. Default: AdamW trains them too."
-    )
-    warmup_ratio: float = _setting(0.04, OPTIMISER, "Share of the steps in which the rate rises; then a cosine falls.")
-    weight_decay: float = _setting(0.0, OPTIMISER, "Weight decay of the optimisers.", 0)
-    max_grad_norm: float = _setting(1.0, OPTIMISER, "Gradients are clipped to this norm.")
+    batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
+    held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, a tenth of the data at most.", 0)
+    learning_rate: float = _setting(6e-4, STEPS, "Peak rate of AdamW.")
+    muon_learning_rate: float | None = _setting(None, STEPS, "Peak rate of Muon for the matrices. Default: no Muon.")
+    warmup_ratio: float = _setting(0.04, STEPS, "Share of the steps in which the rate rises; then a cosine falls.")
+    weight_decay: float = _setting(0.0, STEPS, "Weight decay of the optimisers.", 0)
+    max_grad_norm: float = _setting(1.0, STEPS, "Gradients are clipped to this norm.")
     mixed_precision: Precision = _setting("bf16", COMPUTE, "bf16 computes in bf16 over fp32 weights, no in fp32.")
-    gradient_accumulation_steps: int = _setting(
-        1, OPTIMISER, "Parts in which a batch is computed: less memory, the same step.", 1
-    )
-    gradient_checkpointing: bool = _setting(
-        False, COMPUTE, "Compute the layers' activations again in the backward pass."
-    )
+    gradient_accumulation_steps: int = _setting(1, STEPS, "Parts of a batch: less memory, the same step.", 1)
+    gradient_checkpointing: bool = _setting(False, COMPUTE, "Compute activations again in the backward pass.")
     compile: bool = _setting(False, COMPUTE, "Compile the drafter's training forward.")
     shard: bool = _setting(False, COMPUTE, "Shard the drafter's weights and optimiser over the processes (FSDP2).")
     shard_target: bool = _setting(False, COMPUTE, "Shard the target's layers over the processes too.")
     features: str | None = _setting(
         None, COMPUTE, "Folder of the target's features, written first if it is new. Default: online."
     )
-    chunk_rows: int | None = _setting(
-        None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB of logits in fp32.", 1
-    )
+    chunk_rows: int | None = _setting(None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB.", 1)
     eval_every: int = _setting(500, KEPT, "Steps between measurements on the held-out prompts.", 1)
     eval_new_tokens: int = _setting(256, KEPT, "Length of the texts that are measured.", 1)
     save_every: int = _setting(500, KEPT, "Steps between training states, from which --resume goes on.", 1, True)
     log_every: int = _setting(10, KEPT, "Steps between lines in the trackers.", 1, True)
-    log_with: str | None = _setting(
-        None, KEPT, "tensorboard, wandb, trackio or another tracker of accelerate's.", is_free=True
-    )
-    license: str | None = _setting(
-        None, KEPT, "Licence of the drafter for its card, such as apache-2.0.", is_free=True
-    )
+    log_with: str | None = _setting(None, KEPT, "A tracker of accelerate's, such as tensorboard.", is_free=True)
+    license: str | None = _setting(None, KEPT, "Licence of the drafter for its card, as in apache-2.0.", is_free=True)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -204,17 +171,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} gives {', '.join(twice)} more than once: keep one line of each.")
     for name in names.keys() & REMOVED.keys():
         raise ValueError(f"{path} gives {name}, which was removed: {REMOVED[name]}.")
-    return {str(name).replace("-", "_"): _as_meant(value) for name, value in found.items()}
-
-
-def _as_meant(value: Any) -> Any:
-    """YAML 1.1 reads a rate of 6e-4 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    for name, value in found.items():
+        if isinstance(value, str):  # YAML 1.1 reads a rate of 6e-4 as text
+            with suppress(ValueError):
+                found[name] = float(value)
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -225,15 +186,12 @@ def _options(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, hint: Any) -> bool:
     for option in _options(hint):
         if get_origin(option) is Literal:
-            if value in get_args(option):
-                return True
+            fits = value in get_args(option)
         elif get_origin(option) is list:
-            if isinstance(value, list) and all(type(item) is get_args(option)[0] for item in value):
-                return True
-        elif option is NoneType:
-            if value is None:
-                return True
-        elif type(value) is option:  # True is no number
+            fits = isinstance(value, list) and all(type(item) is get_args(option)[0] for item in value)
+        else:
+            fits = type(value) is option  # True is no number
+        if fits:
             return True
     return False
 
