@@ -58,7 +58,7 @@ def test_a_row_tells_its_documents_apart() -> None:
     """Against a loop: ids, documents and anchors of each, and padding behind the last."""
     examples = make_examples([6, 9, 5, 7])
     anchors = [[3, 4], [3, 5, 6], [], [4]]
-    batch = collate(examples, anchors, pad_token_id=0, rows=[[2, 0], [1, 3]], width=20)
+    batch = collate(examples, anchors, pad_token_id=0, sequences=[[2, 0], [1, 3]], width=20)
     assert batch.input_ids.shape == (2, 20)
     for place, row in enumerate([[2, 0], [1, 3]]):
         begin, expected_anchors = 0, []
@@ -133,7 +133,7 @@ def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) 
         ours = read.logits(states.last_hidden_state[:, : len(example)])
         torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
 
-    packed = collate(examples, [[]] * 3, 0, rows=[[0, 1, 2]])
+    packed = collate(examples, [[]] * 3, 0, sequences=[[0, 1, 2]])
     if not can_pack(target):
         with pytest.raises(ValueError, match="cannot keep documents of one row apart"):
             read(packed)

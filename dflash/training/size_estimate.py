@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .anchors import valid_anchors
-from .batches import epoch_rows
+from .batches import epoch_sequences
 from .block_attention import MOST_SCORES
 from .distributed import is_sharded
 from .losses import rows_of_chunk
@@ -97,10 +97,10 @@ def widest(trainer: Trainer) -> tuple[int, int, int]:
     lengths = [len(example) for example in trainer.examples]
     blocks = [min(settings.num_anchors, len(valid_anchors(example.mask_array))) for example in trainer.examples]
     sizes = []
-    for batch in epoch_rows(lengths, 0, **trainer.cut()):
+    for batch in epoch_sequences(lengths, 0, **trainer.cut()):
         share = -(-len(batch) // parts)
-        width = max(sum(lengths[i] for i in row) for row in batch)
-        queries = share * max(sum(blocks[i] for i in row) for row in batch) * block_size
+        width = max(sum(lengths[i] for i in sequence) for sequence in batch)
+        queries = share * max(sum(blocks[i] for i in sequence) for sequence in batch) * block_size
         sizes.append((share * width, queries, queries * (width + block_size)))
     columns, all_queries, pairs = map(max, zip(*sizes, strict=True))
     return columns, all_queries, pairs

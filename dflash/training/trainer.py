@@ -27,7 +27,7 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import decoder_layers
 
 from .acceptance import measure_acceptance
-from .batches import Batch, epoch_batches, epoch_rows
+from .batches import Batch, epoch_batches, epoch_sequences
 from .data import Example
 from .distributed import (
     asked_sharding,
@@ -281,10 +281,10 @@ class Trainer:
     def batches_per_epoch(self) -> int:
         """Batches of the first epoch; later epochs may have one more or less."""
         lengths = [len(example) for example in self.examples]
-        return len(epoch_rows(lengths, 0, **self.cut()))
+        return len(epoch_sequences(lengths, 0, **self.cut()))
 
     def cut(self) -> dict[str, Any]:
-        """The arguments of `epoch_rows`, which decide which documents share a batch."""
+        """The arguments of `epoch_sequences`, which decide which documents share a batch."""
         settings = self.settings
         return {"batch_tokens": settings.batch_tokens, "seed": settings.seed, "pack_length": self._pack_length}
 
