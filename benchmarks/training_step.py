@@ -34,12 +34,13 @@ from dflash.training import (
     FrozenTarget,
     chunked_loss,
     collate,
+    decay_weights,
+    default_gamma,
     encode,
     epoch_batches,
     lay_out_blocks,
     sample_anchors,
 )
-from dflash.training.losses import decay_weights, default_gamma
 
 
 def arguments() -> argparse.Namespace:

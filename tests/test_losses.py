@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dflash.training.losses as losses_module
 from dflash import DFlashConfig
 from dflash.model.modeling_dflash import CandidateSelector
-from dflash.training.losses import (
+from dflash.training import (
     LOSSES,
     POSITION_WEIGHTS,
     Candidates,
@@ -226,7 +225,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_largest_tensor_is_flat_in_the_vocabulary(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless told otherwise a chunk has as many rows as fit a fixed number of logits."""
-    monkeypatch.setattr(losses_module, "CHUNK_LOGITS", 4000)
+    monkeypatch.setattr("dflash.training.losses.CHUNK_LOGITS", 4000)
     assert {largest_tensor(loss, 100, vocab_size, None) for vocab_size in (50, 400, 2000)} == {4000}
 
 
@@ -293,7 +292,7 @@ def make_selector(top_k: int) -> CandidateSelector:
 
 @pytest.mark.parametrize("chunk_rows", [3, 64])
 def test_selector_loss_and_gradients_equal_the_naive_ones(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses_module, "CHUNK_LOGITS", chunk_rows * 4 * 3)
+    monkeypatch.setattr("dflash.training.losses.CHUNK_LOGITS", chunk_rows * 4 * 3)
     torch.manual_seed(0)
     selector = make_selector(top_k=4)
     hidden, head = torch.randn(ROWS, WIDTH).double().requires_grad_(), torch.randn(VOCAB, WIDTH).double()

@@ -10,8 +10,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashDraftModel, spec_generate
 from dflash.model import modeling_dflash
-from dflash.training import LOSSES, Batch, DrafterLoss, Example, FrozenTarget, collate
-from dflash.training.block_attention import BLOCKWISE, blockwise_attention
+from dflash.training import (
+    BLOCKWISE,
+    LOSSES,
+    Batch,
+    DrafterLoss,
+    Example,
+    FrozenTarget,
+    blockwise_attention,
+    collate,
+)
 
 
 VOCAB, BLOCK, MASK_ID = 48, 5, 47

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_training_resume import no_file_larger_than
 from tiny_models import make_target, make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.cli import main as cli
@@ -21,7 +22,6 @@ from dflash.training import (
     TrainingSettings,
     find_mask_token,
     hold_out,
-    loading,
     new_drafter,
     prepare,
     prompt_of,
@@ -117,7 +117,7 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
 def test_a_target_that_accelerate_spreads_is_not_moved(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, targets = loading.AutoModelForCausalLM.from_pretrained, []
+    load, targets = AutoModelForCausalLM.from_pretrained, []
 
     def watched(*arguments: Any, **options: Any) -> Any:
         targets.append(load(*arguments, **options))
@@ -125,7 +125,7 @@ def test_a_target_that_accelerate_spreads_is_not_moved(
         monkeypatch.setattr(targets[0], "to", lambda *_: pytest.fail("moved"))
         return targets[0]
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, device_map="auto"))
     assert (status, err, len(targets)) == (0, "", 1)
 
@@ -273,12 +273,12 @@ def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "text.md").write_text("mine")
     never = lambda *_, **__: pytest.fail("loaded")  # noqa: E731
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", never)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
     (tmp_path / "rows.jsonl").write_text('{"words": "x"}')
     later = run("--output", tmp_path / "new", "--data", tmp_path / "rows.jsonl")
     assert "Row 1 of" in later[2]
     assert "nowhere.jsonl does not exist" in run("--output", tmp_path / "new", "--data", "/nowhere.jsonl")[2]
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", never)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
     for words, said in (
         (["--output", tmp_path / "notes"], "is not a checkpoint"),
         (["--output", tmp_path / "file" / "x"], "cannot be written (Not a directory)"),

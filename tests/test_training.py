@@ -19,7 +19,6 @@ from dflash.training import (
     FrozenTarget,
     Trainer,
     TrainingSettings,
-    acceptance,
     build_optimizers,
     collate,
     encode,
@@ -354,7 +353,7 @@ def test_acceptance_is_measured_uncompiled(
         asked.append(options["compile"])
         return generate_blocks(*args, **options)
 
-    monkeypatch.setattr(acceptance, "generate_blocks", watched)
+    monkeypatch.setattr("dflash.training.acceptance.generate_blocks", watched)
     assert measure_acceptance(drafter, target, [[5, 6, 7]], 8).steps > 0
     assert asked == [False]
 

@@ -31,7 +31,6 @@ from dflash.training import (
     trainer,
 )
 from dflash.training.distributed import asked_sharding
-from dflash.training.trainer import is_cpu_alone
 
 
 # An epoch of batches of three sequences, and a last one of which the second process has none.
@@ -188,11 +187,11 @@ def test_processes_meet_on_the_cpu_where_the_accelerator_has_no_meeting_place(
     monkeypatch: pytest.MonkeyPatch, device: str, processes: int, is_alone: bool
 ) -> None:
     """Each of several processes on a Mac would take itself for the first."""
-    assert is_cpu_alone() is not torch.accelerator.is_available()
+    assert trainer.is_cpu_alone() is not torch.accelerator.is_available()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert is_cpu_alone() is is_alone
+    assert trainer.is_cpu_alone() is is_alone
 
 
 def test_a_target_is_spread_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,16 +25,15 @@ from dflash import DFlashDraftModel
 from dflash.training import (
     Acceptance,
     Example,
+    Trainer,
     TrainingRecord,
     TrainingSettings,
-    checkpointing,
     new_drafter,
     state_folder,
     train,
-    training_state,
     with_response,
 )
-from dflash.training import run as run_module
+from dflash.training.training_state import clear_leftovers, read_tensors, remove_state
 
 
 SETTINGS = TrainingSettings(
@@ -104,7 +103,7 @@ def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
     time.sleep(delay)
     process.kill()
     assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
-    training_state.clear_leftovers(state_folder(output))
+    clear_leftovers(state_folder(output))
     step = json.loads(state.read_text())["step"]
     assert 0 <= step < SETTINGS.steps
     record = run(output, resume=True)
@@ -136,7 +135,7 @@ def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
     """Out of memory in the first step, say: the next try may have other settings and needs no word more."""
     output = tmp_path / "drafter"
     with monkeypatch.context() as broken:
-        broken.setattr(run_module.Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        broken.setattr(Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             run(output, replace(SETTINGS, batch_tokens=4096))
     assert state_folder(output).exists()
@@ -145,15 +144,13 @@ def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
 
 
 def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash.training import trainer
-
     output, taus, seen = tmp_path / "drafter", iter((2, 5, 5, 4)), []
 
     def measured(drafter: DFlashDraftModel, *arguments: Any) -> Acceptance:
         seen.append({name: value.clone() for name, value in drafter.state_dict().items()})
         return Acceptance(steps=10, committed=10 * next(taus), kept=10)
 
-    monkeypatch.setattr(trainer, "measure_acceptance", measured)
+    monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
     record = run(output)
     assert (record.best_step, record.best_tau, [point["tau"] for point in record.curve]) == (14, 5.0, [2, 5, 5, 4])
     saved = DFlashDraftModel.from_pretrained(output, dtype=torch.bfloat16).state_dict()
@@ -181,13 +178,12 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
     unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither half a file nor a state without its run stays beside the checkpoint."""
-    write: Callable[..., Any] = checkpointing.remove_state
 
     def stopped_on_the_way(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        write(folder)
+        remove_state(folder)
 
-    monkeypatch.setattr(checkpointing, "remove_state", stopped_on_the_way)
+    monkeypatch.setattr("dflash.training.checkpointing.remove_state", stopped_on_the_way)
     record = run(tmp_path / "drafter")
     assert record.stopped_at is None
     assert written(tmp_path / "drafter") == unbroken[0]
@@ -196,10 +192,10 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
 
 def test_the_time_of_all_starts_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "drafter"
-    monkeypatch.setattr(run_module, "stopwatch", lambda: lambda: 7200.0)
+    monkeypatch.setattr("dflash.training.run.stopwatch", lambda: lambda: 7200.0)
     stopped(output, step=7)
     assert json.loads((state_folder(output) / "state.json").read_text())["record"]["seconds"] == 7200
-    monkeypatch.setattr(run_module, "stopwatch", lambda: lambda: 90.04)
+    monkeypatch.setattr("dflash.training.run.stopwatch", lambda: lambda: 90.04)
     record = run(output, resume=True)
     assert record.seconds == 7290
     assert json.loads((output / "training.json").read_text())["seconds"] == 7290
@@ -367,8 +363,6 @@ def test_a_kill_while_the_state_is_replaced_loses_none(
 def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from dflash.training import trainer
-
     output = tmp_path / "drafter"
     forward: Callable[..., Any] = DFlashDraftModel.forward
     calls: list[int] = []
@@ -383,7 +377,7 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
                 result.last_hidden_state = result.last_hidden_state * float("nan")
         return result
 
-    monkeypatch.setattr(trainer.DFlashDraftModel, "forward", failing)
+    monkeypatch.setattr(DFlashDraftModel, "forward", failing)
     with pytest.raises(
         FloatingPointError, match=rf"{what} of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
     ) as stopped:
@@ -391,7 +385,7 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
     step = json.loads((output / "training.json").read_text())["best_step"]
     assert str(stopped.value).endswith(f"or look at that batch; the checkpoint of step {step} stands in {output}.")
     assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
-    weights = training_state.read_tensors(state_folder(output))["drafter"]
+    weights = read_tensors(state_folder(output))["drafter"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
     saved = DFlashDraftModel.from_pretrained(output)
     assert all(parameter.isfinite().all() for parameter in saved.parameters())

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
     from .anchors import sample_anchors, valid_anchors
     from .batches import Batch, collate, epoch_batches
+    from .block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
     from .checkpointing import save_drafter
     from .data import (
         FORMS,
@@ -30,7 +31,19 @@ if TYPE_CHECKING:
     from .initialization import find_mask_token, new_drafter, spread_taps
     from .layout import BlockLayout, lay_out_blocks
     from .loading import Prepared, hold_out, prepare, prompt_of
-    from .losses import LOSSES, chunked_loss, position_weights
+    from .losses import (
+        LOSSES,
+        POSITION_WEIGHTS,
+        Candidates,
+        DraftCounts,
+        RowLosses,
+        chunked_loss,
+        count_drafts,
+        decay_weights,
+        default_gamma,
+        position_weights,
+        selector_loss,
+    )
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
     from .run import train, train_drafter
@@ -41,24 +54,34 @@ if TYPE_CHECKING:
     from .training_state import state_folder
 
 __all__ = [
+    "BLOCKWISE",
     "FORMS",
     "LOSSES",
+    "MOST_SCORES",
+    "POSITION_WEIGHTS",
     "REMOVED",
     "Acceptance",
     "Batch",
     "BlockLayout",
+    "Candidates",
+    "DraftCounts",
     "DrafterLoss",
     "Estimate",
     "Example",
     "FrozenTarget",
     "Prepared",
+    "RowLosses",
     "Trainer",
     "TrainingRecord",
     "TrainingSettings",
+    "blockwise_attention",
     "build_optimizers",
     "can_pack",
     "chunked_loss",
     "collate",
+    "count_drafts",
+    "decay_weights",
+    "default_gamma",
     "describe_inputs",
     "encode",
     "encode_prompt",
@@ -78,6 +101,7 @@ __all__ = [
     "read_yaml",
     "sample_anchors",
     "save_drafter",
+    "selector_loss",
     "sharegpt_messages",
     "spread_taps",
     "state_folder",
