@@ -13,6 +13,7 @@ import torch
 from test_training_resume import SETTINGS, examples, run
 from tiny_models import make_drafter, make_target
 
+from dflash.common.files import only_writer
 from dflash.training import FrozenTarget, epoch_batches
 from dflash.training.features import CachedFeatures, documents_of, facts_of, feature_bytes, write_features
 
@@ -85,6 +86,15 @@ def test_features_of_something_else_are_refused_by_name(frozen: FrozenTarget, tm
     refused("mixed_precision no, now bf16", precision="bf16")
     refused("dtype float32, now bfloat16", FrozenTarget(make_target().bfloat16(), make_drafter()))
     CachedFeatures(tmp_path, facts_of(frozen, data, False))
+
+
+def test_features_that_another_run_is_writing_are_not_written_too(tmp_path: Path) -> None:
+    with (
+        only_writer(tmp_path / "features"),
+        pytest.raises(ValueError, match=r"features is being written by process"),
+    ):
+        run(tmp_path / "drafter", replace(SETTINGS, steps=1, features=str(tmp_path / "features")))
+    assert not (tmp_path / "features").exists()
 
 
 def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(

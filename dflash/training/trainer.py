@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.files import only_writer
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import decoder_layers
 
@@ -133,7 +134,7 @@ class Trainer:
         )
         self._pack_length = settings.pack_length if can_pack(target) else None
         if settings.pack_length is not None and self._pack_length is None and announce is not None:
-            announce(f"{type(target).__name__} cannot keep sequences of one row apart: each runs in a row of its own.")
+            announce(f"{type(target).__name__} cannot keep packed sequences apart: they are not packed.")
         self.num_steps = settings.steps or settings.epochs * self.batches_per_epoch
         self.step_number = 0
         self.next_place = Place(0, 0)
@@ -173,17 +174,18 @@ class Trainer:
             return None
         folder = Path(settings.features).expanduser()
         if not (folder / MANIFEST).is_file() and self.is_first:
-            write_features(
-                folder,
-                self._frozen,
-                self.examples,
-                wants_states=wants_states,
-                batch_tokens=settings.batch_tokens,
-                autocast=self._autocast,
-                precision=settings.mixed_precision,
-                announce=announce,
-                show_progress=announce is not None,
-            )
+            with only_writer(folder):
+                write_features(
+                    folder,
+                    self._frozen,
+                    self.examples,
+                    wants_states=wants_states,
+                    batch_tokens=settings.batch_tokens,
+                    autocast=self._autocast,
+                    precision=settings.mixed_precision,
+                    announce=announce,
+                    show_progress=announce is not None,
+                )
         self.accelerator.wait_for_everyone()
         return CachedFeatures(folder, facts_of(self._frozen, self.examples, wants_states, settings.mixed_precision))
 
