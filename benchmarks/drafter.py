@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash import DFlashDraftModel
 from dflash.cli.options import show_table
 from dflash.evaluation import DECODED, PLAIN, Prompt, compare, summarise, table_of, timed_blocks, timed_generate
-from dflash.training import encode, encode_prompt, read_rows
-from dflash.training.preparation import prompt_of
+from dflash.training import encode, encode_prompt, prompt_of, read_rows
 
 
 def arguments() -> argparse.Namespace:

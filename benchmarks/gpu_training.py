@@ -10,12 +10,7 @@ import torch
 from gpu_steps import StepClock
 
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import Pair
-from dflash.training import Batch, Example
-from dflash.training.anchors import sample_anchors
-from dflash.training.batches import collate
-from dflash.training.objective import DrafterLoss
-from dflash.training.optimizers import build_optimizers
+from dflash.training import Batch, DrafterLoss, Example, FrozenTarget, build_optimizers, collate, sample_anchors
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ def time_training(
     """
     device = target.device
     drafter = DFlashDraftModel(config).to(device, torch.float32).train()
-    loss_of = _WithAttention(drafter, Pair(target, drafter))
+    loss_of = _WithAttention(FrozenTarget(target, drafter))
     loss_of.given = attention
     (optimizer,) = build_optimizers(drafter, learning_rate=1e-4, weight_decay=0.0, muon_learning_rate=None)
     batch = random_batch(size, target.config.vocab_size).to(device)

@@ -29,10 +29,16 @@ from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.options import show_table
 from dflash.evaluation import any_table
 from dflash.regeneration import regenerate
-from dflash.training import Example, TrainingSettings, load_examples, new_drafter, train
-from dflash.training.initialization import find_mask_token
-from dflash.training.preparation import hold_out
-from dflash.training.record import describe_inputs
+from dflash.training import (
+    Example,
+    TrainingSettings,
+    describe_inputs,
+    find_mask_token,
+    hold_out,
+    load_examples,
+    new_drafter,
+    train,
+)
 
 
 # 97.5 % quantiles of Student's t by degrees of freedom: the half-width of a mean's 95 % interval in standard errors.
@@ -124,7 +130,7 @@ def losses(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
 
 def labels(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
     """Hard labels, the data's or the target's, and soft ones; all with the paper's weights."""
-    for loss in ("ce", "argmax", "forward_kl", "reverse_kl", "tv", "mix"):
+    for loss in ("ce", "forward_kl", "mix"):
         yield Cell("labels", loss.replace("_", " "), {} if loss == "ce" else {"loss": loss})
 
 
@@ -135,12 +141,6 @@ def anchors(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
         yield Cell("anchors", str(number), {} if number == args.num_anchors else {"num_anchors": number})
     if len(reached) < len(args.anchors):
         yield Cell("anchors", f"{subject.most_anchors} and more", {"num_anchors": subject.most_anchors})
-
-
-def scheme(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
-    """Anchors drawn anew each epoch, and every block_size-th position (the paper's table 13)."""
-    yield Cell("scheme", "random", {})
-    yield Cell("scheme", "fixed", {"anchors": "fixed"})
 
 
 def layers(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
@@ -155,7 +155,7 @@ def taps(args: argparse.Namespace, subject: Subject) -> Iterator[Cell]:
         yield Cell("taps", str(number), shape={} if number == args.taps else {"num_taps": number})
 
 
-AXES = {"loss": losses, "labels": labels, "anchors": anchors, "scheme": scheme, "layers": layers, "taps": taps}
+AXES = {"loss": losses, "labels": labels, "anchors": anchors, "layers": layers, "taps": taps}
 
 
 def load_subject(name: str, target_name: str, data: str | None, args: argparse.Namespace) -> Subject:

@@ -27,12 +27,20 @@ from torch.utils._pytree import tree_leaves
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.model.step_dflash import Pair
-from dflash.training import Batch, Example, encode
-from dflash.training.anchors import sample_anchors
-from dflash.training.batches import collate, epoch_batches
-from dflash.training.losses import chunked_loss, decay_weights, default_gamma
-from dflash.training.masks import lay_out_blocks
-from dflash.training.objective import DrafterLoss
+from dflash.training import (
+    Batch,
+    DrafterLoss,
+    Example,
+    FrozenTarget,
+    chunked_loss,
+    collate,
+    decay_weights,
+    default_gamma,
+    encode,
+    epoch_batches,
+    lay_out_blocks,
+    sample_anchors,
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -122,9 +130,9 @@ def measure_steps(
     target: Any, drafter: Any, examples: list[Example], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every way of training over all examples."""
-    tapped = Pair(target, drafter)
+    pair = FrozenTarget(target, drafter)
     settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
-    ours, naive = DrafterLoss(drafter, tapped), NaiveLoss(drafter, tapped)
+    ours, naive = DrafterLoss(pair), NaiveLoss(drafter, pair)
     ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
         "naive": (naive, list(naive_batches(examples, args))),
         "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),

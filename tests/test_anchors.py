@@ -2,7 +2,7 @@
 
 import random
 
-from dflash.training.anchors import sample_anchors, valid_anchors
+from dflash.training import sample_anchors, valid_anchors
 
 
 def test_anchor_and_next_token_are_supervised() -> None:

@@ -37,7 +37,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_finished_cell_is_not_run_again(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["training.py", "--smoke", "--only", "scheme", "--work", str(tmp_path / "work")]
+    words = ["training.py", "--smoke", "--only", "labels", "--work", str(tmp_path / "work")]
     monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "first.json")])
     benchmark.main()
     monkeypatch.setattr(benchmark, "train", lambda *_, **__: pytest.fail("ran again"))
@@ -46,8 +46,9 @@ def test_a_finished_cell_is_not_run_again(
     first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second"))
     assert first["summary"] == second["summary"]
     assert [(row["axis"], row["cell"], row["seeds"]) for row in first["summary"]] == [
-        ("scheme", "random", 2),
-        ("scheme", "fixed", 2),
+        ("labels", "ce", 2),
+        ("labels", "forward kl", 2),
+        ("labels", "mix", 2),
     ]
     assert first["kind"] == "training"
     assert str(tmp_path) not in json.dumps(first)

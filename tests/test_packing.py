@@ -9,13 +9,19 @@ from tiny_models import FAMILIES, make_drafter, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
-from dflash.model.step_dflash import Pair
-from dflash.training import Batch, Example, with_response
-from dflash.training.anchors import sample_anchors
-from dflash.training.batches import collate, epoch_batches, pack_examples
-from dflash.training.losses import LOSSES
-from dflash.training.objective import DrafterLoss
-from dflash.training.targets import FrozenTarget, can_pack
+from dflash.training import (
+    LOSSES,
+    Batch,
+    DrafterLoss,
+    Example,
+    FrozenTarget,
+    can_pack,
+    collate,
+    epoch_batches,
+    sample_anchors,
+    with_response,
+)
+from dflash.training.batches import pack_examples
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served and family.images is None]
@@ -52,7 +58,7 @@ def test_a_row_tells_its_documents_apart() -> None:
     """Against a loop: ids, documents and anchors of each, and padding behind the last."""
     examples = make_examples([6, 9, 5, 7])
     anchors = [[3, 4], [3, 5, 6], [], [4]]
-    batch = collate(examples, anchors, pad_token_id=0, rows=[[2, 0], [1, 3]], width=20)
+    batch = collate(examples, anchors, pad_token_id=0, sequences=[[2, 0], [1, 3]], width=20)
     assert batch.input_ids.shape == (2, 20)
     for place, row in enumerate([[2, 0], [1, 3]]):
         begin, expected_anchors = 0, []
@@ -109,20 +115,6 @@ def test_a_documents_anchors_do_not_depend_on_its_neighbours() -> None:
     assert documents_and_anchors(epoch(1, 60)) != expected
 
 
-def test_fixed_blocks_are_the_same_each_epoch() -> None:
-    examples = make_examples([12, 20])
-
-    def epoch(number: int) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-        given = {"num_anchors": 2, "batch_tokens": 64, "pad_token_id": 0, "seed": 0}
-        return documents_and_anchors(list(epoch_batches(examples, number, **given, fixed_stride=5)))
-
-    assert (
-        epoch(0)
-        == epoch(1)
-        == {(tuple(examples[0].input_ids), (3, 8)), (tuple(examples[1].input_ids), (3, 8, 13, 18))}
-    )
-
-
 # --- what the target says ---
 
 
@@ -130,19 +122,18 @@ def test_fixed_blocks_are_the_same_each_epoch() -> None:
 def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) -> None:
     """Of every family; those with a running state are refused, for it would go on into the next document."""
     target = FAMILIES[name].make()
-    tapped = Pair(target, drafter_for(target))
-    read = FrozenTarget(tapped)
+    read = FrozenTarget(target, drafter_for(target))
     examples = make_examples([11, 6, 14])
     alone = [read(collate([example], [[]], 0), wants_states=True) for example in examples]
     for example, states in zip(examples, alone, strict=True):
         ids = torch.tensor([example.input_ids])
-        logits, features = tapped.forward(ids, tapped.new_cache(len(example)), num_logits=len(example))
+        logits, features = read.forward(ids, read.new_cache(len(example)), num_logits=len(example))
         torch.testing.assert_close(states.features[:, : len(example)], features, rtol=1e-4, atol=1e-4)
         assert states.last_hidden_state is not None
         ours = read.logits(states.last_hidden_state[:, : len(example)])
         torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
 
-    packed = collate(examples, [[]] * 3, 0, rows=[[0, 1, 2]])
+    packed = collate(examples, [[]] * 3, 0, sequences=[[0, 1, 2]])
     if not can_pack(target):
         with pytest.raises(ValueError, match="cannot keep documents of one row apart"):
             read(packed)
@@ -171,7 +162,7 @@ def test_logits_that_are_not_the_heads_are_not_learned_from() -> None:
         return output
 
     target.forward = forward
-    read = FrozenTarget(Pair(target, drafter))
+    read = FrozenTarget(target, drafter)
     batch = collate(make_examples([9]), [[]], 0)
     read(batch)
     with pytest.raises(ValueError, match=r"logits of Qwen3ForCausalLM are not its head's.*loss='ce'"):
@@ -189,7 +180,7 @@ def test_packing_changes_neither_loss_nor_gradient(loss: str, weights: str) -> N
     examples, anchors = make_examples([11, 7, 14, 9]), [[3, 5, 9], [4], [3, 4, 5, 12], [6]]
     # Supervised from its first token on, so that nothing but its document ends the block before it.
     examples[2] = with_response([], examples[2].input_ids)
-    loss_of = DrafterLoss(drafter, Pair(target, drafter), None, 7, loss=loss, weights=weights)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), None, 7, loss=loss, weights=weights)
     found = []
     for rows in (None, [[0, 2], [3, 1]], [[1, 3, 0, 2]]):
         drafter.zero_grad()

@@ -11,13 +11,25 @@ from typing import Any
 
 import pytest
 import torch
+from test_training_resume import no_file_larger_than
 from tiny_models import make_target, make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash import DFlashDraftModel
+from dflash import DFlashDraftModel, generate_blocks
 from dflash.cli import main as cli
-from dflash.training import TrainingSettings, new_drafter, read_yaml, train_drafter
-from dflash.training.initialization import find_mask_token, spread_taps
-from dflash.training.preparation import hold_out, make_drafter, prompt_of
+from dflash.model import decoding_dflash
+from dflash.training import (
+    TrainingSettings,
+    find_mask_token,
+    hold_out,
+    new_drafter,
+    prepare,
+    prompt_of,
+    read_yaml,
+    spread_taps,
+    train_drafter,
+    with_response,
+)
 
 
 TINY = {
@@ -105,9 +117,7 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
 def test_a_target_that_accelerate_spreads_is_not_moved(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash.training import preparation
-
-    load, targets = preparation.AutoModelForCausalLM.from_pretrained, []
+    load, targets = AutoModelForCausalLM.from_pretrained, []
 
     def watched(*arguments: Any, **options: Any) -> Any:
         targets.append(load(*arguments, **options))
@@ -115,7 +125,7 @@ def test_a_target_that_accelerate_spreads_is_not_moved(
         monkeypatch.setattr(targets[0], "to", lambda *_: pytest.fail("moved"))
         return targets[0]
 
-    monkeypatch.setattr(preparation.AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, device_map="auto"))
     assert (status, err, len(targets)) == (0, "", 1)
 
@@ -202,12 +212,42 @@ def test_a_yaml_file_says_the_same_as_flags_which_win_over_it(run: Any, folder: 
     assert DFlashDraftModel.from_pretrained(tmp_path / "flags").config.target_layer_ids == [0, 2]
 
 
-def test_every_setting_is_a_flag_with_its_help(run: Any) -> None:
+def test_every_setting_is_a_flag_in_the_panel_of_its_topic(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole names at 100 columns, and what must be given first."""
+    monkeypatch.setenv("COLUMNS", "100")
     _, out, _ = run("--help", named=False)
-    words = " ".join(out.replace("│", " ").split())
+    assert "…" not in out.split("╭", 1)[1]
+    _, *panels = re.split("╭─ ", out)
+    shown = {panel.split(" ─")[0]: " ".join(panel.replace("│", " ").split()) for panel in panels}
+    assert next(iter(shown)) == "Options"
+    assert re.match(
+        r"Options ─+╮ --target <str> Required\..* --data <str> Required\..* --output <path> Required", shown["Options"]
+    )
+    assert set(shown) == {"Options"} | {one.metadata["topic"] for one in fields(TrainingSettings)}
     for one in fields(TrainingSettings):
-        assert f"--{one.name.replace('_', '-')}"[:20] in words
+        words = shown[one.metadata["topic"]]
+        assert f" --{one.name.replace('_', '-')} " in words
         assert one.metadata["help"].split(". ")[0][:30] in words
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("anchors", "fixed", "anchors are drawn anew each epoch, so leave it out"),
+        ("loss", "argmax", "use loss='ce'"),
+        ("loss", "reverse_kl", "use loss='forward_kl'"),
+        ("loss", "tv", "use loss='mix'"),
+    ],
+)
+def test_a_removed_setting_is_refused_with_what_to_use_instead(
+    run: Any, tmp_path: Path, name: str, value: str, instead: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"{name}: {value}\n")
+    for words in ([f"--{name}", value], ["--config", tmp_path / "recipe.yaml"]):
+        status, _, err = run("--output", tmp_path / "drafter", *words)
+        assert (status, err.count("\n")) == (1, 1)
+        assert "removed" in err
+        assert instead in err
 
 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path: Path) -> None:
@@ -225,6 +265,85 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path
     assert "not measured" in run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}), "--dry-run")[1]
 
 
+def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, tracker, output and its lock before the tokenizer; the data before the target's weights, which are large."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "text.md").write_text("mine")
+    never = lambda *_, **__: pytest.fail("loaded")  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
+    (tmp_path / "rows.jsonl").write_text('{"words": "x"}')
+    later = run("--output", tmp_path / "new", "--data", tmp_path / "rows.jsonl")
+    assert "Row 1 of" in later[2]
+    assert "nowhere.jsonl does not exist" in run("--output", tmp_path / "new", "--data", "/nowhere.jsonl")[2]
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
+    for words, said in (
+        (["--output", tmp_path / "notes"], "is not a checkpoint"),
+        (["--output", tmp_path / "file" / "x"], "cannot be written (Not a directory)"),
+        (["--output", tmp_path / "new", "--log-with", "nothing"], "log_with='nothing'"),
+        (["--output", tmp_path / "new", "--device-map", "meta:x"], "device_map='meta:x' cannot be used"),
+        (["--output", tmp_path / "new", "--resume", "--overwrite"], "both given"),
+    ):
+        status, _, err = run(*words)
+        assert (status, said in err, err.count("\n")) == (1, True, 1), err
+
+
+def test_training_that_diverges_is_one_sentence_and_keeps_the_best_checkpoint(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, forward, calls = tmp_path / "drafter", DFlashDraftModel.forward, []
+
+    def failing(self: DFlashDraftModel, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        if self.training:
+            calls.append(1)
+        if len(calls) > 3:
+            result.last_hidden_state = result.last_hidden_state * float("nan")
+        return result
+
+    monkeypatch.setattr(DFlashDraftModel, "forward", failing)
+    status, _, err = run("--output", output, *flags(**TINY))
+    assert (status, err.count("\n")) == (1, 1)
+    assert re.search(
+        r"The loss of step 4 is nan, on batch \d.*: lower learning_rate=0\.0006.*checkpoint of step 2 stands", err
+    )
+    assert json.loads((output / "training.json").read_text())["best_step"] == 2
+
+
+def test_a_full_disk_is_one_sentence(run: Any, tmp_path: Path) -> None:
+    with no_file_larger_than(2000):
+        status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY))
+    assert (status, err.count("\n")) == (1, 1)
+    assert "cannot be written (" in err
+    assert "make room and run again with --resume" in err
+
+
+def test_resume_of_a_complete_run_says_so_in_one_line(run: Any, tmp_path: Path) -> None:
+    words = ["--output", tmp_path / "drafter", *flags(**TINY)]
+    assert run(*words)[0] == 0
+    status, out, err = run(*words, "--resume")
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    assert "; the run was complete, nothing to resume" in out
+    status, _, err = run(*words, "--resume", "--steps", 5)
+    assert (status, "steps: 4, now 5" in err) == (1, True)
+
+
+def test_early_measurements_do_not_warn_that_nothing_is_accepted(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Users of a drafter are warned so; that training begins there is no news."""
+    monkeypatch.setattr(decoding_dflash, "INACTIVE_STEPS", 2)
+    monkeypatch.setattr(decoding_dflash.logger, "propagate", True)
+    with caplog.at_level("WARNING"):
+        assert run("--output", tmp_path / "drafter", *flags(**TINY | {"learning_rate": 1e-9}))[0] == 0
+        assert "not one drafted token was accepted" not in caplog.text
+        drafter = DFlashDraftModel.from_pretrained(tmp_path / "drafter", dtype=torch.float32).eval()
+        list(generate_blocks(drafter, make_target(), torch.tensor([[5, 6, 7]]), max_new_tokens=12, temperature=0.0))
+    assert "not one drafted token was accepted" in caplog.text
+
+
 def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
     import signal
@@ -234,7 +353,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
     monkeypatch.setattr(command, "_print_point", lambda point: os.kill(os.getpid(), signal.SIGTERM))
     status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY))
     assert status == 128 + signal.SIGTERM
-    assert "Stopped behind step 3: go on with the same command and --resume." in err
+    assert "Stopped after step 3: go on with the same command and --resume." in err
     monkeypatch.undo()
     assert (tmp_path / "drafter.state").is_dir()
 
@@ -260,6 +379,16 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--warmup-ratio", "2"], "warmup_ratio=2.0: give a share"),
         (["--output", "OUT", "--learning-rate", "0"], "learning_rate=0.0: give a number above 0"),
         (["--output", "OUT", "--max-length", "4"], "is as long as a block of 16"),
+        (["--output", "OUT", "--held-out", "-1"], "held_out=-1: give 0 or more"),
+        (["--output", "OUT", "--held-out", "999"], "held_out=999: the data has 20 usable sequences"),
+        (["--output", "OUT", "--seed", "99999999999999999999"], "seed=99999999999999999999: give less than 2**63"),
+        (["--output", "OUT", "--seed", "-1"], "seed=-1: give 0 or more"),
+        (["--output", "OUT", "--weight-decay", "-1"], "weight_decay=-1.0: give 0 or more"),
+        (["--output", "OUT", "--selector-weight", "nan"], "selector_weight=nan: give 0 or more"),
+        (["--output", "OUT", "--dpace-alpha", "nan"], "dpace_alpha=nan: give a chance above 0"),
+        (["--output", "OUT", "--num-taps", "50"], "num_taps=50: the target has 4 layers, all but the last"),
+        (["--output", "OUT", "--device-map", "nonsense"], "device_map='nonsense' cannot be used ("),
+        (["--output", "OUT", "--loss", "mse"], "loss='mse' is not one of ce, forward_kl, mix"),
         (
             ["--output", "/proc/x/y"],
             "The output /proc/x/y cannot be written (No such file or directory): choose another",
@@ -269,7 +398,8 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
 )
 def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], said: str) -> None:
     given = [str(tmp_path / "drafter") if word == "OUT" else word for word in words]
-    status, _, err = run(*given, *(flags(steps=1, held_out=1) if len(words) > 1 else []))
+    small = {"steps": 1} if "--held-out" in words else {"steps": 1, "held_out": 1}
+    status, _, err = run(*given, *(flags(**small) if len(words) > 1 else []))
     assert status == 1
     assert said in err
     assert err.count("\n") == 1
@@ -281,7 +411,7 @@ def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], s
     [
         ({"steps": "many"}, "steps='many' is not a whole number"),
         ({"steps": True}, "steps=True is not a whole number"),
-        ({"loss": "mse"}, "loss='mse' is not one of ce, argmax"),
+        ({"loss": "mse"}, "loss='mse' is not one of ce, forward_kl"),
         ({"compile": "yes"}, "compile='yes' is not true or false"),
         ({"target_layer_ids": [1, "2"]}, "is not a list of numbers"),
         ({"gamma": float("nan")}, "gamma=nan: give a number above 0"),
@@ -294,10 +424,18 @@ def test_settings_refuse_values_of_another_kind(values: dict[str, Any], said: st
 
 def test_yaml_that_is_none_is_refused(tmp_path: Path, run: Any) -> None:
     path = tmp_path / "x.yaml"
-    for text, said in (("a: [", "is not YAML"), ("- 1", "holds no settings"), ("stepz: 3", "holds stepz")):
+    for text, said in (
+        ("a: [", "is not YAML"),
+        ("- 1", "holds no settings"),
+        ("stepz: 3", "holds stepz"),
+        ("steps: 3\nseed: 1\nsteps: 4", "x.yaml gives steps more than once: keep one line of each"),
+        ("batch-tokens: 3\nbatch_tokens: 3", "gives batch_tokens more than once"),
+    ):
         path.write_text(text)
         status, _, err = run("--config", path, named=False)
         assert (status, said in err) == (1, True)
+    path.write_bytes(b"license: \xe9")
+    assert "x.yaml is not UTF-8" in run("--config", path, named=False)[2]
     path.write_text("mixed_precision: no\nlearning-rate: 6e-4\n")
     settings = TrainingSettings(**read_yaml(path))
     assert (settings.mixed_precision, settings.learning_rate) == ("no", 6e-4)
@@ -308,7 +446,8 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     first, second = tmp_path / "short-DFlash", tmp_path / "long-DFlash"
     assert run("--output", first, *flags(**TINY | {"max_length": 12}))[0] == 0
     trained = DFlashDraftModel.from_pretrained(first, dtype=torch.float32)
-    begun = make_drafter(make_target(), make_tokenizer(), TrainingSettings(init=str(first), sliding_window=64))
+    settings = TrainingSettings(init=str(first), sliding_window=64, held_out=0)
+    begun = prepare(folder / "target", folder / "data.jsonl", settings).drafter
     assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in begun.state_dict().items())
     rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *list(range(30, 44)) * 12, 8]} for i in range(12)]
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -375,8 +514,6 @@ def test_mask_token_is_one_that_text_does_not_hold() -> None:
 
 
 def test_held_out_sequences_are_not_trained_on() -> None:
-    from dflash.training import with_response
-
     data = [with_response([5, i + 6], [7, 8, 9]) for i in range(40)]
     kept, prompts = hold_out(data, 3, seed=0)
     assert len(kept) == 37

@@ -14,23 +14,26 @@ from dflash import DFlashDraftModel, generate_blocks
 from dflash.model.step_dflash import Pair
 from dflash.regeneration import regenerate
 from dflash.training import (
+    DrafterLoss,
     Example,
+    FrozenTarget,
     Trainer,
     TrainingSettings,
-    acceptance,
+    build_optimizers,
+    collate,
     encode,
+    epoch_batches,
+    load_examples,
     measure_acceptance,
     new_drafter,
-    read_examples,
     save_drafter,
     train,
     with_response,
     write_examples,
 )
-from dflash.training.batches import batch_indices, collate, epoch_batches
-from dflash.training.objective import DrafterLoss
-from dflash.training.optimizers import build_optimizers, rate_factor
-from dflash.training.planning import widest
+from dflash.training.batches import batch_indices
+from dflash.training.optimizers import rate_factor
+from dflash.training.size_estimate import widest
 
 
 VOCAB, EOS, MASK_ID = 40, 1, 39
@@ -111,7 +114,7 @@ def test_sampled_regeneration_depends_on_its_seed_alone(target: Qwen3ForCausalLM
 def test_examples_survive_a_file(tmp_path: Path) -> None:
     examples = [with_response([3, 4], [5, 6, EOS]), with_response([7], [8])]
     write_examples(tmp_path / "rows.jsonl", examples)
-    assert read_examples(tmp_path / "rows.jsonl") == examples
+    assert load_examples(tmp_path / "rows.jsonl") == examples
 
 
 class SpelledTokenizer:
@@ -174,7 +177,7 @@ def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
 ) -> None:
     examples = written_by(target, 4)
     anchors = [[6, 9], [8, 9, 10], [7], []]
-    loss_of = DrafterLoss(drafter, Pair(target, drafter), gamma=3.0, chunk_rows=5)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), gamma=3.0, chunk_rows=5)
 
     together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
     (together / counts.weight_sum).backward()
@@ -310,7 +313,6 @@ RECIPE: dict[str, dict[str, Any]] = {
     "gamma": {"gamma": 1.0},
     "dpace_alpha": {"position_weights": "dpace", "dpace_alpha": 0.9},
     "selector_weight": {"selector_weight": 0.1},
-    "anchors": {"anchors": "fixed"},
     "num_anchors": {"num_anchors": 1},
     "batch_tokens": {"batch_tokens": 96},
     "pack_length": {"pack_length": 64},
@@ -351,7 +353,7 @@ def test_acceptance_is_measured_uncompiled(
         asked.append(options["compile"])
         return generate_blocks(*args, **options)
 
-    monkeypatch.setattr(acceptance, "generate_blocks", watched)
+    monkeypatch.setattr("dflash.training.acceptance.generate_blocks", watched)
     assert measure_acceptance(drafter, target, [[5, 6, 7]], 8).steps > 0
     assert asked == [False]
 

@@ -8,10 +8,11 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+import dflash.regeneration
+import dflash.training
 from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.training import Example, encode, load_examples, with_response, write_examples
-from dflash.training.anchors import fixed_anchors
-from dflash.training.checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
+from dflash.training.data_checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
 
 
 CHAT = [
@@ -179,6 +180,32 @@ def test_sources_that_do_not_exist_are_refused(tokenizer: Any, tmp_path: Path) -
         load_examples(tmp_path / "splits", tokenizer, split="test")
 
 
+# --- names of the last release ---
+
+
+@pytest.mark.parametrize("name", dflash.regeneration.__all__)
+def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(name: str) -> None:
+    if name in ("Answer", "Request"):  # they were not here
+        with pytest.raises(AttributeError, match=name):
+            getattr(dflash.training, name)
+        return
+    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{name} is dflash\.regeneration\.{name} now"):
+        assert getattr(dflash.training, name) is getattr(dflash.regeneration, name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("plan", "estimate"), ("Plan", "Estimate"), ("read_examples", "load_examples")]
+)
+def test_what_was_renamed_is_found_by_its_old_name_with_a_warning(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{old} is dflash\.training\.{new} now"):
+        assert getattr(dflash.training, old) is getattr(dflash.training, new)
+
+
+def test_every_exported_name_is_there() -> None:
+    assert [name for name in dflash.training.__all__ if not hasattr(dflash.training, name)] == []
+    assert dir(dflash.training) == sorted(dflash.training.__all__)
+
+
 # --- what cannot be trained on ---
 
 
@@ -250,6 +277,13 @@ def test_sequences_and_prompts_beyond_the_targets_positions_are_refused() -> Non
         check_lengths([example], [[3] * 5], 5)
 
 
+def test_a_file_that_is_not_utf8_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt_ids": [3], "response_ids": [4]}\n{"text": "naïve"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"Line 2 of .*rows\.jsonl is not UTF-8: save the file in UTF-8"):
+        load_examples(path)
+
+
 def test_columns_that_are_empty_in_a_row_do_not_say_its_form(tokenizer: Any) -> None:
     row = {"text": "once upon a time", "messages": None, "completion": None, "response_ids": None}
     assert encode(row, tokenizer) == encode({"text": row["text"]}, tokenizer)
@@ -263,13 +297,3 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tokenizer: Any) -> None:
     for vocab_size in (int(size / 1.02), 3 * size):
         with pytest.raises(ValueError, match=rf"knows {size} tokens and the target's vocabulary is {vocab_size}"):
             check_tokenizer(tokenizer, vocab_size)
-
-
-# --- fixed blocks ---
-
-
-def test_fixed_anchors_cut_each_response_into_blocks() -> None:
-    loss_mask = [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1]
-    assert fixed_anchors(loss_mask, 2) == [2, 4, 8]
-    assert fixed_anchors(loss_mask, 4) == [2, 8]
-    assert fixed_anchors([0, 0, 1], 4) == []

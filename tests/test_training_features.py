@@ -13,15 +13,14 @@ import torch
 from test_training_resume import SETTINGS, examples, run
 from tiny_models import make_drafter, make_target
 
-from dflash.model.step_dflash import Pair
-from dflash.training.batches import epoch_batches
+from dflash.common.files import only_writer
+from dflash.training import FrozenTarget, epoch_batches
 from dflash.training.features import CachedFeatures, documents_of, facts_of, feature_bytes, write_features
-from dflash.training.targets import FrozenTarget
 
 
 @pytest.fixture
 def frozen() -> FrozenTarget:
-    return FrozenTarget(Pair(make_target(), make_drafter()))
+    return FrozenTarget(make_target(), make_drafter())
 
 
 @pytest.mark.parametrize("pack_length", [None, 96])
@@ -79,14 +78,23 @@ def test_features_of_something_else_are_refused_by_name(frozen: FrozenTarget, tm
         with pytest.raises(ValueError, match=said):
             CachedFeatures(tmp_path, facts_of(target, rows, wants_states, precision))
 
-    refused(r"target [0-9a-f]{16}, now [0-9a-f]{16}", FrozenTarget(Pair(make_target(seed=9), make_drafter())))
+    refused(r"target [0-9a-f]{16}, now [0-9a-f]{16}", FrozenTarget(make_target(seed=9), make_drafter()))
     refused(r"data [0-9a-f]{16}, now", rows=data[1:])
     refused("has_last_states False, now True", wants_states=True)
     other = make_drafter(target_layer_ids=[0, 1])
-    refused(r"target_layer_ids \[.*\], now \[0, 1\]", FrozenTarget(Pair(make_target(), other)))
+    refused(r"target_layer_ids \[.*\], now \[0, 1\]", FrozenTarget(make_target(), other))
     refused("mixed_precision no, now bf16", precision="bf16")
-    refused("dtype float32, now bfloat16", FrozenTarget(Pair(make_target().bfloat16(), make_drafter())))
+    refused("dtype float32, now bfloat16", FrozenTarget(make_target().bfloat16(), make_drafter()))
     CachedFeatures(tmp_path, facts_of(frozen, data, False))
+
+
+def test_features_that_another_run_is_writing_are_not_written_too(tmp_path: Path) -> None:
+    with (
+        only_writer(tmp_path / "features"),
+        pytest.raises(ValueError, match=r"features is being written by process"),
+    ):
+        run(tmp_path / "drafter", replace(SETTINGS, steps=1, features=str(tmp_path / "features")))
+    assert not (tmp_path / "features").exists()
 
 
 def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(

@@ -8,9 +8,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.training import block_attention
-from dflash.training.block_attention import BLOCKWISE, blockwise_attention
-from dflash.training.masks import BlockLayout, lay_out_blocks, packed_causal_mask
+from dflash.training import BLOCKWISE, MOST_SCORES, BlockLayout, blockwise_attention, lay_out_blocks
+from dflash.training.layout import packed_causal_mask
 
 
 MASK_ID = 49
@@ -217,7 +216,7 @@ def test_blockwise_attention_gives_the_same_states_and_gradients(
     """All blocks at once, and some after others."""
     torch.manual_seed(0)
     if most_scores is not None:
-        monkeypatch.setattr(block_attention, "MOST_SCORES", most_scores)
+        monkeypatch.setattr("dflash.training.block_attention.MOST_SCORES", most_scores)
     config = drafter_config(**SHAPES[shape], num_attention_heads=heads[0], num_key_value_heads=heads[1])
     drafter = DFlashDraftModel(config)
     noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
@@ -247,7 +246,7 @@ def test_scores_of_many_blocks_are_never_held_whole() -> None:
     query = torch.randn(batch, heads, blocks * block_size, 4, requires_grad=True)
     key = torch.randn(batch, heads, length + blocks * block_size, 4, requires_grad=True)
     mask = torch.zeros(batch, 1, blocks * block_size, length + block_size)
-    assert batch * heads * mask.numel() > block_attention.MOST_SCORES
+    assert batch * heads * mask.numel() > MOST_SCORES
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output, _ = blockwise_attention(torch.nn.Identity(), query, key, key, mask)
     assert max(held) <= mask.numel()

@@ -21,11 +21,16 @@ from test_training_resume import SETTINGS, examples, run, written
 from tiny_models import MASK_TOKEN_ID, make_target
 from torch import distributed, multiprocessing
 
-from dflash.training import Trainer, TrainingRecord, TrainingSettings, new_drafter
-from dflash.training.batches import epoch_batches
-from dflash.training.sharding import asked_sharding
-from dflash.training.state import state_folder
-from dflash.training.trainer import is_cpu_alone
+from dflash.training import (
+    Trainer,
+    TrainingRecord,
+    TrainingSettings,
+    epoch_batches,
+    new_drafter,
+    state_folder,
+    trainer,
+)
+from dflash.training.distributed import asked_sharding
 
 
 # An epoch of batches of three sequences, and a last one of which the second process has none.
@@ -59,8 +64,6 @@ def _join(rank: int, work: Callable[[int, Path], None], folder: Path) -> None:
 
 def sharded_and_stopped(rank: int, folder: Path) -> None:
     """Runs with both models in pieces and with whole ones; each also stopped by a signal to the second process, and resumed."""
-    from dflash.training import trainer
-
     sharded = replace(SHORT, shard=True, shard_target=True, gradient_accumulation_steps=2)
     short(folder / "sharded", sharded)
     stop_and_go_on(rank, folder / "sharded and stopped", sharded)
@@ -79,8 +82,6 @@ def sharded_and_stopped(rank: int, folder: Path) -> None:
 
 def stop_and_go_on(rank: int, output: Path, settings: TrainingSettings) -> None:
     if rank == 1:  # `on_point` is the first process's, so the signal comes with a measurement of its own
-        from dflash.training import trainer
-
         measure = trainer.measure_acceptance
 
         def signalling(*arguments: Any) -> Any:
@@ -186,17 +187,15 @@ def test_processes_meet_on_the_cpu_where_the_accelerator_has_no_meeting_place(
     monkeypatch: pytest.MonkeyPatch, device: str, processes: int, is_alone: bool
 ) -> None:
     """Each of several processes on a Mac would take itself for the first."""
-    assert is_cpu_alone() is not torch.accelerator.is_available()
+    assert trainer.is_cpu_alone() is not torch.accelerator.is_available()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert is_cpu_alone() is is_alone
+    assert trainer.is_cpu_alone() is is_alone
 
 
 def test_a_target_is_spread_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a whole it may be larger than a device."""
-    from dflash.training import trainer
-
     target, order = make_target(), []
     monkeypatch.setattr(trainer, "shard_layers", lambda *_: order.append("spread"))
     monkeypatch.setattr(target, "to", lambda *_: order.append("moved"))
@@ -245,8 +244,6 @@ def test_a_compiled_forward_trains_and_decoding_stays_eager(
 
 
 def test_bf16_computes_over_fp32_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash.training import trainer
-
     seen: list[torch.dtype] = []
 
     class Watching(trainer.DrafterLoss):

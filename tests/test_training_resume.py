@@ -25,16 +25,15 @@ from dflash import DFlashDraftModel
 from dflash.training import (
     Acceptance,
     Example,
+    Trainer,
     TrainingRecord,
     TrainingSettings,
-    keeping,
     new_drafter,
-    running,
+    state_folder,
     train,
     with_response,
 )
-from dflash.training import state as training_state
-from dflash.training.state import clear_leftovers, state_folder
+from dflash.training.training_state import clear_leftovers, read_tensors, remove_state
 
 
 SETTINGS = TrainingSettings(
@@ -136,7 +135,7 @@ def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
     """Out of memory in the first step, say: the next try may have other settings and needs no word more."""
     output = tmp_path / "drafter"
     with monkeypatch.context() as broken:
-        broken.setattr(running.Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        broken.setattr(Trainer, "step", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             run(output, replace(SETTINGS, batch_tokens=4096))
     assert state_folder(output).exists()
@@ -145,15 +144,13 @@ def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
 
 
 def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash.training import trainer
-
     output, taus, seen = tmp_path / "drafter", iter((2, 5, 5, 4)), []
 
     def measured(drafter: DFlashDraftModel, *arguments: Any) -> Acceptance:
         seen.append({name: value.clone() for name, value in drafter.state_dict().items()})
         return Acceptance(steps=10, committed=10 * next(taus), kept=10)
 
-    monkeypatch.setattr(trainer, "measure_acceptance", measured)
+    monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
     record = run(output)
     assert (record.best_step, record.best_tau, [point["tau"] for point in record.curve]) == (14, 5.0, [2, 5, 5, 4])
     saved = DFlashDraftModel.from_pretrained(output, dtype=torch.bfloat16).state_dict()
@@ -181,13 +178,12 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
     unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither half a file nor a state without its run stays beside the checkpoint."""
-    write: Callable[..., Any] = keeping.remove_state
 
     def stopped_on_the_way(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        write(folder)
+        remove_state(folder)
 
-    monkeypatch.setattr(keeping, "remove_state", stopped_on_the_way)
+    monkeypatch.setattr("dflash.training.checkpointing.remove_state", stopped_on_the_way)
     record = run(tmp_path / "drafter")
     assert record.stopped_at is None
     assert written(tmp_path / "drafter") == unbroken[0]
@@ -196,10 +192,10 @@ def test_a_signal_while_the_last_files_are_written_lets_them_be_written(
 
 def test_the_time_of_all_starts_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "drafter"
-    monkeypatch.setattr(running, "stopwatch", lambda: lambda: 7200.0)
+    monkeypatch.setattr("dflash.training.run.stopwatch", lambda: lambda: 7200.0)
     stopped(output, step=7)
     assert json.loads((state_folder(output) / "state.json").read_text())["record"]["seconds"] == 7200
-    monkeypatch.setattr(running, "stopwatch", lambda: lambda: 90.04)
+    monkeypatch.setattr("dflash.training.run.stopwatch", lambda: lambda: 90.04)
     record = run(output, resume=True)
     assert record.seconds == 7290
     assert json.loads((output / "training.json").read_text())["seconds"] == 7290
@@ -232,7 +228,8 @@ def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) 
     short = replace(SETTINGS, steps=1)
     run(output, short, overwrite=True)
     assert json.loads((output / "training.json").read_text())["settings"]["steps"] == 1
-    with pytest.raises(ValueError, match="nothing to resume"):
+    (output / "training.json").write_text('{"mark": 1}')
+    with pytest.raises(ValueError, match=r"a checkpoint of no run and no training state.*nothing to resume"):
         run(output, short, resume=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "text.md").write_text("mine")
@@ -257,6 +254,49 @@ def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path)
     record = run(output, free, resume=True, announce=said.append)
     assert "The run began in 3 processes and goes on in 1" in said[0]
     assert record.curve[-1]["step"] == SETTINGS.steps
+
+
+def test_resuming_a_complete_run_changes_nothing_and_gives_its_record(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+) -> None:
+    """A queue may start the same command again and again."""
+    output = tmp_path / "drafter"
+    run(output)
+    before = {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
+    record = run(output, resume=True)
+    assert record.was_complete
+    assert (record.curve, record.best_step, record.best_tau) == (
+        unbroken[1].curve,
+        unbroken[1].best_step,
+        unbroken[1].best_tau,
+    )
+    assert {path.name: path.stat().st_mtime_ns for path in output.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    with pytest.raises(ValueError, match="other settings \\(steps: 24, now 25\\)"):
+        run(output, replace(SETTINGS, steps=25), resume=True)
+
+
+@pytest.mark.parametrize("asked", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_second_process_is_refused_the_output_of_a_running_one(
+    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, asked: dict[str, bool]
+) -> None:
+    """Two real processes: the first one trains on, and writes what it would have written alone."""
+    output = tmp_path / "drafter"
+    words = [sys.executable, __file__, str(output), "wait"]
+    first = subprocess.Popen(
+        words, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdin is not None
+    assert first.stdout is not None
+    assert first.stdout.readline() == "measured 7\n"
+    with pytest.raises(
+        ValueError, match=rf"drafter is being written by process {first.pid} on .*: wait for it, stop it"
+    ):
+        run(output, **asked)
+    first.communicate("go on\n")
+    assert first.returncode == 0
+    assert written(output) == unbroken[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
 def test_resume_without_a_state_begins(unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path) -> None:
@@ -323,8 +363,6 @@ def test_a_kill_while_the_state_is_replaced_loses_none(
 def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from dflash.training import trainer
-
     output = tmp_path / "drafter"
     forward: Callable[..., Any] = DFlashDraftModel.forward
     calls: list[int] = []
@@ -339,18 +377,27 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
                 result.last_hidden_state = result.last_hidden_state * float("nan")
         return result
 
-    monkeypatch.setattr(trainer.DFlashDraftModel, "forward", failing)
+    monkeypatch.setattr(DFlashDraftModel, "forward", failing)
     with pytest.raises(
         FloatingPointError, match=rf"{what} of step 17 is nan, on batch \d of epoch \d.*begins with the ids"
-    ):
+    ) as stopped:
         run(output)
+    step = json.loads((output / "training.json").read_text())["best_step"]
+    assert str(stopped.value).endswith(f"or look at that batch; the checkpoint of step {step} stands in {output}.")
     assert json.loads((state_folder(output) / "state.json").read_text())["step"] == 15
-    weights = training_state.read_tensors(state_folder(output))["drafter"]
+    weights = read_tensors(state_folder(output))["drafter"]
     assert all(tensor.isfinite().all() for tensor in weights.values())
     saved = DFlashDraftModel.from_pretrained(output)
     assert all(parameter.isfinite().all() for parameter in saved.parameters())
 
 
+def _wait_at_first_point(point: dict[str, Any]) -> None:
+    if point["step"] == SETTINGS.eval_every:
+        sys.stdout.write(f"measured {point['step']}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]))
+    run(Path(sys.argv[1]), on_point=_wait_at_first_point if sys.argv[2:] == ["wait"] else None)

@@ -8,17 +8,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from dflash.training import TrainingSettings
+from dflash.training import REMOVED, TrainingSettings
 
 from .options import hide_loading_bars
 
 
-# A dry run measures so many steps behind one that pays for what happens once.
+# A dry run measures so many steps after one that pays for what happens once.
 MEASURED_STEPS = 3
+
+OWN_FLAGS: dict[str, Any] = {
+    "target": Annotated[str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")],
+    "data": Annotated[
+        str | None, typer.Option(help="Required. Chats, prompts and completions, or texts to train on.")
+    ],
+    "output": Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")],
+    "config": Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")],
+    "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")],
+    "overwrite": Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")],
+    "dry_run": Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")],
+}
 
 
 def train(
@@ -31,12 +43,14 @@ def train(
     dry_run: bool,
     **flags: Any,
 ) -> None:
-    """Trains a drafter for a target, by the paper's recipe unless told otherwise; comes back with its checkpoint.
+    """Trains a drafter for a target, by the paper's recipe unless told otherwise, and writes its checkpoint.
 
     In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash train …
     """
     given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
+    for name in given.keys() & REMOVED.keys():
+        raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
     asked = _from_file(config) | given
     places = {"target": target, "data": data, "output": output}
     for name in places:
@@ -53,24 +67,28 @@ def train(
     from dflash.common.provenance import command
     from dflash.training import train_drafter
 
-    record = train_drafter(
-        str(places["target"]),
-        str(places["data"]),
-        str(places["output"]),
-        settings,
-        resume=resume,
-        overwrite=overwrite,
-        provenance={"command": command()},
-        show_progress=sys.stderr.isatty(),
-        on_point=_print_point,
-        announce=_announce,
-    )
+    try:
+        record = train_drafter(
+            str(places["target"]),
+            str(places["data"]),
+            str(places["output"]),
+            settings,
+            resume=resume,
+            overwrite=overwrite,
+            provenance={"command": command()},
+            show_progress=sys.stderr.isatty(),
+            on_point=_print_point,
+            announce=_announce,
+        )
+    except FloatingPointError as error:
+        raise ValueError(str(error)) from error
     if record.stopped_at is not None:
-        print(f"Stopped behind step {record.stopped_at}: go on with the same command and --resume.", file=sys.stderr)
+        print(f"Stopped after step {record.stopped_at}: go on with the same command and --resume.", file=sys.stderr)
         raise typer.Exit(128 + (record.signal or 0))
     if os.environ.get("RANK", "0") == "0":
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
-        print(f"{places['output']}: step {record.best_step}{tau}")
+        was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
+        print(f"{places['output']}: step {record.best_step}{tau}{was_complete}")
 
 
 def _announce(sentence: str) -> None:
@@ -89,32 +107,31 @@ def _print_point(point: dict[str, Any]) -> None:
 def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     """Prints what the run would take, after a few real steps of it; writes nothing."""
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, peak_memory, plan, prepare
+    from dflash.training import Trainer, estimate, peak_memory, prepare
 
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
-    planned = plan(trainer)
-    print(f"steps     {planned.steps:,} ({planned.epochs:.1f} epochs of {planned.batches_per_epoch:,} batches)")
+    size, config = estimate(trainer), ready.drafter.config
+    print(f"steps     {size.steps:,} ({size.epochs:.1f} epochs of {size.batches_per_epoch:,} batches)")
     print(
-        f"data      {planned.sequences:,} sequences, {planned.tokens:,} tokens an epoch, {planned.supervised_tokens:,} "
+        f"data      {size.sequences:,} sequences, {size.tokens:,} tokens an epoch, {size.supervised_tokens:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"
     )
-    taps = ready.drafter.config.target_layer_ids
     print(
-        f"drafter   {planned.drafter_parameters:,} parameters in {ready.drafter.config.num_hidden_layers} layers, block "
-        f"{ready.drafter.config.block_size}, target layers {taps}; target {planned.target_parameters:,} parameters"
+        f"drafter   {size.drafter_parameters:,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
+        f"target layers {config.target_layer_ids}; target {size.target_parameters:,} parameters"
     )
-    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in planned.memory.items())
-    print(f"memory    about {_bytes(sum(planned.memory.values()))} per process, estimated from shapes: {parts}")
+    parts = ", ".join(f"{name} {_bytes(held)}" for name, held in size.memory.items())
+    print(f"memory    about {_bytes(sum(size.memory.values()))} per process, estimated from shapes: {parts}")
     if settings.features is not None:
-        print(f"features  {_bytes(planned.feature_bytes)} in {settings.features}, written once; measured here online")
-    if planned.steps <= MEASURED_STEPS:
+        print(f"features  {_bytes(size.feature_bytes)} in {settings.features}, written once; measured here online")
+    if size.steps <= MEASURED_STEPS:
         print("time      not measured: the run is shorter than a measurement")
         return
     trainer.step()
     seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
     print(
-        f"time      about {_duration(seconds * planned.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
+        f"time      about {_duration(seconds * size.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
     peak = peak_memory(trainer.accelerator.device)
@@ -138,7 +155,7 @@ def _duration(seconds: float) -> str:
 
 
 def _from_file(path: Path | None) -> dict[str, Any]:
-    """What a YAML file says: settings, and target, data and output."""
+    """The settings of a YAML file, and target, data and output."""
     if path is None:
         return {}
     if not path.is_file():
@@ -157,7 +174,7 @@ def _from_file(path: Path | None) -> dict[str, Any]:
 
 def _listed(name: str, value: Any) -> Any:
     """A flag's value as the field wants it: 1,9,17 is a list of numbers."""
-    if get_type_hints(TrainingSettings)[name] != list[int] | None:
+    if name != "target_layer_ids":
         return value
     try:
         return [int(part) for part in value.split(",")]
@@ -167,26 +184,13 @@ def _listed(name: str, value: Any) -> Any:
 
 def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
-    own: dict[str, Any] = {
-        "target": Annotated[str | None, typer.Option(help="The target: a local folder or an id on the Hub.")],
-        "data": Annotated[str | None, typer.Option(help="Chats, prompts and completions, or texts to train on.")],
-        "output": Annotated[Path | None, typer.Option(help="Folder of the checkpoint.")],
-        "config": Annotated[Path | None, typer.Option(help="YAML file of these options; flags win over it.")],
-        "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")],
-        "overwrite": Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")],
-        "dry_run": Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and stop.")],
-    }
-    hints = get_type_hints(TrainingSettings)
-    options = dict(own)
-    for one in fields(TrainingSettings):
-        kind = str | None if hints[one.name] == list[int] | None else hints[one.name] | None
-        help_text = one.metadata["help"] + ("" if one.default is None else f" Default: {_shown(one.default)}.")
-        options[one.name] = Annotated[kind, typer.Option(help=help_text, show_default=False)]
+    options = OWN_FLAGS | {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
+    options |= {one.name: _option(one, get_type_hints(TrainingSettings)[one.name]) for one in fields(TrainingSettings)}
     parameters = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=False if get_args(hint)[0] is bool and name in own else None,
+            default=False if get_args(hint)[0] is bool and name in OWN_FLAGS else None,
             annotation=hint,
         )
         for name, hint in options.items()
@@ -201,5 +205,13 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     return command_function
 
 
-def _shown(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+def _option(one: Any, hint: Any) -> Any:
+    """The option of a field. Its choices are in the help text alone: `TrainingSettings` checks them."""
+    is_text = hint == list[int] | None or get_origin(hint) is Literal
+    text = one.metadata["help"]
+    if get_origin(hint) is Literal:
+        text += f" One of {', '.join(get_args(hint))}."
+    if one.default is not None:
+        text += f" Default: {'no' if one.default is False else one.default}."
+    option = typer.Option(help=text, show_default=False, rich_help_panel=one.metadata["topic"])
+    return Annotated[str | None if is_text else hint | None, option]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -33,3 +35,11 @@ def lazy_names(
         return getattr(import_module(f".{module_of[name]}", package), name)
 
     return get, lambda: sorted(module_of)
+
+
+def names_for_typing(file: str) -> dict[str, list[str]]:
+    """The names that a package's `__init__.py` imports under `if TYPE_CHECKING`, by module, for `lazy_names`."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {str(node.module): [alias.name for alias in node.names] for node in imports}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.model import decoding_dflash
 from dflash.model.generation_dflash import generate_blocks
 
 
@@ -35,7 +37,7 @@ class Acceptance:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens kept per verify step: what a speed-up rests on."""
+        """Tokens kept per verify step, on which a speed-up rests."""
         return self.kept / max(1, self.steps)
 
 
@@ -43,15 +45,28 @@ class Acceptance:
 def measure_acceptance(
     drafter: PreTrainedModel, target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Acceptance:
-    """Greedy acceptance over `prompts`, each decoded by `generate_blocks`."""
+    """Greedy acceptance over `prompts`, each decoded by `generate_blocks`.
+
+    A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
+    """
     total = Acceptance(0, 0, 0)
-    for prompt in prompts:
-        input_ids = torch.tensor([list(prompt)], device=target.device)
-        # Uncompiled: a near-tie must not depend on how many steps this process has run before.
-        blocks = generate_blocks(
-            drafter, target, input_ids, max_new_tokens=max_new_tokens, temperature=0.0, compile=False
-        )
-        for block in blocks:
-            if not block.is_prefill:
-                total += Acceptance(1, block.acceptance_length, len(block.token_ids))
+    quiet = _Quiet()
+    decoding_dflash.logger.addFilter(quiet)
+    try:
+        for prompt in prompts:
+            input_ids = torch.tensor([list(prompt)], device=target.device)
+            # Uncompiled: a near-tie must not depend on how many steps this process has run before.
+            blocks = generate_blocks(
+                drafter, target, input_ids, max_new_tokens=max_new_tokens, temperature=0.0, compile=False
+            )
+            for block in blocks:
+                if not block.is_prefill:
+                    total += Acceptance(1, block.acceptance_length, len(block.token_ids))
+    finally:
+        decoding_dflash.logger.removeFilter(quiet)
     return total
+
+
+class _Quiet(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING

@@ -1,4 +1,4 @@
-"""Batches of examples with their anchors: one to a row and padded, or packed side by side. It knows no text and no model."""
+"""Batches of examples with their anchors: a sequence holds one document, padded, or several. It knows no text and no model."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 import torch
 
-from .anchors import NO_ANCHOR, fixed_anchors, sample_anchors
+from .anchors import NO_ANCHOR, sample_anchors
 from .data import Example
 
 
 PADDING_DOCUMENT = -1
-# Batches are a multiple of this wide: few shapes, for each of which kernels are chosen (and on a CPU compiled) anew.
+# Widths are multiples of this, so that there are few shapes: kernels are chosen (and on a CPU compiled) anew for each.
 WIDTH_STEP = 16
-# Sequences among which neighbours are chosen.
+# Neighbours are chosen among so many sequences.
 POOL = 2048
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences; behind a causal target, padding on the right changes nothing before it.
+    """Right-padded sequences. The target is causal, so padding on the right changes nothing before it.
 
     Attributes:
         input_ids: Token ids, [B, S].
         loss_mask: Supervised tokens, bool [B, S].
-        document_ids: 0, 1, 2, … for the tokens of a row's documents and `PADDING_DOCUMENT` for padding, [B, S].
+        document_ids: 0, 1, 2, … for the tokens of a sequence's documents and `PADDING_DOCUMENT` for padding, [B, S].
         anchors: Columns where blocks begin, `NO_ANCHOR` where a sequence has fewer, [B, A].
     """
 
@@ -40,7 +40,7 @@ class Batch:
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def share(self, index: int, count: int) -> Batch:
-        """The rows of process `index` of `count`; one without any gets a row to compute on that has no anchor."""
+        """The sequences of process `index` of `count`; without any, one without anchors, to compute on."""
         if index < len(self.input_ids):
             return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))
         return Batch(
@@ -52,32 +52,34 @@ def collate(
     examples: Sequence[Example],
     anchors: Sequence[Sequence[int]],
     pad_token_id: int,
-    rows: Sequence[Sequence[int]] | None = None,
+    sequences: Sequence[Sequence[int]] | None = None,
     width: int = 0,
 ) -> Batch:
-    """Examples and their anchors as tensors, padded to the longest row in steps of `WIDTH_STEP`, and to `width`.
+    """Examples and their anchors as tensors, padded to a multiple of `WIDTH_STEP` and to `width`.
 
     Args:
         examples: The documents.
         anchors: Each document's own, counted from its first token.
-        pad_token_id: What fills a row up.
-        rows: Which documents share a row; `None` gives each a row of its own.
+        pad_token_id: Fills sequences up.
+        sequences: The documents of each sequence, by number. Default: one each.
         width: Columns at least.
     """
-    rows = [[i] for i in range(len(examples))] if rows is None else rows
-    width = max(width, *(_padded(sum(len(examples[i]) for i in row)) for row in rows))
+    sequences = [[i] for i in range(len(examples))] if sequences is None else sequences
+    width = max(width, *(_padded(sum(len(examples[i]) for i in sequence)) for sequence in sequences))
     batch = Batch(
-        input_ids=torch.full((len(rows), width), pad_token_id),
-        loss_mask=torch.zeros(len(rows), width, dtype=torch.bool),
-        document_ids=torch.full((len(rows), width), PADDING_DOCUMENT),
-        anchors=torch.full((len(rows), max(1, *(sum(len(anchors[i]) for i in row) for row in rows))), NO_ANCHOR),
+        input_ids=torch.full((len(sequences), width), pad_token_id),
+        loss_mask=torch.zeros(len(sequences), width, dtype=torch.bool),
+        document_ids=torch.full((len(sequences), width), PADDING_DOCUMENT),
+        anchors=torch.full(
+            (len(sequences), max(1, *(sum(len(anchors[i]) for i in sequence) for sequence in sequences))), NO_ANCHOR
+        ),
     )
-    for place, row in enumerate(rows):
+    for place, sequence in enumerate(sequences):
         begin = num_anchors = 0
-        for document, i in enumerate(row):
+        for document, i in enumerate(sequence):
             end = begin + len(examples[i])
-            batch.input_ids[place, begin:end] = torch.tensor(examples[i].input_ids)
-            batch.loss_mask[place, begin:end] = torch.tensor(examples[i].loss_mask, dtype=torch.bool)
+            batch.input_ids[place, begin:end] = torch.tensor(examples[i].token_array)
+            batch.loss_mask[place, begin:end] = torch.tensor(examples[i].mask_array, dtype=torch.bool)
             batch.document_ids[place, begin:end] = document
             chosen = torch.tensor(anchors[i], dtype=torch.long) + begin
             batch.anchors[place, num_anchors : num_anchors + len(chosen)] = chosen
@@ -92,7 +94,7 @@ def _padded(length: int) -> int:
 def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
     """One epoch's batches in random order: each of at most `batch_tokens` with padding, or of one longer sequence.
 
-    Shuffled pools are sorted by length and cut, so that little is padding and batches still differ from epoch to epoch.
+    Shuffled pools are sorted by length and cut: little is padding, and batches still differ from epoch to epoch.
     """
     order = rng.sample(range(len(lengths)), len(lengths))
     batches: list[list[int]] = []
@@ -109,32 +111,32 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
 
 
 def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: int = POOL) -> list[list[int]]:
-    """One epoch's rows in random order: documents that together fill at most `width` columns, or a longer one alone.
+    """One epoch's sequences in random order: documents that together fill at most `width` columns, or a longer one.
 
-    Each document of a shuffled pool, the longest first, goes into the first row with room for it.
+    Each document of a shuffled pool, the longest first, goes into the first sequence with room for it.
     """
     order = rng.sample(range(len(lengths)), len(lengths))
-    rows: list[list[int]] = []
+    sequences: list[list[int]] = []
     for begin in range(0, len(order), pool):
-        open_rows: list[list[int]] = []
+        open_ones: list[list[int]] = []
         room: list[int] = []
         for index in sorted(order[begin : begin + pool], key=lambda i: -lengths[i]):
             place = next((i for i, left in enumerate(room) if left >= lengths[index]), None)
             if place is None:
-                place = len(open_rows)
-                open_rows.append([])
+                place = len(open_ones)
+                open_ones.append([])
                 room.append(width)
-            open_rows[place].append(index)
+            open_ones[place].append(index)
             room[place] -= lengths[index]
-        rows += open_rows
-    rng.shuffle(rows)
-    return rows
+        sequences += open_ones
+    rng.shuffle(sequences)
+    return sequences
 
 
-def epoch_rows(
+def epoch_sequences(
     lengths: Sequence[int], epoch: int, *, batch_tokens: int, seed: int, pack_length: int | None = None
 ) -> list[list[list[int]]]:
-    """One epoch's batches of rows of documents, by their numbers. The same seed and epoch give the same."""
+    """One epoch's batches as sequences of document numbers. The same seed and epoch give the same."""
     rng = random.Random(f"batches-{seed}-{epoch}")
     if pack_length is None:
         indices = batch_indices(list(map(_padded, lengths)), batch_tokens, rng)
@@ -153,7 +155,6 @@ def epoch_batches(
     pad_token_id: int,
     seed: int,
     pack_length: int | None = None,
-    fixed_stride: int | None = None,
     first: int = 0,
 ) -> Iterator[Batch]:
     """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches.
@@ -162,24 +163,20 @@ def epoch_batches(
         examples: The documents.
         epoch: Counted from 0.
         num_anchors: Blocks per document at most.
-        batch_tokens: Columns of a batch, padding included; one row at least.
-        pad_token_id: What fills rows up.
+        batch_tokens: Columns of a batch, padding included; one sequence at least.
+        pad_token_id: Fills sequences up.
         seed: Of the order and of the anchors.
-        pack_length: Documents side by side in rows of this width; `None`: each has a row of its own.
-        fixed_stride: Blocks begin at every so manieth token of a response; `None` draws the anchors.
+        pack_length: Documents side by side in sequences of this width. Default: a sequence each.
         first: Batches before this one are left out, and cost nothing.
     """
     lengths = [len(example) for example in examples]
-    batches = epoch_rows(lengths, epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length)
+    batches = epoch_sequences(lengths, epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length)
     for batch in batches[first:]:
-        chosen = [i for row in batch for i in row]
-        # A document's anchors depend on itself and not on its neighbours, and so does what is learned from it.
+        chosen = [i for sequence in batch for i in sequence]
+        # A document's anchors depend on the document and not on its neighbours, and so does what is learned from it.
         anchors = [
-            sample_anchors(examples[i].loss_mask, num_anchors, seed=seed, epoch=epoch, index=i)
-            if fixed_stride is None
-            else fixed_anchors(examples[i].loss_mask, fixed_stride)
-            for i in chosen
+            sample_anchors(examples[i].mask_array, num_anchors, seed=seed, epoch=epoch, index=i) for i in chosen
         ]
         places = iter(range(len(chosen)))
-        rows = [[next(places) for _ in row] for row in batch]
-        yield collate([examples[i] for i in chosen], anchors, pad_token_id, rows, _padded(pack_length or 0))
+        sequences = [[next(places) for _ in sequence] for sequence in batch]
+        yield collate([examples[i] for i in chosen], anchors, pad_token_id, sequences, _padded(pack_length or 0))

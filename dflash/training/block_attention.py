@@ -1,7 +1,7 @@
-"""Attention of many blocks to one context, each block to its own rows besides: what dense scores would mostly mask away.
+"""Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
 
-All blocks of a sequence stand in one forward, and a row sees the context and its own block alone. Scores against every
-block's rows grow with the square of the blocks; these grow with their number.
+All blocks of a sequence are in one forward, and a query sees the context and its own block alone. Dense scores grow with the
+square of the number of blocks, these with the number.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# What a forward calls it; its masks are [B, 1, R, S + N]: the context's keys, then those of the row's own block.
+# Its name in a forward. Its masks are [B, 1, R, S + N]: the context's keys, then those of the query's own block.
 BLOCKWISE = "blockwise"
 
-# So many scores at a time: 64 MiB in fp32. Where all blocks have more, some of them pass after others.
+# Scores that are held at a time: 64 MiB in fp32. Blocks with more than that are computed one part after another.
 MOST_SCORES = 2**24
 
 
 def blockwise_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, R, E], R = A * N rows of A blocks
+    query: torch.Tensor,  # [B, H, R, E], R = A * N queries of A blocks
     key: torch.Tensor,  # [B, G, S + R, E], G divides H
     value: torch.Tensor,  # likewise
     attention_mask: torch.Tensor,  # additive [B, 1, R, S + N]
@@ -31,13 +31,13 @@ def blockwise_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [B, R, H, E]
-    """What attention under the mask of all keys, [B, 1, R, S + R], gives, up to rounding."""
+    """The same output as attention with the dense mask [B, 1, R, S + R], up to rounding."""
     (batch, heads, num_rows, size), groups = query.shape, key.shape[1]
     length = key.shape[2] - num_rows
     block_size = attention_mask.shape[-1] - length
     blocks, shared = num_rows // block_size, heads // groups
     query = query * (size**-0.5 if scaling is None else scaling)
-    # The queries that share a head's keys stand below one another, block by block: [B, G, A, H / G * N, E].
+    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
     rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
@@ -50,7 +50,7 @@ def blockwise_attention(
     at_a_time = max(1, MOST_SCORES // (batch * heads * block_size * (length + block_size)))
     if at_a_time >= blocks:
         output = _attend(*of_blocks, context_key, context_value, dropout)
-    else:  # scores are computed again in the backward pass, and never held whole
+    else:  # the backward pass computes the scores again, so that they are never held whole
         parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
         output = torch.cat(
             [checkpoint(_attend, *part, context_key, context_value, dropout, use_reentrant=False) for part in parts],
@@ -70,7 +70,7 @@ def _attend(
     context_value: torch.Tensor,  # likewise
     dropout: float,
 ) -> torch.Tensor:  # of the shape of rows
-    """What the rows of some blocks read."""
+    """The attention output of some blocks."""
     length, block_size = context_key.shape[2], block_key.shape[3]
     scores = torch.cat(
         [

@@ -1,7 +1,7 @@
 """Rows of text as token ids with a loss mask, from any source. It knows no model.
 
-A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or what the target
-itself wrote: `prompt_ids` and `response_ids`, which are taken token for token.
+A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or an answer of
+the target itself: `prompt_ids` and `response_ids`, which are taken token for token.
 """
 
 from __future__ import annotations
@@ -25,40 +25,48 @@ FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt":
 
 
 class Example:
-    """One sequence; `loss_mask` is 1 on the tokens that the drafter learns to propose. It takes 5 bytes a token."""
+    """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1."""
 
-    __slots__ = ("_input_ids", "_loss_mask")
+    __slots__ = ("mask_array", "token_array")
 
     def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> None:
-        self._input_ids = array("i", input_ids)
-        self._loss_mask = array("b", loss_mask)
+        self.token_array = array("i", input_ids)
+        self.mask_array = array("b", loss_mask)
 
     @property
     def input_ids(self) -> list[int]:
-        """The token ids."""
-        return self._input_ids.tolist()
+        """The token ids, in a new list."""
+        return self.token_array.tolist()
 
     @property
     def loss_mask(self) -> list[int]:
-        """1 for a supervised token, else 0."""
-        return self._loss_mask.tolist()
+        """1 for a supervised token, else 0, in a new list."""
+        return self.mask_array.tolist()
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What stands before the first supervised token."""
-        return self.input_ids[: self._loss_mask.index(1)]
+        """The token ids before the first supervised one."""
+        return self.token_array[: self.mask_array.index(1)].tolist()
 
     def __len__(self) -> int:
-        return len(self._input_ids)
+        return len(self.token_array)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Example) and repr(self) == repr(other)
+        return (
+            isinstance(other, Example)
+            and self.token_array == other.token_array
+            and self.mask_array == other.mask_array
+        )
 
     def __hash__(self) -> int:
-        return hash((self._input_ids.tobytes(), self._loss_mask.tobytes()))
+        return hash((self.token_array.tobytes(), self.mask_array.tobytes()))
 
     def __repr__(self) -> str:
         return f"Example({self.input_ids}, {self.loss_mask})"
+
+    def cut(self, length: int) -> Example:
+        """The first `length` tokens."""
+        return self if len(self) <= length else Example(self.token_array[:length], self.mask_array[:length])
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Example:
@@ -126,7 +134,7 @@ def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kw
 def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[int]:
     """Token ids of one user message, or of a list of messages, up to where the assistant begins."""
     if isinstance(prompt, str):
-        if _has_no_template(tokenizer):
+        if getattr(tokenizer, "chat_template", "") is None:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
     _check_template(tokenizer)
@@ -136,12 +144,8 @@ def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[i
     return list(encoded["input_ids"])
 
 
-def _has_no_template(tokenizer: Any) -> bool:
-    return getattr(tokenizer, "chat_template", "") is None
-
-
 def _check_template(tokenizer: Any) -> None:
-    if _has_no_template(tokenizer):
+    if getattr(tokenizer, "chat_template", "") is None:
         raise ValueError(
             "The tokenizer has no chat template, so messages cannot be written: set tokenizer.chat_template, or give rows "
             "of text, or of prompt and completion as text."
@@ -155,7 +159,7 @@ def _end(tokenizer: Any) -> list[int]:
 def with_response(
     prompt_ids: Sequence[int], response_ids: Sequence[int], response_mask: Sequence[int] | None = None
 ) -> Example:
-    """A prompt and a response behind it, supervised where `response_mask` is 1, all of it without one."""
+    """A prompt and its response, supervised where `response_mask` is 1; without a mask all of the response is."""
     loss_mask = [1] * len(response_ids) if response_mask is None else response_mask
     return Example([*prompt_ids, *response_ids], [*[0] * len(prompt_ids), *loss_mask])
 
@@ -164,14 +168,9 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
     """Writes single-turn examples as JSON lines of `prompt_ids` and `response_ids`."""
     with path.open("w") as file:
         for example in examples:
-            cut = example.loss_mask.index(1)
-            row = {"prompt_ids": example.input_ids[:cut], "response_ids": example.input_ids[cut:]}
+            prompt_ids = example.prompt_ids
+            row = {"prompt_ids": prompt_ids, "response_ids": example.input_ids[len(prompt_ids) :]}
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
-
-
-def read_examples(path: Path, tokenizer: Any = None, **template_kwargs: Any) -> list[Example]:
-    """Reads JSON lines of any form that `encode` takes; only ids need no tokenizer."""
-    return load_examples(path, tokenizer, **template_kwargs)
 
 
 def load_examples(
@@ -207,9 +206,7 @@ def load_examples(
             raise ValueError(f"Row {number} of {name}: {reason}") from error
         except TemplateError as error:
             raise ValueError(f"Row {number} of {name}: the chat template does not take it ({error}).") from error
-        if max_length is not None and len(example) > max_length:
-            example = Example(example.input_ids[:max_length], example.loss_mask[:max_length])
-        examples.append(example)
+        examples.append(example if max_length is None else example.cut(max_length))
     if not examples:
         raise ValueError(f"{name} holds no row: give {FORMS}.")
     return examples
@@ -246,12 +243,14 @@ def _split(found: Mapping[str, Any], split: str, source: str) -> Iterable[Mappin
 
 
 def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"Line {number} of {path} is not UTF-8: save the file in UTF-8.") from error
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"Line {number} of {path} is not JSON ({error.msg}): write one object a line."

@@ -1,14 +1,13 @@
-"""What the target says of the data, written once: sharded safetensors, and a manifest of what they belong to.
+"""The target's features of the data, written once: sharded safetensors, and a manifest that says what they belong to.
 
-A document's features depend on its own tokens alone, so they are found by these, in whatever batch and row it comes. The
-manifest is written last: a folder without one is not finished, and is written again.
+A document's features depend on its own tokens alone, so its tokens are their key, in whatever batch it comes. The manifest is
+written last: a folder without one is unfinished and is written again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
 
 from .batches import Batch, collate
 from .data import Example, fingerprint
-from .state import saving
-from .targets import FrozenTarget, TargetStates
+from .frozen_target import FrozenTarget, TargetStates
+from .training_state import saving
 
 
 MANIFEST = "manifest.json"
@@ -34,18 +34,13 @@ SHARD_BYTES = 2**30
 
 
 class CachedFeatures:
-    """Reads from a folder what the target would say of a batch.
-
-    Args:
-        folder: Where `write_features` wrote.
-        expected: What the manifest must say, of `facts_of`.
+    """Reads the target's states of a batch from a folder of `write_features`.
 
     Raises:
-        ValueError: if the features are those of another target, other layers or other data, naming what differs.
+        ValueError: if the manifest does not say what is `expected`, of `facts_of`, naming what differs.
     """
 
     def __init__(self, folder: Path, expected: dict[str, Any]) -> None:
-        self.folder = folder
         self.manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         differing = [
             f"{name} {self.manifest.get(name)}, now {value}"
@@ -76,13 +71,12 @@ class CachedFeatures:
 def facts_of(
     target: FrozenTarget, examples: Sequence[Example], wants_states: bool, precision: str = "no"
 ) -> dict[str, Any]:
-    """What features belong to: target and layers, the precision they run in, the data; and whether last states are there."""
-    model = target.tapped.target
+    """What features belong to: target, layers, precision and data; and whether the last hidden states are there."""
     return {
-        "target": model_fingerprint(model),
-        "target_layer_ids": list(target.tapped.drafter.config.target_layer_ids),
+        "target": model_fingerprint(target.target),
+        "target_layer_ids": list(target.drafter.config.target_layer_ids),
         "data": fingerprint(examples),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(target.target.dtype).removeprefix("torch."),
         "mixed_precision": precision,
         "has_last_states": wants_states,
     }
@@ -90,10 +84,10 @@ def facts_of(
 
 def feature_bytes(target: FrozenTarget, examples: Sequence[Example], wants_states: bool) -> int:
     """Bytes that the features of `examples` take on disk."""
-    config = target.tapped.drafter.config
+    config = target.drafter.config
     width = config.hidden_size * (len(config.target_layer_ids) + wants_states)
-    distinct = {key_of(example.input_ids): len(example) for example in examples}
-    return sum(distinct.values()) * width * torch.empty(0, dtype=target.tapped.target.dtype).element_size()
+    distinct = {key_of(example.token_array): len(example) for example in examples}
+    return sum(distinct.values()) * width * torch.empty(0, dtype=target.target.dtype).element_size()
 
 
 def write_features(
@@ -109,19 +103,11 @@ def write_features(
     show_progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the features of `examples` to `folder`.
+    """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    Args:
-        folder: New, empty, or left unfinished by another write.
-        target: Gives the features.
-        examples: The data.
-        wants_states: The target's last states too, for losses that read its logits.
-        batch_tokens: Tokens that the target reads at a time.
-        autocast: The precision that the target is read in while training,
-        precision: and what the settings call it.
-        announce: Told how much will be written, before it is.
-        show_progress: Draw a progress bar.
-        shard_bytes: Size of a shard, about.
+    With `wants_states` the target's last hidden states are written too, for losses that read its logits. The target reads
+    `batch_tokens` at a time under `autocast`, which the settings call `precision`. `announce` is told how much will be
+    written, before it is.
 
     Raises:
         ValueError: if the folder holds something else, or its disk has no room.
@@ -129,14 +115,7 @@ def write_features(
     size = feature_bytes(target, examples, wants_states)
     if announce is not None:
         announce(f"Writing {size / 2**20:,.1f} MiB of features of {len(examples):,} sequences to {folder}.")
-    aside = folder / f".{MANIFEST}.partial"
-    aside.unlink(missing_ok=True)
-    strangers = [path.name for path in sorted(folder.glob("*")) if path.suffix != ".safetensors"]
-    if strangers:
-        raise ValueError(f"{folder} holds {strangers[0]}, which is none of our features: give a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    for unfinished in folder.glob("*.safetensors"):
-        unfinished.unlink()
+    _clear(folder)
     free = shutil.disk_usage(folder).free
     if size > free:
         raise ValueError(
@@ -145,58 +124,58 @@ def write_features(
         )
     shards: list[str] = []
     documents: dict[str, tuple[int, int, int]] = {}
-    waiting: list[TargetStates] = []
-    waiting_tokens = waiting_bytes = 0
-    dtype = target.tapped.target.dtype
+    waiting: dict[str, list[torch.Tensor]] = {"features": [], "last_hidden_state": []}
+    waiting_tokens = 0
 
     def close_shard() -> None:
-        nonlocal waiting, waiting_tokens, waiting_bytes
-        if not waiting:
-            return
-        tensors = {"features": torch.cat([states.features for states in waiting])}
-        if wants_states:
-            tensors["last_hidden_state"] = torch.cat([states.last_hidden_state for states in waiting])  # type: ignore[misc]
-        name = f"features-{len(shards):05d}.safetensors"
-        save_file(tensors, str(folder / name))
-        shards.append(name)
-        waiting, waiting_tokens, waiting_bytes = [], 0, 0
+        nonlocal waiting_tokens
+        if waiting_tokens:
+            shards.append(f"features-{len(shards):05d}.safetensors")
+            tensors = {name: torch.cat(parts) for name, parts in waiting.items() if parts}
+            save_file(tensors, str(folder / shards[-1]))
+        for parts in waiting.values():
+            parts.clear()
+        waiting_tokens = 0
 
-    with saving("features", folder):
-        bar = tqdm(total=len(examples), desc="features", disable=not show_progress, dynamic_ncols=True)
+    with (
+        saving("features", folder),
+        tqdm(total=len(examples), desc="features", disable=not show_progress, dynamic_ncols=True) as bar,
+    ):
         for chosen in _batches(examples, batch_tokens):
             batch = collate(chosen, [[]] * len(chosen), pad_token_id=0)
             with autocast or nullcontext():
                 states = target(batch, wants_states)
             for row, example in enumerate(chosen):
-                key, length = key_of(example.input_ids), len(example)
+                key, length = key_of(example.token_array), len(example)
                 if key in documents:
                     continue
                 documents[key] = (len(shards), waiting_tokens, length)
-                kept = TargetStates(
-                    *(
-                        None if values is None else values[row, :length].to("cpu", dtype, copy=True)
-                        for values in (states.features, states.last_hidden_state)
-                    )  # type: ignore[arg-type]
-                )
-                waiting.append(kept)
+                for name, values in vars(states).items():
+                    if values is not None:
+                        waiting[name].append(values[row, :length].to("cpu", target.target.dtype, copy=True))
                 waiting_tokens += length
-                waiting_bytes += kept.features.nbytes
-                if waiting_bytes >= shard_bytes:
+                if waiting_tokens * waiting["features"][-1][0].nbytes >= shard_bytes:
                     close_shard()
             bar.update(len(chosen))
-        bar.close()
         close_shard()
-        manifest = facts_of(target, examples, wants_states, precision) | {
-            "bytes": size,
-            "shards": shards,
-            "documents": documents,
-        }
-        aside.write_text(json.dumps(manifest) + "\n", encoding="utf-8")
-        os.replace(aside, folder / MANIFEST)
+        facts = facts_of(target, examples, wants_states, precision)
+        manifest = facts | {"bytes": size, "shards": shards, "documents": documents}
+        write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
+
+
+def _clear(folder: Path) -> None:
+    """Makes `folder` and deletes what an unfinished write left in it; ValueError if it holds something else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = [*folder.glob("*.safetensors"), *folder.glob(f".{MANIFEST}.*")]
+    strangers = sorted({path.name for path in folder.iterdir()} - {path.name for path in unfinished})
+    if strangers:
+        raise ValueError(f"{folder} holds {strangers[0]}, which is none of our features: give a new folder.")
+    for path in unfinished:
+        path.unlink()
 
 
 def key_of(input_ids: Sequence[int]) -> str:
-    """By what a document is found."""
+    """The key of a document's features."""
     return hashlib.sha256(array("q", input_ids).tobytes()).hexdigest()[:32]
 
 
@@ -214,7 +193,7 @@ def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
 def _batches(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Example]]:
     """All examples, the longest first, padded to at most `batch_tokens`."""
     current: list[Example] = []
-    for example in sorted(examples, key=lambda one: -len(one)):
+    for example in sorted(examples, key=len, reverse=True):
         if current and (len(current) + 1) * len(current[0]) > batch_tokens:
             yield current
             current = []

@@ -1,7 +1,7 @@
-"""What the drafter is trained to lower, and what is counted meanwhile. It knows tensors, no model and no data.
+"""The losses of a drafter, their weights, and what is counted beside them. It knows tensors, no model and no data.
 
-Dimensions: M rows, D hidden size, V vocabulary, G blocks, P rows of a block that propose, K candidates.
-Counted figures travel as sum and count, so that batches, processes and steps add up to the same figure however they were cut.
+Dimensions: M rows, D hidden size, V vocabulary, G blocks, P positions of a block that propose, K candidates.
+Figures travel as sum and count, so that batches, processes and steps add up to the same figure however they were cut.
 """
 
 from __future__ import annotations
@@ -26,71 +26,36 @@ RowLoss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 PositionWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# --- losses of a row ---
-
-
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
     """-log q(token of the data): the paper's."""
     return functional.cross_entropy(logits, labels, reduction="none")
 
 
-def argmax_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """-log q(the target's most probable token), whatever the data says."""
-    return functional.cross_entropy(logits, teacher.argmax(dim=-1), reduction="none")
-
-
 def forward_kl(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """KL(p || q) of the target's law p and the drafter's q: to cover what the target may say (JetSpec)."""
-    return functional.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(
-        -1
-    )
-
-
-def reverse_kl(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """KL(q || p): to say nothing that the target would not (AdaFlash)."""
-    return functional.kl_div(teacher.log_softmax(-1), logits.log_softmax(-1), reduction="none", log_target=True).sum(
-        -1
-    )
-
-
-def total_variation(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """Sum |p - q| / 2, which is the probability that a token drawn from q is rejected."""
-    return 0.5 * (teacher.softmax(-1) - logits.softmax(-1)).abs().sum(-1)
+    """KL(p || q) of the target's distribution p and the drafter's q (JetSpec)."""
+    ours, theirs = logits.log_softmax(-1), teacher.log_softmax(-1)
+    return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
 
 
 def mix(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
     """DSpark's: 0.1 of the cross entropy on the data's token and 0.9 of sum |p - q|."""
-    return 0.1 * cross_entropy(logits, labels, teacher) + 1.8 * total_variation(logits, labels, teacher)
+    distance = (teacher.softmax(-1) - logits.softmax(-1)).abs().sum(-1)
+    return 0.1 * cross_entropy(logits, labels, teacher) + 0.9 * distance
 
 
-LOSSES: dict[str, RowLoss] = {
-    "ce": cross_entropy,
-    "argmax": argmax_cross_entropy,
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "tv": total_variation,
-    "mix": mix,
-}
-# Those that read nothing of the target but its features.
-HARD_ON_DATA = frozenset({"ce"})
+LOSSES: dict[str, RowLoss] = {"ce": cross_entropy, "forward_kl": forward_kl, "mix": mix}
 
 
 def reads_target(loss: str) -> bool:
-    """Whether the loss needs the target's logits.
-
-    Raises:
-        ValueError: for a name that is none of `LOSSES`.
-    """
+    """Whether the loss needs the target's logits; ValueError for a name that is none of `LOSSES`."""
     _check_name("loss", loss, LOSSES)
-    return loss not in HARD_ON_DATA
+    return loss != "ce"
 
 
 def _check_name(what: str, name: str, known: dict[str, Any]) -> None:
     if name not in known:
         raise ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(known)}.")
 
-
-# --- weights of a position ---
 
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -102,7 +67,7 @@ def default_gamma(block_size: int) -> float:
 
 
 def decay_weights(gamma: float) -> PositionWeights:
-    """exp(-(k - 1) / gamma) for the k-th proposal (the paper's): a wrong early token wastes all later ones."""
+    """exp(-(k - 1) / gamma) for the k-th proposal, as in the paper: a wrong early token wastes all later ones."""
 
     def weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
         return torch.exp(-torch.arange(is_learned.shape[1], device=is_learned.device) / gamma) * is_learned
@@ -111,31 +76,25 @@ def decay_weights(gamma: float) -> PositionWeights:
 
 
 def dpace_weights(alpha: float) -> PositionWeights:
-    """D-PACE (arXiv 2605.18810): what a little more confidence in a token adds to the tokens accepted of its block.
+    """D-PACE (arXiv 2605.18810): how much more confidence in a token adds to the accepted tokens of its block.
 
-    With q_k the drafter's probability of the k-th label, (1 - alpha) q_k + alpha is taken for the chance that it is
-    accepted, the product of these up to m for the chance that m are, and the sum of such products from k on is the weight
-    of k. So an early token weighs more, the more so the surer the drafter is of those behind it. No gradient flows through
-    the weights.
+    The chance that token k is accepted is taken as (1 - alpha) q_k + alpha, q_k being the drafter's probability of the label,
+    and the chance that m tokens are accepted as the product of the first m. The weight of k is the sum of these products
+    from k on. No gradient flows through the weights.
     """
 
     def weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
-        # A row that is not learned ends its block: nothing from it on can be accepted, nor is waited for.
+        # A position that is not learned ends its block: nothing from there on can be accepted.
         accepted = (((1.0 - alpha) * confidences.detach() + alpha) * is_learned).cumprod(dim=1)
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
 
 
-def uniform_weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
-    """Every learned row weighs the same."""
-    return is_learned.to(confidences.dtype)
-
-
 POSITION_WEIGHTS: dict[str, Callable[[float, float], PositionWeights]] = {
     "decay": lambda gamma, alpha: decay_weights(gamma),
     "dpace": lambda gamma, alpha: dpace_weights(alpha),
-    "uniform": lambda gamma, alpha: uniform_weights,
+    "uniform": lambda gamma, alpha: lambda confidences, is_learned: is_learned.to(confidences.dtype),
 }
 
 
@@ -153,46 +112,29 @@ def position_weights(name: str, *, gamma: float, alpha: float = 0.5) -> Position
     return POSITION_WEIGHTS[name](gamma, alpha)
 
 
-# --- the loss of many rows ---
-
-
 @dataclass(frozen=True)
 class Candidates:
-    """Each row's most probable tokens, without gradient.
+    """Each row's most probable tokens, without gradient."""
 
-    Attributes:
-        logits: Theirs, [M, K].
-        token_ids: Their ids, [M, K].
-    """
-
-    logits: torch.Tensor
-    token_ids: torch.Tensor
+    logits: torch.Tensor  # [M, K]
+    token_ids: torch.Tensor  # [M, K]
 
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Weighted loss of some rows as a sum, its weight, and which rows were right.
+    """Weighted loss of some rows as a sum, its weight, and which rows were right."""
 
-    Attributes:
-        loss_sum: Sum of weight times loss, a scalar with gradient.
-        weight_sum: Sum of the weights, a scalar.
-        is_correct: Whether the row's argmax is its label, bool [M].
-        weights: What each row weighed, [M].
-        candidates: The rows' candidates, if they were asked for.
-    """
-
-    loss_sum: torch.Tensor
-    weight_sum: torch.Tensor
-    is_correct: torch.Tensor
-    weights: torch.Tensor
-    candidates: Candidates | None = None
+    loss_sum: torch.Tensor  # scalar with gradient
+    weight_sum: torch.Tensor  # scalar
+    is_correct: torch.Tensor  # bool [M], whether the row's argmax is its label
+    weights: torch.Tensor  # [M]
+    candidates: Candidates | None = None  # where they were asked for
 
 
 def chunked_loss(
     hidden_states: torch.Tensor,  # [M, D]
     labels: torch.Tensor,  # [M]
-    weights: torch.Tensor
-    | Callable[[torch.Tensor], torch.Tensor],  # [M], or to it from the labels' log-probabilities [M]
+    weights: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],  # [M]; a function of the log-probabilities [M]
     head: Head,
     chunk_rows: int | None = None,
     *,
@@ -203,17 +145,17 @@ def chunked_loss(
 ) -> RowLosses:
     """Weighted loss of `head(hidden_states)`, of whose logits at most `chunk_rows` rows exist at a time.
 
-    A row's loss depends on no other row. So a chunk's gradient is taken as soon as its logits are there, for a weight of 1,
-    and scaled in the backward pass: no logits are kept or computed again, and weights may depend on what all rows said.
+    A row's loss depends on no other row. The gradient of a chunk is taken for weights of 1 as soon as its logits exist, and
+    scaled in the backward pass. So no logits are kept or computed again, and weights may depend on all rows.
 
     Args:
-        hidden_states: The drafter's rows.
+        hidden_states: Of the drafter.
         labels: The data's token of each row.
-        weights: The rows' weights, or a function that gives them once each label's log-probability is known.
+        weights: Of the rows, or a function that gives them once each label's log-probability is known.
         head: From [m, D] to logits [m, V]. It is frozen: the gradient goes to `hidden_states` alone.
-        chunk_rows: Rows at a time; `None`: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
+        chunk_rows: Rows at a time. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
         loss: A key of `LOSSES`.
-        teacher_states: The target's last hidden states where it says what the rows should, for losses that read them.
+        teacher_states: The target's last hidden states at the columns before the labels, for losses that read them.
         teacher_head: From them to the target's logits [m, V].
         num_candidates: K of the `Candidates` to give back; 0 gives none.
 
@@ -241,7 +183,7 @@ def chunked_loss(
 
 
 class _ChunkedRows(torch.autograd.Function):
-    """Each row's loss [M], its label's log-probability [M], whether it is right [M], and its K candidates."""
+    """The loss of each row [M], its label's log-probability [M], whether it is right [M], and its candidates [M, K]."""
 
     @staticmethod
     def forward(
@@ -269,10 +211,7 @@ class _ChunkedRows(torch.autograd.Function):
                 if wants_gradient:
                     gradients[rows] = torch.autograd.grad(losses.sum(), states)[0]
             losses, logits = losses.detach(), logits.detach()
-            told = teacher.argmax(dim=-1).to(logits.device) if loss == "argmax" and teacher is not None else wanted
-            log_probs = (
-                -losses if loss in ("ce", "argmax") else -functional.cross_entropy(logits, told, reduction="none")
-            )
+            log_probs = -losses if loss == "ce" else -functional.cross_entropy(logits, wanted, reduction="none")
             found = losses, log_probs, logits.argmax(dim=-1) == wanted, *logits.topk(num_candidates, dim=-1)
             return tuple(part.to(device) for part in found)
 
@@ -302,16 +241,14 @@ def selector_loss(
     previous: torch.Tensor,  # [M] the data's token before the label
     weights: torch.Tensor,  # [M]
 ) -> torch.Tensor:
-    """DFlash2: weighted cross entropy, summed, of the selector's choice among each row's candidates behind the true token.
+    """DFlash2: the weighted cross entropy, summed, of the selector's choice among each row's candidates after the true token.
 
-    A row whose label is not among its candidates has nothing to choose and counts nothing. It trains the selector alone:
-    the rest of the drafter learns what it would without one.
+    A row counts nothing if its label is not among its candidates. The loss trains the selector alone: the rest of the drafter
+    learns what it would without one.
     """
 
-    def chunk(
-        states: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor, *told: torch.Tensor
-    ) -> torch.Tensor:
-        wanted, before, weight = told
+    def chunk(*parts: torch.Tensor) -> torch.Tensor:
+        states, logits, token_ids, wanted, before, weight = parts
         scores = _wide(selector.scores(selector.hidden_projection(states), logits.to(states.dtype), token_ids, before))
         hits = token_ids == wanted[:, None]  # [m, K]
         losses = functional.cross_entropy(scores, hits.int().argmax(dim=1), reduction="none")
@@ -322,9 +259,8 @@ def selector_loss(
     rank, num_candidates = selector.successor_codebook.shape[1], candidates.token_ids.shape[1]
     chunk_rows = max(1, CHUNK_LOGITS // (rank * num_candidates))
     for parts in zip(*(column.split(chunk_rows) for column in columns), strict=True):
-        total = total + checkpoint(
-            chunk, *parts, use_reentrant=False
-        )  # [m, K, rank] is not kept for the backward pass
+        # [m, K, rank] is not kept for the backward pass.
+        total = total + checkpoint(chunk, *parts, use_reentrant=False)
     return total
 
 
@@ -333,28 +269,16 @@ def rows_of_chunk(vocab_size: int) -> int:
     return max(1, CHUNK_LOGITS // vocab_size)
 
 
-# --- what is counted ---
-
-
 @dataclass
 class DraftCounts:
-    """Teacher-forced counts of drafted blocks; `a += b` joins those of two batches.
+    """Teacher-forced counts of drafted blocks; `a += b` joins those of two batches."""
 
-    Attributes:
-        loss_sum: Weighted loss, summed.
-        weight_sum: Its weights, summed.
-        correct: Right rows by proposal 1..P, [P].
-        rows: Trained rows by proposal, [P].
-        accepted: Rows right in an unbroken run from the first one, over all blocks.
-        blocks: Blocks with a trained row.
-    """
-
-    loss_sum: torch.Tensor
+    loss_sum: torch.Tensor  # weighted loss
     weight_sum: torch.Tensor
-    correct: torch.Tensor
-    rows: torch.Tensor
-    accepted: torch.Tensor
-    blocks: torch.Tensor
+    correct: torch.Tensor  # [P], right tokens by proposal
+    rows: torch.Tensor  # [P], trained positions by proposal
+    accepted: torch.Tensor  # tokens right in an unbroken run from the first one, over all blocks
+    blocks: torch.Tensor  # blocks with a trained position
 
     def __iadd__(self, other: DraftCounts) -> DraftCounts:
         for name in self.__dataclass_fields__:
@@ -376,9 +300,9 @@ def count_drafts(
     loss_sum: torch.Tensor,
     weight_sum: torch.Tensor,
 ) -> DraftCounts:
-    """The counts of some blocks. A run is counted block by block, never as a product of mean accuracies.
+    """The counts of some blocks. Runs are counted block by block.
 
-    (Accuracies of different proposals are strongly dependent, and their product is far below what is accepted.)
+    A product of mean accuracies would be far too low, because the proposals of a block depend on each other.
     """
     learned = is_learned.reshape(-1, is_learned.shape[-1])
     right = is_correct.reshape(-1, is_correct.shape[-1]) & learned

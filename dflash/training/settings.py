@@ -4,135 +4,131 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-LossName = Literal["ce", "argmax", "forward_kl", "reverse_kl", "tv", "mix"]
+LossName = Literal["ce", "forward_kl", "mix"]
 PositionWeights = Literal["decay", "dpace", "uniform"]
-AnchorScheme = Literal["random", "fixed"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+# Losses and settings of earlier releases, and what to use instead of each.
+REMOVED_LOSSES = {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "mix"}
+REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
 
-def _setting(default: Any, help: str, is_free: bool = False) -> Any:
-    """A field with its help text; a free one may differ from one start of a run to the next."""
-    return field(default=default, metadata={"help": help, "is_free": is_free})
+DRAFTER = "The drafter's shape"
+TARGET = "The target"
+LOSS = "What is learned"
+DATA = "The data"
+STEPS = "Steps and optimiser"
+COMPUTE = "Memory, precision and processes"
+KEPT = "What is measured and kept"
+
+
+def _setting(default: Any, topic: str, help: str, least: int | None = None, is_free: bool = False) -> Any:
+    """A field with topic, help text and least value; a free one may differ from one start of a run to the next."""
+    return field(default=default, metadata={"topic": topic, "help": help, "least": least, "is_free": is_free})
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """The recipe; the defaults are the paper's (DFlash, appendix A.1), where it states them.
 
-    What each field means stands in its `help`, which the command line shows too. `None` leaves a choice to what the field
-    says there.
+    The `help` of each field says what it means and what `None` leads to.
 
     Raises:
         ValueError: for a value of another type, or out of range.
     """
 
-    steps: int | None = _setting(
-        None, "Optimiser steps; the data is passed over as often as that takes. Default: --epochs."
+    steps: int | None = _setting(None, STEPS, "Optimiser steps, in as many epochs as they take. Default: --epochs.", 1)
+    epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
+    init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
+    num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
+    intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)
+    num_taps: int | None = _setting(
+        None, DRAFTER, "Target layers that it reads, by the paper's spread. Default: 5.", 1
     )
-    epochs: int = _setting(6, "Passes over the data, where --steps is not given.")
-    # The drafter's shape.
-    init: str | None = _setting(
-        None, "Start from this drafter, of any published dialect: a folder or an id on the Hub."
+    target_layer_ids: list[int] | None = _setting(
+        None, DRAFTER, "These layers instead, counted from 0 and without the last, as in 1,9,17."
     )
-    num_hidden_layers: int | None = _setting(None, "Depth of the drafter. Default: 5, or that of --init.")
-    intermediate_size: int | None = _setting(None, "Width of its MLPs. Default: the target's.")
-    num_taps: int | None = _setting(None, "Layers of the target that it reads, by the paper's spread. Default: 5.")
-    target_layer_ids: list[int] | None = _setting(None, "The very layers, 0-based and without the last, as in 1,9,17.")
-    block_size: int | None = _setting(None, "Tokens of a block, anchor included. Default: 16, or that of --init.")
-    sliding_window: int | None = _setting(None, "Every layer of the drafter sees so many positions. Default: all.")
-    is_causal: bool | None = _setting(
-        None, "Causal inside the block. Default: full layers are not, sliding layers are."
+    block_size: int | None = _setting(
+        None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or --init's.", 1
     )
-    conv_kernel_size: int | None = _setting(
-        None, "DFlash2: rows that a row is mixed of, its own included. Default: no mixing."
-    )
-    conv_group_size: int | None = _setting(None, "DFlash2: channels that share a mixture.")
-    selector_rank: int | None = _setting(None, "DFlash2: width of the choice among candidates. Default: no selector.")
-    selector_top_k: int | None = _setting(None, "DFlash2: candidates that the selector chooses among.")
+    sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
+    is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
+    conv_kernel_size: int | None = _setting(None, DRAFTER, "DFlash2: positions mixed into one. Default: no mixing.", 1)
+    conv_group_size: int | None = _setting(None, DRAFTER, "DFlash2: channels that share a mixture.", 1)
+    selector_rank: int | None = _setting(None, DRAFTER, "DFlash2: rank of the selector. Default: no selector.", 1)
+    selector_top_k: int | None = _setting(None, DRAFTER, "DFlash2: candidates that the selector chooses among.", 1)
     mask_token_id: int | None = _setting(
-        None, "Id that fills a block. Default: the tokenizer's mask, or an unused row."
+        None, DRAFTER, "Id that fills a block. Default: the tokenizer's mask token, or an unused id."
     )
-    # The target.
-    target_dtype: TargetDtype = _setting("auto", "dtype of the target's weights; auto: as the checkpoint is stored.")
-    device_map: str | None = _setting(None, "auto: spread a target larger than one device over all.", is_free=True)
-    # What is learned.
-    loss: LossName = _setting(
-        "ce", "ce: the data's tokens; argmax: the target's; the others: the target's distribution."
-    )
-    position_weights: PositionWeights = _setting("decay", "Weights along a block: exp decay, D-PACE, or all the same.")
-    gamma: float | None = _setting(None, "Decay of the position weights. Default: the paper's for the block size.")
-    dpace_alpha: float = _setting(
-        0.5, "Smoothing of D-PACE: a share of every token's chance that is taken for granted."
-    )
-    selector_weight: float = _setting(1.0, "Weight of the loss of a DFlash2 drafter's selector.")
-    anchors: AnchorScheme = _setting("random", "random: drawn anew each epoch; fixed: every block_size-th position.")
-    num_anchors: int = _setting(512, "Blocks per sequence.")
-    seed: int = _setting(0, "Of the drafter's first weights, the order of the data and the anchors.")
-    # The data.
-    max_length: int | None = _setting(3072, "Longer sequences are cut to so many tokens.")
-    pack_length: int | None = _setting(
-        None, "Short sequences stand side by side in rows of so many tokens. Default: one to a row."
-    )
-    split: str = _setting("train", "Split of a data set that has several.")
-    thinking: bool = _setting(False, "Let the chat template ask for thinking.")
-    batch_tokens: int = _setting(
-        4096, "Tokens of a batch, padding included, over all processes and accumulated parts."
-    )
-    held_out: int = _setting(8, "Sequences taken out of the data, whose prompts true acceptance is measured on.")
-    # The optimiser.
-    learning_rate: float = _setting(6e-4, "Peak rate of AdamW.")
-    muon_learning_rate: float | None = _setting(None, "Peak rate of Muon, which then trains the matrices.")
-    warmup_ratio: float = _setting(0.04, "Share of the steps that the rate climbs, before it falls along a cosine.")
-    weight_decay: float = _setting(0.0, "AdamW's.")
-    max_grad_norm: float = _setting(1.0, "Gradients are clipped to this norm.")
-    # How it is computed.
-    mixed_precision: Precision = _setting("bf16", "bf16 computes in bf16 over fp32 weights, no in fp32.")
-    gradient_accumulation_steps: int = _setting(1, "A batch is computed in so many parts: less memory, the same step.")
-    gradient_checkpointing: bool = _setting(False, "Compute the layers' activations again in the backward pass.")
-    compile: bool = _setting(False, "Compile the drafter's training forward.")
-    shard: bool = _setting(False, "Spread the drafter's weights and optimiser over the processes (FSDP2).")
-    shard_target: bool = _setting(False, "Spread the target's layers over the processes too.")
+    target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
+    device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
+    loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl and mix: the target's distribution.")
+    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential, D-PACE or equal.")
+    gamma: float | None = _setting(None, LOSS, "Decay of these weights. Default: the paper's for the block size.")
+    dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
+    selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of a DFlash2 drafter's selector.", 0)
+    num_anchors: int = _setting(512, LOSS, "Blocks per sequence, at most.", 1)
+    seed: int = _setting(0, LOSS, "Seed of the first weights, the order of the data and the anchors.", 0)
+    max_length: int | None = _setting(3072, DATA, "Longer sequences are cut to this many tokens.", 1)
+    pack_length: int | None = _setting(None, DATA, "Pack sequences into this many tokens. Default: no packing.", 1)
+    split: str = _setting("train", DATA, "Split of a data set that has several.")
+    thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
+    batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
+    held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, a tenth of the data at most.", 0)
+    learning_rate: float = _setting(6e-4, STEPS, "Peak rate of AdamW.")
+    muon_learning_rate: float | None = _setting(None, STEPS, "Peak rate of Muon for the matrices. Default: no Muon.")
+    warmup_ratio: float = _setting(0.04, STEPS, "Share of the steps in which the rate rises; then a cosine falls.")
+    weight_decay: float = _setting(0.0, STEPS, "Weight decay of the optimisers.", 0)
+    max_grad_norm: float = _setting(1.0, STEPS, "Gradients are clipped to this norm.")
+    mixed_precision: Precision = _setting("bf16", COMPUTE, "bf16 computes in bf16 over fp32 weights, no in fp32.")
+    gradient_accumulation_steps: int = _setting(1, STEPS, "Parts of a batch: less memory, the same step.", 1)
+    gradient_checkpointing: bool = _setting(False, COMPUTE, "Compute activations again in the backward pass.")
+    compile: bool = _setting(False, COMPUTE, "Compile the drafter's training forward.")
+    shard: bool = _setting(False, COMPUTE, "Shard the drafter's weights and optimiser over the processes (FSDP2).")
+    shard_target: bool = _setting(False, COMPUTE, "Shard the target's layers over the processes too.")
     features: str | None = _setting(
-        None, "Folder of the target's features, written first, by one process, if new. Default: online."
+        None, COMPUTE, "Folder of the target's features, written first if it is new. Default: online."
     )
-    chunk_rows: int | None = _setting(None, "Rows whose logits exist at a time. Default: 256 MiB of them in fp32.")
-    # What is measured and kept.
-    eval_every: int = _setting(500, "Steps between measurements on the held-out prompts, and after the last step.")
-    eval_new_tokens: int = _setting(256, "Length of the texts they are measured on.")
-    save_every: int = _setting(500, "Steps between training states, from which --resume goes on.", is_free=True)
-    log_every: int = _setting(10, "Steps between lines in the trackers.", is_free=True)
-    log_with: str | None = _setting(
-        None, "tensorboard, wandb, trackio or another tracker of accelerate's.", is_free=True
-    )
-    license: str | None = _setting(None, "Licence of the drafter, for its card, such as apache-2.0.", is_free=True)
+    chunk_rows: int | None = _setting(None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB.", 1)
+    eval_every: int = _setting(500, KEPT, "Steps between measurements on the held-out prompts.", 1)
+    eval_new_tokens: int = _setting(256, KEPT, "Length of the texts that are measured.", 1)
+    save_every: int = _setting(500, KEPT, "Steps between training states, from which --resume goes on.", 1, True)
+    log_every: int = _setting(10, KEPT, "Steps between lines in the trackers.", 1, True)
+    log_with: str | None = _setting(None, KEPT, "A tracker of accelerate's, such as tensorboard.", is_free=True)
+    license: str | None = _setting(None, KEPT, "Licence of the drafter for its card, as in apache-2.0.", is_free=True)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
+        if self.loss in REMOVED_LOSSES:
+            raise ValueError(f"loss={self.loss!r} was removed: use loss={REMOVED_LOSSES[self.loss]!r}.")
         for one in fields(self):
-            value, hint = getattr(self, one.name), hints[one.name]
+            value, hint, least = getattr(self, one.name), hints[one.name], one.metadata["least"]
             if type(value) is int and float in _options(hint):
                 object.__setattr__(self, one.name, value := float(value))
             if value is False and hint == Precision:  # YAML 1.1 reads `no` as false
                 object.__setattr__(self, one.name, value := "no")
             if not _fits(value, hint):
                 raise ValueError(f"{one.name}={value!r} is not {_name(hint)}: {one.metadata['help']}")
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give 1 or more.")
+            if least is not None and value is not None and not (value >= least and math.isfinite(value)):
+                raise ValueError(f"{one.name}={value}: give {least} or more.")
         for name in ("learning_rate", "muon_learning_rate", "max_grad_norm", "gamma"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value}: give a number above 0.")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed}: give less than 2**63.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warmup_ratio={self.warmup_ratio}: give a share of the steps, from 0 to 1.")
+        if not 0 < self.dpace_alpha <= 1:
+            raise ValueError(f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.")
         if self.features is not None and self.shard_target:
             raise ValueError(
                 f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
@@ -149,45 +145,37 @@ class TrainingSettings:
         return [
             f"{one.name}: {saved.get(one.name)!r}, now {now[one.name]!r}"
             for one in fields(self)
-            if not one.metadata["is_free"] and saved.get(one.name, _default(one)) != now[one.name]
+            if not one.metadata["is_free"]
+            and saved.get(one.name, None if one.default is MISSING else one.default) != now[one.name]
         ]
 
 
-_AT_LEAST_ONE = (
-    "steps", "epochs", "num_hidden_layers", "intermediate_size", "num_taps", "sliding_window", "conv_kernel_size",
-    "conv_group_size", "selector_rank", "selector_top_k", "num_anchors", "max_length",
-    "batch_tokens", "pack_length", "gradient_accumulation_steps", "chunk_rows", "eval_every", "eval_new_tokens", "save_every",
-    "log_every"
-)  # fmt: skip
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a YAML file, with `-` and `_` in their names alike; ValueError for what is none."""
+    """The fields of a YAML file, with `-` and `_` in their names alike; ValueError for anything else or a field given twice."""
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found, tree = yaml.safe_load(text), yaml.compose(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: save the file in UTF-8.") from error
     except yaml.YAMLError as error:
         raise ValueError(
             f"{path} is not YAML ({str(error).splitlines()[0]}): write one `name: value` a line."
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings: write one `name: value` a line.")
-    return {str(name).replace("-", "_"): _as_meant(value) for name, value in found.items()}
-
-
-def _as_meant(value: Any) -> Any:
-    """YAML 1.1 reads a rate of 6e-4 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _default(one: Any) -> Any:
-    return None if one.default is MISSING else one.default
+    names = Counter(str(key.value).replace("-", "_") for key, _ in tree.value)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(f"{path} gives {', '.join(twice)} more than once: keep one line of each.")
+    for name in names.keys() & REMOVED.keys():
+        raise ValueError(f"{path} gives {name}, which was removed: {REMOVED[name]}.")
+    for name, value in found.items():
+        if isinstance(value, str):  # YAML 1.1 reads a rate of 6e-4 as text
+            with suppress(ValueError):
+                found[name] = float(value)
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -198,15 +186,12 @@ def _options(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, hint: Any) -> bool:
     for option in _options(hint):
         if get_origin(option) is Literal:
-            if value in get_args(option):
-                return True
+            fits = value in get_args(option)
         elif get_origin(option) is list:
-            if isinstance(value, list) and all(type(item) is get_args(option)[0] for item in value):
-                return True
-        elif option is NoneType:
-            if value is None:
-                return True
-        elif type(value) is option:  # True is no number
+            fits = isinstance(value, list) and all(type(item) is get_args(option)[0] for item in value)
+        else:
+            fits = type(value) is option  # True is no number
+        if fits:
             return True
     return False
 

@@ -1,10 +1,10 @@
-"""One optimiser step after another: the paper's recipe on one process or several, the frozen target giving its features.
+"""One optimiser step after another: the paper's recipe, on one process or several.
 
-What is trained is the drafter alone; the target, its embedding and its head stay as they are. It knows no text, and when to
-measure or to save is not its business (`running`).
+The drafter alone is trained; the target, its embedding and its head stay as they are. It knows no text; `run` decides when to
+measure and to save.
 
 Every process takes its share of each batch, in as many parts as gradients are accumulated over. Losses, gradients and counts
-travel as sums, so that the batch, and neither the number of processes nor of parts, decides what is learned.
+travel as sums, so that neither the number of processes nor that of parts changes what is learned.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.files import only_writer
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import Pair, decoder_layers
+from dflash.model.step_dflash import decoder_layers
 
 from .acceptance import measure_acceptance
-from .batches import Batch, epoch_batches, epoch_rows
+from .batches import Batch, epoch_batches, epoch_sequences
 from .data import Example
-from .features import MANIFEST, CachedFeatures, facts_of, feature_bytes, write_features
-from .losses import DraftCounts
-from .objective import DrafterLoss
-from .optimizers import build_optimizers, rate_factor
-from .settings import TrainingSettings
-from .sharding import (
+from .distributed import (
     asked_sharding,
     counts_of_each,
     full_state,
@@ -47,12 +43,17 @@ from .sharding import (
     shard_layers,
     whole_copy,
 )
-from .targets import can_pack
+from .features import MANIFEST, CachedFeatures, facts_of, feature_bytes, write_features
+from .frozen_target import FrozenTarget, can_pack
+from .losses import DraftCounts, reads_target
+from .objective import DrafterLoss
+from .optimizers import build_optimizers, rate_factor
+from .settings import TrainingSettings
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the data a batch stands."""
+    """The place of a batch in the data."""
 
     epoch: int
     index: int
@@ -60,32 +61,32 @@ class Place:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one optimiser step saw: the batch's mean loss, the norm of its gradient, the rate's factor, and whether to stop."""
+    """The figures of one optimiser step."""
 
-    loss: float
+    loss: float  # mean over the batch
     gradient_norm: float
-    rate_factor: float
-    is_stopping: bool
+    rate_factor: float  # of the peak rate
+    is_stopping: bool  # whether some process asked to stop
 
 
 def is_cpu_alone() -> bool:
-    """Whether to compute on the CPU: where there is no accelerator, or one on which processes cannot meet.
+    """Whether to compute on the CPU: without an accelerator, or with one on which processes cannot communicate.
 
-    Without being told, accelerate takes several processes there for as many runs of one.
+    Unless it is told, accelerate takes several processes there for as many runs of one process.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found is None or (found.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1)
 
 
 class Trainer:
-    """A drafter, its target and the data, and how far the one has come with the other. It writes no file.
+    """A drafter, its target and the data, and how far training has come. It writes no file but the target's features.
 
     Args:
         drafter: The drafter, with fp32 weights; trained in place.
         target: Its target; frozen here.
-        examples: Sequences that the target would write, of those that `usable` gives.
+        examples: Sequences that the target would write, all of them usable.
         settings: The recipe.
-        state: What `state` gave in an earlier life of the same run.
+        state: Of `state` in an earlier start of the same run.
         announce: Told in a sentence what is about to take long or much room.
         trackers: Passed on to `accelerate.Accelerator`: `log_with`, `project_dir`.
     """
@@ -119,21 +120,21 @@ class Trainer:
             # Its name changes in transformers 5, its default in 4 keeps gradients from arguments by name.
             enable = getattr(drafter, "activation_checkpointing_enable", drafter.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
+        self._frozen = FrozenTarget(target, drafter)
         self._loss_of = DrafterLoss(
-            drafter,
-            Pair(target, drafter),
+            self._frozen,
             settings.gamma,
             settings.chunk_rows,
             network,
+            self._cached_features(announce),
             loss=settings.loss,
             weights=settings.position_weights,
             dpace_alpha=settings.dpace_alpha,
             selector_weight=settings.selector_weight,
         )
-        self._features = self._cached_features(announce)
         self._pack_length = settings.pack_length if can_pack(target) else None
         if settings.pack_length is not None and self._pack_length is None and announce is not None:
-            announce(f"{type(target).__name__} cannot keep sequences of one row apart: each runs in a row of its own.")
+            announce(f"{type(target).__name__} cannot keep packed sequences apart: they are not packed.")
         self.num_steps = settings.steps or settings.epochs * self.batches_per_epoch
         self.step_number = 0
         self.next_place = Place(0, 0)
@@ -159,34 +160,34 @@ class Trainer:
 
     @property
     def attention(self) -> str:
-        """What the drafter's blocks are trained with."""
+        """The attention with which the drafter's blocks are trained."""
         return self._loss_of.attention(self.accelerator.device)
 
     def feature_bytes(self) -> int:
-        """What the target's features of the data would take on disk."""
-        return feature_bytes(self._loss_of.target, self.examples, self._loss_of.reads_target)
+        """Bytes that the target's features of the data would take on disk."""
+        return feature_bytes(self._frozen, self.examples, reads_target(self.settings.loss))
 
     def _cached_features(self, announce: Callable[[str], None] | None) -> CachedFeatures | None:
         """The features in the folder that the settings name, written first if it holds none; `None` is online."""
-        settings = self.settings
+        settings, wants_states = self.settings, reads_target(self.settings.loss)
         if settings.features is None:
             return None
-        folder, frozen = Path(settings.features).expanduser(), self._loss_of.target
-        wants_states = self._loss_of.reads_target
+        folder = Path(settings.features).expanduser()
         if not (folder / MANIFEST).is_file() and self.is_first:
-            write_features(
-                folder,
-                frozen,
-                self.examples,
-                wants_states=wants_states,
-                batch_tokens=settings.batch_tokens,
-                autocast=self._autocast,
-                precision=settings.mixed_precision,
-                announce=announce,
-                show_progress=announce is not None,
-            )
+            with only_writer(folder):
+                write_features(
+                    folder,
+                    self._frozen,
+                    self.examples,
+                    wants_states=wants_states,
+                    batch_tokens=settings.batch_tokens,
+                    autocast=self._autocast,
+                    precision=settings.mixed_precision,
+                    announce=announce,
+                    show_progress=announce is not None,
+                )
         self.accelerator.wait_for_everyone()
-        return CachedFeatures(folder, facts_of(frozen, self.examples, wants_states, settings.mixed_precision))
+        return CachedFeatures(folder, facts_of(self._frozen, self.examples, wants_states, settings.mixed_precision))
 
     @property
     def is_first(self) -> bool:
@@ -194,7 +195,7 @@ class Trainer:
         return self.accelerator.is_main_process
 
     def step(self, stop: bool = False) -> StepFigures:
-        """One optimiser step on the next batch; `stop` is this process's wish, which all get to know.
+        """One optimiser step on the next batch; all processes learn if one gives `stop`.
 
         Raises:
             FloatingPointError: if loss or gradient are not finite; the weights are those of the step before.
@@ -205,10 +206,9 @@ class Trainer:
         counts: DraftCounts | None = None
         for part in self._parts(batch):
             part = part.to(accelerator.device)
-            states = None if self._features is None else self._features(part, self._loss_of.reads_target)
             with self._autocast:
-                loss_sum, part_counts = self._loss_of(part, states)
-            # Pieces of a drafter meet as means over the processes while the backward pass runs.
+                loss_sum, part_counts = self._loss_of(part)
+            # FSDP takes the mean of a sharded drafter's gradients over the processes during the backward pass.
             accelerator.backward(loss_sum * accelerator.num_processes if is_sharded(self.drafter) else loss_sum)
             counts = _added(counts, part_counts)
         assert counts is not None
@@ -234,7 +234,7 @@ class Trainer:
         return StepFigures(loss, norm.item(), factor, is_stopping)
 
     def measure(self, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """A point of the curve: what was counted since the last one, and true acceptance on the `held_out` prompts."""
+        """A point of the curve: the counts since the last one, and true acceptance on the `held_out` prompts."""
         accelerator = self.accelerator
         assert self.counts is not None
         counts, self.counts = join_counts(accelerator, self.counts), None
@@ -243,7 +243,7 @@ class Trainer:
         if held_out:
             whole = whole_copy(self.drafter)
             whole.eval()
-            # A target in pieces runs where all processes run it: each decodes all prompts then.
+            # A sharded target runs only where all processes run it, so each decodes all prompts.
             index, count = (
                 (0, 1) if is_sharded(self.target) else (accelerator.process_index, accelerator.num_processes)
             )
@@ -254,7 +254,7 @@ class Trainer:
         return point
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on; of a drafter in pieces on the first process alone, but all must call."""
+        """All that the next step depends on; of a sharded drafter on the first process alone, but all must call."""
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
             "place": asdict(self.next_place),
@@ -271,22 +271,22 @@ class Trainer:
             self.counts = DraftCounts(**{name: value.to(self.accelerator.device) for name, value in shares.items()})
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """What of `batch` this process computes, in the parts that it does so in."""
+        """The share of this process in `batch`, by the parts in which it is computed."""
         index, count = self.accelerator.process_index, self.accelerator.num_processes
         parts = self.settings.gradient_accumulation_steps
         chosen = [index + count * part for part in range(parts)]
-        if not is_sharded(self.drafter) and not is_sharded(self.target):  # which all processes run equally often
+        if not is_sharded(self.drafter) and not is_sharded(self.target):  # sharded, all processes run equally often
             chosen = [share for share in chosen if share < len(batch.input_ids)] or chosen[:1]
         return [batch.share(share, count * parts) for share in chosen]
 
     @cached_property
     def batches_per_epoch(self) -> int:
-        """Batches that hold all data once; in later epochs one more or less, where sequences meet other neighbours."""
+        """Batches of the first epoch; later epochs may have one more or less."""
         lengths = [len(example) for example in self.examples]
-        return len(epoch_rows(lengths, 0, **self.cut()))
+        return len(epoch_sequences(lengths, 0, **self.cut()))
 
     def cut(self) -> dict[str, Any]:
-        """What decides which documents share a batch."""
+        """The arguments of `epoch_sequences`, which decide which documents share a batch."""
         settings = self.settings
         return {"batch_tokens": settings.batch_tokens, "seed": settings.seed, "pack_length": self._pack_length}
 
@@ -299,7 +299,6 @@ class Trainer:
                 epoch,
                 num_anchors=self.settings.num_anchors,
                 pad_token_id=self.target.config.get_text_config(decoder=True).pad_token_id or 0,
-                fixed_stride=self.drafter.config.block_size if self.settings.anchors == "fixed" else None,
                 first=first,
                 **self.cut(),
             )

@@ -34,9 +34,9 @@ from dflash.training import (
     Example,
     TrainingSettings,
     encode_prompt,
+    load_examples,
     measure_acceptance,
     new_drafter,
-    read_examples,
     train,
     write_examples,
 )
@@ -230,7 +230,7 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     training, choosing = questions[: -scale.choice_prompts], questions[-scale.choice_prompts :]
     are_given = arguments.responses is not None and arguments.responses.exists()
     if are_given:
-        examples = read_examples(arguments.responses)
+        examples = load_examples(arguments.responses)
     else:
         examples = write_responses(target, tokenizer, training, scale, arguments.seed, rank)
         if arguments.responses and rank == 0:

@@ -1,6 +1,6 @@
-"""What the frozen target says of a batch: the features that the drafter reads and, for some losses, its last states.
+"""The frozen target's answer to a batch: the features that the drafter reads and, for some losses, the last hidden states.
 
-It runs the target without a cache and with at most one column of logits.
+The target runs without a cache and computes at most one column of logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash.model.cache_dflash import LINEAR_TYPES
 from dflash.model.step_dflash import Pair, decoder_layers
 
 from .batches import Batch
-from .masks import packed_causal_mask, positions_in_documents
+from .layout import packed_causal_mask, positions_in_documents
 
 
 # Attention that takes a 4-D mask, and so documents side by side.
@@ -27,34 +27,29 @@ PACKING_ATTENTION = ("eager", "sdpa")
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What a target says of a batch, on the drafter's device.
+    """Hidden states of a target for a batch, on the drafter's device."""
 
-    Attributes:
-        features: The tapped layers' states, concatenated in their order, [B, S, L * D].
-        last_hidden_state: What its head reads, [B, S, D], where it was asked for.
-    """
-
-    features: torch.Tensor
-    last_hidden_state: torch.Tensor | None = None
+    features: torch.Tensor  # [B, S, L * D], the tapped layers' states, concatenated in their order
+    last_hidden_state: torch.Tensor | None = None  # [B, S, D], the head's input, where it was asked for
 
 
 def can_pack(target: PreTrainedModel) -> bool:
-    """Whether documents may stand side by side: a running state would go on into the next one, as would some attention."""
+    """Whether documents may stand side by side: a recurrent state and some attentions would go on into the next one."""
     config = target.config.get_text_config(decoder=True)
     types = set(getattr(config, "layer_types", None) or ())
     return not types - {"full_attention", "sliding_attention"} and config._attn_implementation in PACKING_ATTENTION
 
 
-class FrozenTarget:
-    """Reads batches with the target that `tapped` holds, and freezes it."""
+class FrozenTarget(Pair):
+    """A pair whose target is frozen and reads whole batches."""
 
-    def __init__(self, tapped: Pair) -> None:
-        self.tapped = tapped
-        self.target: Any = tapped.target.requires_grad_(False)
-        self.config = self.target.config.get_text_config(decoder=True)
-        layers = decoder_layers(tapped.target)
-        self._taps = [layers[i] for i in tapped.drafter.config.target_layer_ids]
-        self._decoder = next(m for m in tapped.target.modules() if getattr(m, "layers", None) is layers)
+    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        super().__init__(target, drafter)
+        target.requires_grad_(False)
+        self.config = target.config.get_text_config(decoder=True)
+        layers = decoder_layers(target)
+        self._taps = [layers[i] for i in drafter.config.target_layer_ids]
+        self._decoder = next(m for m in target.modules() if getattr(m, "layers", None) is layers)
         self._is_head_known = False
 
     @torch.no_grad()
@@ -62,27 +57,24 @@ class FrozenTarget:
         """The states of every column of `batch`; each of its documents is read as if it stood alone.
 
         Raises:
-            ValueError: for documents side by side that this target cannot keep apart, or if the last states are wanted and
-                the target's logits are not what `logits` makes of them.
+            ValueError: for documents side by side that this target cannot keep apart, or if the last hidden states are wanted
+                and `logits` does not make the target's logits of them.
         """
-        drafter = self.tapped.drafter
-        batch = batch.to(self.target.device)
+        batch, target = batch.to(self.target.device), self.target
         placed = self._placed(batch.document_ids)
-        if getattr(
-            self.config, "num_kv_shared_layers", 0
-        ):  # layers that take keys from the cache, or would make up others
-            placed["past_key_values"] = self.tapped.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
+        if getattr(self.config, "num_kv_shared_layers", 0):  # such layers read their keys from a cache
+            placed["past_key_values"] = self.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
         last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
         with _outputs_of([*self._taps, self._decoder]) as outputs:
-            logits = self.target(
+            logits = target(
                 input_ids=batch.input_ids,
                 use_cache="past_key_values" in placed,
                 logits_to_keep=last,
                 return_dict=True,
                 **placed,
             ).logits[:, -1]
-        *states, last_hidden_state = (output.to(drafter.device) for output in outputs)
-        features = torch.cat([state.to(drafter.dtype) for state in states], dim=-1)
+        *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs)
+        features = torch.cat([state.to(self.drafter.dtype) for state in states], dim=-1)
         if not wants_states:
             return TargetStates(features)
         self._check_head(last_hidden_state[:, -1], logits)
@@ -90,33 +82,33 @@ class FrozenTarget:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits [M, V] of its last states [M, D]."""
-        logits, config = self.tapped.head(states), self.config
+        logits, config = self.head(states), self.config
         logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _placed(self, document_ids: torch.Tensor) -> dict[str, Any]:
-        """Positions and masks of documents side by side. One document to a row needs none: padding follows it."""
+        """Positions and masks of documents side by side; none where each stands alone, for padding follows it."""
         if not (document_ids > 0).any():
             return {}
+        types = set(getattr(self.config, "layer_types", None) or ())
         if not can_pack(self.target):
-            linear = sorted(set(getattr(self.config, "layer_types", None) or ()) & set(LINEAR_TYPES))
+            linear = sorted(types & set(LINEAR_TYPES))
             raise ValueError(
                 f"{type(self.target).__name__} (attn_implementation={self.config._attn_implementation!r}"
                 f"{', layers of type ' + ', '.join(linear) if linear else ''}) cannot keep documents of one row apart: leave "
                 "pack_length out, or load it with attn_implementation='sdpa' if it has attention layers only."
             )
-        dtype, window = self.target.dtype, getattr(self.config, "sliding_window", None)
-        types = set(getattr(self.config, "layer_types", None) or ())
+        window = getattr(self.config, "sliding_window", None)
         by_type = {
-            name: packed_causal_mask(document_ids, window if name == "sliding_attention" else None, dtype)
+            name: packed_causal_mask(document_ids, window if name == "sliding_attention" else None, self.target.dtype)
             for name in types or {"sliding_attention"}  # without types, a window is every layer's
         }
         mask: Any = by_type if len(types) > 1 else next(iter(by_type.values()))
         return {"position_ids": positions_in_documents(document_ids), "attention_mask": mask}
 
     def _check_head(self, states: torch.Tensor, logits: torch.Tensor) -> None:
-        """Once: a family whose forward does more to its logits would be learned from wrongly."""
+        """Refuses, once, a family whose forward does more to its logits: its drafters would learn something else."""
         if self._is_head_known:
             return
         ours = self.logits(states).float()

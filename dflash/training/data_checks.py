@@ -1,4 +1,4 @@
-"""Data and tokens that cannot be trained on, refused before anything is computed: one sentence with the value and the remedy."""
+"""Refuses data and tokens that cannot be trained on, before anything is computed: one sentence with the value and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def usable(
     target: PreTrainedModel,
     announce: Callable[[str], None] | None = None,
 ) -> list[Example]:
-    """The examples that hold a place for a block; ValueError for data or a mask that the pair cannot be trained with."""
+    """The examples in which a block can stand; ValueError for data or a mask token that the pair cannot be trained with."""
     config, mask_token_id = target.config.get_text_config(decoder=True), drafter.config.mask_token_id or 0
     pad_token_id = getattr(target.generation_config, "pad_token_id", None)
     check_mask_token(
@@ -42,57 +42,52 @@ def usable(
 def usable_examples(
     examples: Sequence[Example], *, block_size: int, vocab_size: int, mask_token_id: int
 ) -> tuple[list[Example], int]:
-    """The examples in which a block can begin and end, and how many others were left out.
-
-    Args:
-        examples: The data.
-        block_size: Tokens of a block; a shorter sequence is left out.
-        vocab_size: The target's.
-        mask_token_id: What fills blocks.
+    """The examples of `block_size` tokens or more with a valid anchor, and how many others were left out.
 
     Raises:
-        ValueError: if nothing is left, or if an id is unknown to the target or is the mask's.
+        ValueError: if nothing is left, or if a token id is unknown to the target or is the mask's.
     """
-    if not any(1 in example.loss_mask for example in examples):
-        raise ValueError(
-            f"The data ({len(examples)} sequences) holds no supervised token: give chats in which the assistant says "
-            "something, or a longer max_length."
-        )
+    kept, is_supervised = [], False
     for number, example in enumerate(examples, start=1):
-        input_ids = example.input_ids
-        for token_id in (min(input_ids, default=0), max(input_ids, default=0)):
+        tokens = example.token_array
+        for token_id in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(
                     f"Sequence {number} holds the token id {token_id} but the target's vocabulary is {vocab_size}: encode the "
                     "data with the target's own tokenizer."
                 )
-        if mask_token_id in input_ids:
+        if mask_token_id in tokens:
             raise ValueError(
-                f"Sequence {number} holds the mask token ({mask_token_id}, at position {input_ids.index(mask_token_id)}), "
+                f"Sequence {number} holds the mask token ({mask_token_id}, at position {tokens.index(mask_token_id)}), "
                 "which the drafter would take for one to be filled in: choose a mask_token_id that never occurs in text, or "
                 "take that sequence out."
             )
-    kept = [example for example in examples if len(example) >= block_size and valid_anchors(example.loss_mask)]
-    if not kept:
-        longest = max(map(len, examples))
+        is_supervised = is_supervised or 1 in example.mask_array
+        if len(example) >= block_size and valid_anchors(example.mask_array):
+            kept.append(example)
+    if not is_supervised:
         raise ValueError(
-            f"None of the {len(examples)} sequences (the longest has {longest} tokens) is as long as a block of {block_size} "
-            "with two supervised tokens in a row: give longer answers, or a smaller block_size."
+            f"The data ({len(examples)} sequences) holds no supervised token: give chats in which the assistant says "
+            "something, or a longer max_length."
+        )
+    if not kept:
+        raise ValueError(
+            f"None of the {len(examples)} sequences (the longest has {max(map(len, examples))} tokens) is as long as a block of "
+            f"{block_size} with two supervised tokens in a row: give longer answers, or a smaller block_size."
         )
     return kept, len(examples) - len(kept)
 
 
 def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]], positions: int | None) -> None:
-    """Raises ValueError for a sequence beyond the target's positions, or a held-out prompt that leaves it none to write to."""
-    longest = max(map(len, examples), default=0)
+    """Raises ValueError for a sequence beyond the target's positions, or a held-out prompt that leaves no room for an answer."""
+    longest, prompt = (max(map(len, texts), default=0) for texts in (examples, prompts))
     if positions is not None and longest > positions:
         raise ValueError(
             f"A sequence has {longest} tokens and the target {positions} positions: give a max_length of at most {positions}."
         )
-    longest = max(map(len, prompts), default=0)
-    if positions is not None and longest >= positions:
+    if positions is not None and prompt >= positions:
         raise ValueError(
-            f"A held-out prompt has {longest} tokens and the target {positions} positions: give a smaller max_length, or "
+            f"A held-out prompt has {prompt} tokens and the target {positions} positions: give a smaller max_length, or "
             "shorter prompts."
         )
 
@@ -100,7 +95,7 @@ def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]],
 def check_mask_token(
     mask_token_id: int, *, vocab_size: int, pad_token_id: int | None, eos_token_ids: Iterable[int]
 ) -> None:
-    """Raises ValueError if the id that fills blocks is none of the target's or means something to it already."""
+    """Raises ValueError if the target has no such token, or if the token means something to it already."""
     if not 0 <= mask_token_id < vocab_size:
         raise ValueError(
             f"mask_token_id={mask_token_id} is no row of the target's embedding, which has {vocab_size}: choose one that "
@@ -116,10 +111,10 @@ def check_mask_token(
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
-    """Raises ValueError if the tokenizer cannot be that of a target with `vocab_size` embedding rows.
+    """Raises ValueError if the tokenizer cannot belong to a target with `vocab_size` embedding rows.
 
-    Targets have rows to spare, but not as many as they use. A tokenizer may know a few tokens more, which a text-only target
-    of a family that sees images never reads: an id that it has no row for is refused where it occurs.
+    Targets have spare rows, but fewer than used ones. A tokenizer may know a few tokens more, which a text-only target of a
+    multimodal family never reads: such an id is refused where it occurs.
     """
     size = len(tokenizer)
     if not vocab_size / 2 < size <= vocab_size * 1.01:

@@ -1,7 +1,7 @@
-"""All blocks of a batch as rows of one forward of the drafter: ids, labels, positions, and who sees whom.
+"""All blocks of a batch as the queries of one forward of the drafter: ids, labels, positions, and who sees whom.
 
-Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N rows. It knows no model; the
-visibility is the predicate that decoding uses (`attention_dflash.sees`), so a training forward is many decoding forwards at once.
+Dimensions: B sequences, S their (padded) length, A anchors each, N block size, R = A * N queries. It knows no model. Decoding
+uses the same predicate (`attention_dflash.sees`), so a training forward is many decoding forwards at once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .block_attention import BLOCKWISE
 # The document of an absent anchor: no token's, and not that of padding.
 NO_DOCUMENT = -2
 
-# Whether row q of sequence b sees key k: of flex attention's form, with the head in between.
+# Whether query q of sequence b sees key k, in the form of flex attention, which has the head in between.
 Visibility = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the drafter reads and what it should say, row by row; row r is offset `r % N` of block `r // N`.
+    """What the drafter reads and what it should propose; query r is position `r % N` of block `r // N`.
 
     Attributes:
         token_ids: The anchor's token, then mask tokens, [B, R].
-        labels: The token that the row proposes, [B, R]: the one at its own position, or behind it if `sample_from_anchor`;
-            undefined where `is_learned` is False.
-        is_learned: Rows that are trained, bool [B, R]: those that propose, up to the end of the anchor's response.
-        previous: Columns of the tokens before the labels, [B, R]: where the target says what the label should be.
-        position_ids: Positions of the context, then of the rows, [B, S + R].
-        attention_mask: Per layer type, who sees whom, in the form that the attention takes: True where a row sees a key,
-            bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the row's own block, [B, 1, R, S + N];
-            for "flex_attention" its `BlockMask`.
+        labels: The token that the query proposes, [B, R]: the one at its own position, or the next one if
+            `sample_from_anchor`; undefined where `is_learned` is False.
+        is_learned: Queries that are trained, bool [B, R]: those that propose, up to the end of the anchor's response.
+        previous: Columns of the tokens before the labels, [B, R], at which the target's logits predict the labels.
+        position_ids: Positions of the context, then of the queries, [B, S + R].
+        attention_mask: Per layer type, in the form that the attention takes: True where a query sees a key, bool
+            [B, 1, R, S + R]; for "blockwise" the context's keys and those of the query's own block, [B, 1, R, S + N]; for
+            "flex_attention" its `BlockMask`.
     """
 
     token_ids: torch.Tensor
@@ -59,9 +59,9 @@ def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What a causal target sees of documents side by side, each as if alone: additive [B, 1, S, S].
+    """The mask of a causal target that reads documents side by side, each as if alone: additive [B, 1, S, S].
 
-    Padding is a document too, so that no row sees nothing.
+    Padding is a document too, so that every token sees at least one.
     """
     length, device = document_ids.shape[1], document_ids.device
     visible = written_out(
@@ -78,13 +78,13 @@ def lay_out_blocks(
     config: DFlashConfig,
     attention: str,
 ) -> BlockLayout:
-    """The rows of all blocks that begin at `anchors`, with the masks that `attention` takes.
+    """The queries of all blocks that begin at `anchors`, with the masks that `attention` takes.
 
-    A row sees the context of its own document strictly before its anchor, and its own block; never another block, which
-    may overlap it. Rows of an absent anchor are there to keep the shape: they are not learned and nobody sees them.
+    A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block, even
+    one that overlaps its own. Queries of an absent anchor keep the shape: they are not learned and no other query sees them.
     """
     (batch, length), block_size = input_ids.shape, config.block_size
-    ahead = int(config.sample_from_anchor)  # how far behind its own position a row's label stands
+    ahead = int(config.sample_from_anchor)  # distance from a query's position to its label's
     offsets = torch.arange(block_size, device=input_ids.device)  # [N]
     exists = anchors >= 0  # [B, A]
     first = anchors.clamp(min=0)
@@ -96,7 +96,7 @@ def lay_out_blocks(
         return values.gather(1, columns.flatten(1)).view_as(columns)
 
     anchor_documents = document_ids.gather(1, first)  # [B, A]
-    # Past the first token that is not this response's, later ones are not either, be it a next turn or a next document.
+    # A block ends with its anchor's response: tokens after that belong to a next turn or a next document.
     is_response = in_sequence & at(loss_mask) & (at(document_ids) == anchor_documents[:, :, None]) & exists[:, :, None]
     is_learned = is_response.long().cumprod(dim=2).bool()
     if not ahead:
@@ -107,30 +107,27 @@ def lay_out_blocks(
 
     positions = positions_in_documents(document_ids)  # [B, S]
     anchor_positions = positions.gather(1, first)[:, :, None].expand_as(columns).flatten(1)  # [B, R]
-    row_positions = anchor_positions + offsets.repeat(anchors.shape[1])
-    row_blocks = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    row_blocks = row_blocks.expand(batch, -1)  # [B, R]
-    row_documents = torch.where(exists, anchor_documents, NO_DOCUMENT).repeat_interleave(block_size, 1)
+    query_positions = anchor_positions + offsets.repeat(anchors.shape[1])
+    query_blocks = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
+    query_blocks = query_blocks.expand(batch, -1)  # [B, R]
+    query_documents = torch.where(exists, anchor_documents, NO_DOCUMENT).repeat_interleave(block_size, 1)
 
-    position_ids = torch.cat([positions, row_positions], dim=1)
-    key_blocks = torch.cat([torch.full_like(document_ids, -1), row_blocks], dim=1)
-    key_documents = torch.cat([document_ids, row_documents], dim=1)
+    position_ids = torch.cat([positions, query_positions], dim=1)
+    key_blocks = torch.cat([torch.full_like(document_ids, -1), query_blocks], dim=1)
+    key_documents = torch.cat([document_ids, query_documents], dim=1)
 
     def visibility(is_causal: bool, window: int | None) -> Visibility:
         def visible(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-            row, key = (row_positions[b, q], row_blocks[b, q]), (position_ids[b, k], key_blocks[b, k])
-            seen = sees(row, key, anchor_positions[b, q], is_causal, window)
-            return seen & (row_documents[b, q] == key_documents[b, k])
+            query, key = (query_positions[b, q], query_blocks[b, q]), (position_ids[b, k], key_blocks[b, k])
+            seen = sees(query, key, anchor_positions[b, q], is_causal, window)
+            return seen & (query_documents[b, q] == key_documents[b, k])
 
         return visible
 
-    shape = batch, row_positions.shape[1], position_ids.shape[1]
-    if attention == "flex_attention":
-        make_mask = _block_mask
-    elif attention == BLOCKWISE:
-        make_mask = partial(_blockwise_mask, block_size=block_size)
-    else:
-        make_mask = _dense_mask
+    shape = batch, query_positions.shape[1], position_ids.shape[1]
+    make_mask: Any = {"flex_attention": _block_mask, BLOCKWISE: partial(_blockwise_mask, block_size=block_size)}.get(
+        attention, _dense_mask
+    )
     masks: dict[str, Any] = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:
@@ -149,7 +146,7 @@ def lay_out_blocks(
 def _dense_mask(
     visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Bool [B, 1, Q, K], of all keys or of those asked for, [1 or Q, K]."""
+    """Bool [B, 1, Q, K] for all keys, or for the given ones, [1 or Q, K]."""
     b, q, k = (torch.arange(size, device=device) for size in shape)
     return visible(b[:, None, None], None, q[None, :, None], k[None, None] if keys is None else keys[None])[:, None]
 
@@ -157,20 +154,20 @@ def _dense_mask(
 def _blockwise_mask(
     visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int
 ) -> torch.Tensor:
-    """Of each row's keys those that any row of its block sees: the context's and its own block's, bool [B, 1, Q, S + N]."""
-    _, rows, keys = shape
-    length = keys - rows
+    """The keys that a query's block may see: the context's and its own, bool [B, 1, Q, S + N]."""
+    _, queries, keys = shape
+    length = keys - queries
     context = _dense_mask(visible, shape, device, torch.arange(length, device=device)[None])
-    begins = torch.arange(0, rows, block_size, device=device).repeat_interleave(block_size)
+    begins = torch.arange(0, queries, block_size, device=device).repeat_interleave(block_size)
     own = length + begins[:, None] + torch.arange(block_size, device=device)
     return torch.cat([context, _dense_mask(visible, shape, device, own)], dim=-1)
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:
-    """The same for flex attention, which skips what nobody sees and never holds [Q, K]."""
+    """The mask for flex attention, which skips keys that no query sees and never holds [Q, K]."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    batch, rows, keys = shape
-    # Uncompiled, it would hold [Q, K] while it is made.
+    batch, queries, keys = shape
+    # Uncompiled, `create_block_mask` holds [Q, K] meanwhile.
     make: Any = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return make(visible, batch, None, rows, keys, device=device)
+    return make(visible, batch, None, queries, keys, device=device)

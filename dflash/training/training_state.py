@@ -1,7 +1,7 @@
 """Where a run stands, on disk beside its output: written aside and renamed, so that a kill at any moment leaves a whole one.
 
-The output itself is a checkpoint that anyone loads, so the state has a folder of its own, `OUTPUT.state`, which goes when
-the run is complete.
+The output itself is a checkpoint that anyone loads, so the training state has a folder of its own, `OUTPUT.state`, which is
+deleted when the run is complete.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash.checkpoints import check_replaceable, replace_folder
+from dflash.common.provenance import public_name
 
 from .settings import TrainingSettings
 
@@ -64,15 +66,6 @@ def saving(what: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def read_facts(folder: Path) -> dict[str, Any] | None:
-    """What a training state says of its run, `None` if there is no state."""
-    try:
-        facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return facts
-
-
 def read_tensors(folder: Path) -> dict[str, Any] | None:
     """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
     if not folder.is_dir():
@@ -106,45 +99,9 @@ def remove_state(folder: Path) -> None:
     clear_leftovers(folder)
 
 
-def claim_output(output: Path, resume: bool, overwrite: bool) -> dict[str, Any] | None:
-    """Makes sure that a run may write to `output`; the facts of the state to go on from, `None` to begin.
-
-    Raises:
-        ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or something else than a
-            drafter's checkpoint.
-        OSError: if nothing can be written there.
-    """
-    folder = state_folder(output)
-    for path in (output, folder):
-        clear_leftovers(path)
-    check_replaceable(output)  # rather now than when there is something to save
-    _check_writable(output)
-    facts = read_facts(folder)
-    holds_checkpoint = output.is_dir() and any(output.iterdir())
-    if facts is not None and not facts["step"] and not holds_checkpoint:
-        facts = None  # it ended before it had made anything
-    holds_run = facts is not None or holds_checkpoint
-    if overwrite:
-        if resume:
-            raise ValueError("resume and overwrite are both given: go on with the run, or begin anew.")
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-    if resume:
-        if facts is None and holds_run:
-            raise ValueError(
-                f"{output} holds a finished checkpoint and no training state ({folder.name}): there is nothing to resume; "
-                "choose another output, or pass overwrite (--overwrite)."
-            )
-        return facts
-    if holds_run:
-        raise ValueError(
-            f"{output} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, "
-            "or choose another output."
-        )
-    return None
-
-
-def _check_writable(output: Path) -> None:
+def check_output(output: Path) -> None:
+    """Raises ValueError for an output that is something else than a checkpoint, OSError for one that cannot be written."""
+    check_replaceable(output)
     probe = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         probe.mkdir(parents=True)
@@ -153,13 +110,63 @@ def _check_writable(output: Path) -> None:
         raise OSError(f"The output {output} cannot be written ({error.strerror}): choose another folder.") from error
 
 
-def refuse_changes(settings: TrainingSettings, inputs: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises ValueError, naming what differs, unless a run with these settings and inputs goes on from a saved state."""
-    changed = settings.changed_from(saved["settings"])
-    for name, now in inputs.items():
-        before = saved["inputs"].get(name, {}).get("fingerprint")
-        if before != now["fingerprint"]:
-            changed.append(f"{name}: {before}, now {now['fingerprint']}")
+def find_run(
+    output: Path, settings: TrainingSettings, resume: bool, overwrite: bool
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The facts of the unfinished run in `output` to go on from, and those of a finished one; neither, to begin.
+
+    Raises:
+        ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or if the run to resume has
+            other settings.
+    """
+    if resume and overwrite:
+        raise ValueError("resume and overwrite are both given: go on with the run, or begin anew.")
+    folder = state_folder(output)
+    saved, finished = _read_json(folder / FACTS_FILE), _read_json(output / "training.json")
+    holds_checkpoint = output.is_dir() and any(output.iterdir())
+    if saved is not None and not saved["step"] and not holds_checkpoint:
+        saved = None  # it ended before it had made anything
+    if overwrite or not (saved or holds_checkpoint):
+        return None, None
+    if not resume:
+        raise ValueError(
+            f"{output} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, "
+            "or choose another output."
+        )
+    if saved is not None:
+        refuse_changes(settings.changed_from(saved["settings"]))
+        return saved, None
+    if finished is None or "curve" not in finished:
+        raise ValueError(
+            f"{output} holds a checkpoint of no run and no training state ({folder.name}): there is nothing to resume; "
+            "choose another output, or pass overwrite (--overwrite)."
+        )
+    refuse_changes(public_settings(settings).changed_from(finished["settings"]))
+    return None, finished
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The facts in a file of ours, `None` if there is no file."""
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return facts
+
+
+def public_settings(settings: TrainingSettings) -> TrainingSettings:
+    """The settings without paths of this machine."""
+    return replace(settings, init=public_name(settings.init), features=public_name(settings.features))
+
+
+def changed_inputs(inputs: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """`name: saved fingerprint, now fingerprint` of each of `describe_inputs` that differs from a saved one."""
+    pairs = ((name, saved.get(name, {}).get("fingerprint"), now["fingerprint"]) for name, now in inputs.items())
+    return [f"{name}: {before}, now {now}" for name, before, now in pairs if before != now]
+
+
+def refuse_changes(changed: list[str]) -> None:
+    """Raises ValueError if something of a run to resume has changed."""
     if changed:
         raise ValueError(
             f"The run to resume had other settings ({'; '.join(changed)}): give the same, or pass overwrite (--overwrite) to "

@@ -1,4 +1,4 @@
-"""A drafter over several processes: whole in each, or in pieces (FSDP2), and its state as one process would have it.
+"""A drafter over several processes: whole in each or sharded (FSDP2), and its state as one process would have it.
 
 Losses, gradients and counts travel as sums.
 """
@@ -58,9 +58,9 @@ def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None
 
 
 def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
-    """Spreads a drafter over the processes in place: each layer is gathered when it runs, the rest when the forward begins.
+    """Shards a drafter in place: each layer is gathered when it runs, the rest when the forward begins.
 
-    `options` are those of `fully_shard`, for the layers: what is outside them is read behind the forward too.
+    `options` of `fully_shard` are the layers' alone: weights outside them are read after the forward too.
     """
     for layer in drafter.layers:
         fully_shard(layer, **options)
@@ -68,13 +68,13 @@ def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
 
 
 def shard_layers(target: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Spreads a target's layers over the processes; its embedding and head, which others call too, stay whole."""
+    """Shards a target's layers; its embedding and head, which the drafter calls too, stay whole."""
     for layer in layers:
         fully_shard(layer)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some weights of `model` are spread over processes."""
+    """Whether some weights of `model` are sharded."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -88,14 +88,14 @@ def full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 
 
 def load_full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
-    """Puts a `full_state` back; before the drafter is sharded its weights, behind that the optimisers' states."""
+    """Puts the optimisers' part of a `full_state` back; the weights are loaded before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
 
 
 def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
-    """The drafter as it decodes and is saved: itself, or if it is sharded a copy of it in each process."""
+    """The drafter as it decodes and is saved: itself, or of a sharded one a copy in each process."""
     if not is_sharded(drafter):
         return drafter
     whole: Any = DFlashDraftModel(copy.deepcopy(drafter.config))
@@ -106,29 +106,28 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 def join_gradients(
     accelerator: accelerate.Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
 ) -> tuple[float, bool]:
-    """Turns the gradients of each process's loss sum into those of the mean loss over all; gives it, and if any wants to stop.
+    """Turns gradients of each process's loss sum into those of the mean loss over all; gives that loss, and if any process stops.
 
-    They meet in one message: a sum of many small tensors would mostly wait. Gradients of a drafter in pieces have met before.
+    All travel in one message, because a sum of many small tensors is mostly latency. FSDP has summed the gradients of a
+    sharded drafter before.
     """
     figures = torch.stack([counts.loss_sum, counts.weight_sum, counts.loss_sum.new_tensor(float(stop))])
-    parameters = [parameter for parameter in drafter.parameters() if parameter.grad is not None]
+    trained = [parameter for parameter in drafter.parameters() if parameter.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in trained]
     if is_sharded(drafter):
         figures = accelerator.reduce(figures, reduction="sum")
         scale = 1 / figures[1].clamp(min=1e-9).item()
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad *= scale
+        for gradient in gradients:
+            gradient *= scale
     elif accelerator.num_processes == 1:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad /= figures[1].clamp(min=1e-9)
+        for gradient in gradients:
+            gradient /= figures[1].clamp(min=1e-9)
     else:
-        gradients = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
-        total = accelerator.reduce(torch.cat([*gradients, figures]), reduction="sum")
+        total = accelerator.reduce(torch.cat([*(one.flatten() for one in gradients), figures]), reduction="sum")
         figures = total[-len(figures) :]
         means = total[: -len(figures)] / figures[1].clamp(min=1e-9)
         parts = means.split([gradient.numel() for gradient in gradients])
-        for parameter, part in zip(parameters, parts, strict=True):
+        for parameter, part in zip(trained, parts, strict=True):
             parameter.grad = part.view_as(parameter)
     loss, wishes = torch.stack([figures[0] / figures[1].clamp(min=1e-9), figures[2]]).tolist()
     return loss, wishes > 0
@@ -141,7 +140,7 @@ def join_counts(accelerator: accelerate.Accelerator, counts: DraftCounts) -> Dra
 
 
 def counts_of_each(accelerator: accelerate.Accelerator, counts: DraftCounts) -> dict[str, torch.Tensor]:
-    """The counts of each process, one behind the other: joined and added to later, they would round another way."""
+    """The counts of each process, in order: joined now and added to later, they would round another way."""
     return {name: accelerator.gather(getattr(counts, name)[None]).cpu() for name in counts.__dataclass_fields__}
 
 

@@ -1,0 +1,67 @@
+"""The model card of a trained drafter: what it is, how it was trained, and what was measured meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash.model.generation_dflash import write_card
+
+
+def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
+    """The README.md of a trained drafter, filled from its `training.json`."""
+    data, settings, answers = facts["data"], facts["settings"], facts.get("answers")
+    stated = answers["data"]["license"] if answers else None
+    licence = settings["license"] or (stated if stated and "," not in stated else None)
+    card = write_card(config, name, facts.get("target_name"))
+    if facts.get("target_is_local"):
+        card = card.replace(f"base_model: {facts['target_name']}\n", "", 1)
+    if licence:
+        card = card.replace("---\n", f"---\nlicense: {licence}\n", 1)
+    source = facts.get("data_name")
+    processes = "1 process" if facts["processes"] == 1 else f"{facts['processes']} processes"
+    points = [
+        f"| {point['step']} | {point['loss']:.3f} | {point['accepted_per_block']:.2f} | "
+        + (f"{point['tau']:.2f} |" if "tau" in point else " |")
+        for point in facts["curve"]
+    ]
+    lines = [
+        "## Training",
+        "",
+        f"{data['examples']:,} sequences{f' of {source}' if source else ''}, {data['tokens']:,} tokens of which "
+        f"{data['supervised_tokens']:,} supervised (fingerprint {data['fingerprint']}); loss {settings['loss']}, position "
+        f"weights {settings['position_weights']}, {settings['num_anchors']} random anchors, seed "
+        f"{settings['seed']}. {facts['parameters']:,} parameters; the weights are those of step {facts['best_step']}, of "
+        f"{facts['seconds'] / 60:.1f} minutes on {processes} in all. Settings, "
+        "versions, fingerprints and the whole curve are in `training.json`.",
+        "",
+        *([_answers_text(answers), ""] if answers else []),
+        f"| step | loss | accepted drafts per block, teacher-forced | tau on {facts['held_out']['prompts']} held-out prompts |",
+        "|---|---|---|---|",
+        *points,
+        "",
+        *([f"`{facts['command']}`", ""] if isinstance(facts.get("command"), str) else []),
+        *([] if licence else ["No licence was stated for these weights.", ""]),
+    ]
+    return card + "\n" + "\n".join(lines)
+
+
+def _answers_text(answers: dict[str, Any]) -> str:
+    """How the answers in the data were written, by the manifest beside it."""
+    how, source = answers["settings"], answers["data"]
+    manner = "greedily"
+    if how["temperature"]:
+        manner = (
+            f"at temperature {how['temperature']:g}, top-p {how['top_p']:g}, top-k {how['top_k']}, seed {how['seed']}"
+        )
+    revision = f" (revision {answers['revision']})" if answers.get("revision") else ""
+    licence = f", licence {source['license']}" if source["license"] else ""
+    return (
+        f"Its answers were written by {_code(answers['target']) or 'the target'}{revision} {manner}, thinking "
+        f"{'on' if how['thinking'] else 'off'}, at most {how['max_new_tokens']:,} tokens each, to "
+        f"{_code(source['name']) or 'rows'} ({source['rows']:,} rows{licence})."
+        + (f" `{answers['command']}`" if answers.get("command") else "")
+    )
+
+
+def _code(name: str | None) -> str:
+    return f"`{name}`" if name else ""

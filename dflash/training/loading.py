@@ -1,0 +1,210 @@
+"""From names to models and data: the target, its tokenizer, the data and the drafter, loaded and checked against each other."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.common.fingerprints import model_fingerprint
+from dflash.common.manifest import manifest_path, read_manifest
+from dflash.model.generation_dflash import max_positions
+from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import check_pair
+
+from .data import Example, load_examples
+from .data_checks import check_mask_token, check_tokenizer, usable
+from .initialization import find_mask_token, new_drafter, window_fields
+from .settings import TrainingSettings
+
+
+# Where acceptance is measured, a text without a prompt is continued from so many of its first tokens.
+SHORTEST_PROMPT = 8
+
+# Settings of the weights' shape, which only a new drafter takes.
+NEW_DRAFTER_FIELDS = (
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_taps",
+    "target_layer_ids",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
+
+
+@dataclass
+class Prepared:
+    """The models, the data to train on, and prompts that nothing is trained on."""
+
+    target: PreTrainedModel
+    tokenizer: Any
+    drafter: DFlashDraftModel
+    examples: list[Example]
+    held_out: list[list[int]]
+
+
+def prepare(
+    target: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    settings: TrainingSettings,
+    announce: Callable[[str], None] | None = None,
+) -> Prepared:
+    """Loads data and models, the small ones first; `announce` is told in a sentence what is left out.
+
+    Raises:
+        ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
+    """
+    _check_device_map(settings.device_map)
+    with _named_target(target):
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    options: dict[str, Any] = {
+        "split": settings.split,
+        "max_length": settings.max_length,
+        "enable_thinking": settings.thinking,
+    }
+    examples = load_examples(data, tokenizer, **options)
+    drafter = None
+    if settings.init is not None:
+        drafter = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+    with _named_target(target):
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=settings.target_dtype, device_map=settings.device_map
+        )
+    positions, vocab_size = max_positions(model), model.config.get_text_config(decoder=True).vocab_size
+    if positions is not None:
+        examples = [example.cut(positions) for example in examples]
+    check_tokenizer(tokenizer, vocab_size)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        drafter = make_drafter(model, tokenizer, settings, drafter)
+    check_pair(model, drafter)
+    check_mask_token(
+        drafter.config.mask_token_id or 0,
+        vocab_size=vocab_size,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_ids={tokenizer.eos_token_id} - {None},
+    )
+    usable_ones = usable(examples, drafter, model, announce)  # of all, so that what is refused is named by its row
+    if settings.held_out > len(usable_ones):
+        raise ValueError(
+            f"held_out={settings.held_out}: the data has {len(usable_ones)} usable sequences, of which a tenth may be held out: "
+            f"give at most {len(usable_ones) // 10}."
+        )
+    examples, held_out = hold_out(usable_ones, settings.held_out, settings.seed)
+    if len(held_out) < settings.held_out and announce is not None:
+        left = "true acceptance is not measured, and the last weights are kept"
+        announce(
+            f"The data has {len(usable_ones)} usable sequences, of which a tenth may be held out: "
+            f"{f'{len(held_out)} are, not {settings.held_out}' if held_out else left}."
+        )
+    return Prepared(model, tokenizer, drafter, examples, held_out)
+
+
+def _check_device_map(device_map: str | None) -> None:
+    """Raises ValueError for a name that is neither a way of spreading a model nor a device of this machine."""
+    if device_map in (None, "auto", "balanced", "balanced_low_0", "sequential"):
+        return
+    try:
+        torch.empty(0, device=device_map)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"device_map={device_map!r} cannot be used ({reason}): give auto, cpu or cuda:0.") from error
+
+
+@contextmanager
+def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the target in what is wrong with it. A name that no Hub id can have is a ValueError of transformers."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be reached."
+        ) from error
+
+
+def answers_of(
+    data: str | os.PathLike[str], target: PreTrainedModel, announce: Callable[[str], None] | None = None
+) -> dict[str, Any] | None:
+    """The manifest of `dflash regenerate` beside `data`; `None` for data that it did not write.
+
+    `announce` is told if answers are missing, or if another target wrote them.
+    """
+    path = Path(data).expanduser()
+    if not path.is_file() or not manifest_path(path).is_file():
+        return None
+    manifest = read_manifest(path)
+    weights = manifest["settings"].get("weights")
+    if announce is not None and not manifest.get("complete"):
+        announce(f"{path.name} is unfinished: dflash regenerate --resume writes the rest of it.")
+    if announce is not None and weights not in (None, model_fingerprint(target)):
+        announce(
+            f"{path.name} holds the answers of another target ({manifest.get('target')}, weights {weights}): a drafter "
+            "learns more from the answers of its own."
+        )
+    return {name: value for name, value in manifest.items() if name != "complete"}
+
+
+def make_drafter(
+    target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, begun: DFlashDraftModel | None = None
+) -> DFlashDraftModel:
+    """A new drafter of the shape that the settings ask for, or `begun`, the one of `init`, with what they change; in fp32."""
+    config = target.config.get_text_config(decoder=True)
+    asked = _given(settings, *NEW_DRAFTER_FIELDS)
+    changeable = _given(settings, "block_size", "mask_token_id", "is_causal")
+    if begun is None:
+        if settings.num_taps is not None and settings.num_taps > config.num_hidden_layers - 1:
+            raise ValueError(
+                f"num_taps={settings.num_taps}: the target has {config.num_hidden_layers} layers, all but the last of which "
+                f"can be read: give at most {config.num_hidden_layers - 1}."
+            )
+        if settings.mask_token_id is None:
+            changeable["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
+        return new_drafter(target, sliding_window=settings.sliding_window, **asked, **changeable)
+    if asked:
+        raise ValueError(
+            f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
+            "with a new drafter."
+        )
+    if settings.sliding_window is not None:
+        changeable |= window_fields(begun.config.num_hidden_layers, settings.sliding_window)
+    return _reshaped(begun, changeable) if changeable else begun
+
+
+def _given(settings: TrainingSettings, *names: str) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+
+
+def _reshaped(drafter: DFlashDraftModel, fields: dict[str, Any]) -> DFlashDraftModel:
+    """The same weights in a drafter with another block or attention."""
+    config = drafter.config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.dflash_config = {}  # the older copy of the same fields
+    other = DFlashDraftModel(config)
+    other.load_state_dict(drafter.state_dict())
+    return other
+
+
+def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[list[int]]]:
+    """The examples to train on, and the prompts of `count` others, but of no more than a tenth of all."""
+    count = min(count, len(examples) // 10)
+    chosen = set(random.Random(f"held-out-{seed}").sample(range(len(examples)), count))
+    kept = [example for index, example in enumerate(examples) if index not in chosen]
+    return kept, [prompt_of(examples[index]) for index in sorted(chosen)]
+
+
+def prompt_of(example: Example) -> list[int]:
+    """The prompt of an example: all before its first supervised token, or the beginning of a text."""
+    begin = example.mask_array.index(1) if 1 in example.mask_array else len(example)
+    return example.input_ids[: max(begin, min(SHORTEST_PROMPT, len(example) // 2), 1)]

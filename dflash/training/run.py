@@ -1,0 +1,310 @@
+"""A run from its first step to its last: what is shown, measured and saved meanwhile, and how it goes on after a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.common.files import only_writer
+from dflash.common.processes import PATIENCE
+from dflash.common.provenance import public_name
+from dflash.common.stopwatch import stopwatch
+from dflash.model.generation_dflash import max_positions
+from dflash.model.modeling_dflash import DFlashDraftModel
+
+from .checkpointing import Checkpointer
+from .data import Example
+from .data_checks import check_lengths, usable
+from .loading import answers_of, prepare
+from .run_record import TrainingRecord, describe_inputs
+from .settings import TrainingSettings
+from .trainer import StepFigures, Trainer, is_cpu_alone
+from .training_state import (
+    changed_inputs,
+    check_output,
+    clear_leftovers,
+    find_run,
+    read_tensors,
+    refuse_changes,
+    state_folder,
+)
+
+
+def train_drafter(
+    target: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    settings: TrainingSettings | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    provenance: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> TrainingRecord:
+    """Trains a drafter for `target` on `data`, as `dflash train` does.
+
+    Args:
+        target: Folder or Hub id of any `AutoModelForCausalLM`.
+        data: The texts to train on; best the target's own answers.
+        output: Folder of the checkpoint.
+        settings: The recipe. Default: the paper's.
+        resume: As in `train`.
+        overwrite: As in `train`.
+        provenance: As in `train`.
+        arguments: Passed on to `train`: `on_point`, `show_progress`, `announce`.
+
+    Example:
+        >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
+    """
+    settings, folder, announce = settings or TrainingSettings(), _absolute(output), arguments.get("announce")
+    _trackers(settings, folder)
+    with ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":  # before anything is loaded, when processes cannot communicate yet
+            _lock(folder, held)
+            _, finished = find_run(folder, settings, resume, overwrite)
+            if finished is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+                return TrainingRecord.of_finished(finished)
+        ready = prepare(target, data, settings, announce)
+        known = {
+            "target_name": public_name(target),
+            "target_is_local": os.path.exists(target),
+            "data_name": public_name(data),
+            "answers": answers_of(data, ready.target, announce),
+        }
+        models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
+        arguments |= {"provenance": known | (provenance or {}), "resume": resume, "overwrite": overwrite}
+        return train(*models_and_data, settings, folder, is_locked=True, **arguments)
+
+
+def train(
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    examples: Sequence[Example],
+    held_out: Sequence[Sequence[int]],
+    settings: TrainingSettings,
+    output: str | os.PathLike[str],
+    provenance: dict[str, Any] | None = None,
+    show_progress: bool = True,
+    on_point: Callable[[dict[str, Any]], None] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Callable[[str], None] | None = None,
+    is_locked: bool = False,
+) -> TrainingRecord:
+    """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
+
+    Several processes (of `torchrun`, `accelerate launch`, or any that set the same environment) call it with the same
+    arguments, train the same drafter and return the same record. The first one alone writes, draws and calls `on_point`, and
+    it holds the lock of `output`.
+
+    SIGTERM, or Ctrl-C once, ends the run after the step at hand with the training state saved (`record.stopped_at`). A run
+    that was killed, at whatever step, and is resumed ends as it would have ended, bit for bit, on as many processes.
+
+    Args:
+        drafter: The drafter, with fp32 weights.
+        target: Its target; frozen here.
+        examples: Sequences that the target would write.
+        held_out: Prompts to decode for true acceptance; without any the last state is kept.
+        settings: The recipe.
+        output: Folder of the checkpoint, replaced in one rename each time a better one is found. The training state is beside
+            it, in `OUTPUT.state`, until the run is complete.
+        provenance: Facts to keep beside the checkpoint, such as where the data came from.
+        show_progress: Draw a progress bar.
+        on_point: Called with each new point of the curve.
+        resume: Go on from the training state, or begin if there is none. A run that is complete is left as it is
+            (`record.was_complete`).
+        overwrite: Begin anew where another run wrote.
+        announce: Told in a sentence what is about to take long or much room.
+        is_locked: The caller holds the lock of `output`, as `train_drafter` does.
+
+    Raises:
+        ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
+            a run to resume had other settings or data.
+        FloatingPointError: if loss or gradient are not finite; checkpoint and training state are the last good ones.
+        OSError: if one of them cannot be written; the older one stands.
+    """
+    elapsed, output = stopwatch(), _absolute(output)
+    with ExitStack() as held:
+        saved, finished = _claim(output, settings, resume, overwrite, None if is_locked else held)
+        if finished is not None:
+            return TrainingRecord.of_finished(finished)
+        state = None if saved is None else read_tensors(state_folder(output))
+        examples = usable(examples, drafter, target, announce)
+        check_lengths(examples, held_out, max_positions(target))
+        inputs = describe_inputs(target, drafter, examples, held_out)
+        if saved is not None:
+            refuse_changes(changed_inputs(inputs, saved["inputs"]))
+        trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
+        record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
+        checkpointer = Checkpointer(trainer, output, inputs, provenance or {}, record, elapsed)
+        if saved is None:
+            checkpointer.save_state(is_beginning=True)
+        elif saved["processes"] != trainer.accelerator.num_processes and announce is not None:
+            announce(
+                f"The run began in {saved['processes']} processes and goes on in {trainer.accelerator.num_processes}: it learns "
+                "the same, but sums round another way."
+            )
+        display = _Display(trainer, show_progress, on_point)
+
+        last = trainer.num_steps
+        with _noted_signals() as signals:
+            for step in display.steps:
+                try:
+                    figures = trainer.step(stop=bool(signals))
+                except FloatingPointError as error:
+                    best = f"the checkpoint of step {record.best_step} stands in {output}"
+                    kept = best if record.curve else "it had saved no checkpoint yet"
+                    raise FloatingPointError(f"{str(error).rstrip('.')}; {kept}.") from error
+                if step % settings.log_every == 0:
+                    display.show_step(step, figures)
+                if step % settings.eval_every == 0 or step == last:
+                    point = trainer.measure(held_out)
+                    record.curve.append(point)
+                    display.show_point(point)
+                    if not held_out or point["tau"] > record.best_tau:
+                        record.best_step, record.best_tau = step, point.get("tau", float("nan"))
+                        checkpointer.save_checkpoint()
+                if figures.is_stopping and step < last:
+                    checkpointer.save_state()
+                    record.stopped_at, record.signal = step, signals[0] if signals else None
+                    break
+                if step % settings.save_every == 0 and step < last:
+                    checkpointer.save_state()
+            else:
+                checkpointer.finish()
+        display.close()
+        trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
+        return record
+
+
+def _absolute(output: str | os.PathLike[str]) -> Path:
+    return Path(output).expanduser().absolute()
+
+
+def _lock(output: Path, held: ExitStack) -> None:
+    """Refuses an output that cannot be written or that another process writes; the lock ends with `held`."""
+    check_output(output)
+    held.enter_context(only_writer(output))
+    for path in (output, state_folder(output)):
+        clear_leftovers(path)
+
+
+def _claim(
+    output: Path, settings: TrainingSettings, resume: bool, overwrite: bool, held: ExitStack | None = None
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """`find_run` by the first process, under the lock; its findings, or why it refused, are told to all."""
+    found: list[Any] = [None]
+    # The first process may write features for hours while the others wait.
+    if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
+        try:
+            if held is not None:
+                _lock(output, held)
+            found = [find_run(output, settings, resume, overwrite)]
+        except (ValueError, OSError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    saved, finished = found[0]
+    return saved, finished
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Notes SIGTERM and the first SIGINT, so that the step at hand can end; a second SIGINT interrupts at once.
+
+    Off the main thread, where Python allows no handlers, it notes nothing.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        noted.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if is_main else {}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Display:
+    """What is seen of a run: a progress bar, the trackers, and the points of the curve.
+
+    Attributes:
+        steps: The numbers of the steps that are left, with a progress bar on the first process.
+    """
+
+    def __init__(
+        self, trainer: Trainer, show_progress: bool, on_point: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        self._trainer, self._accelerator = trainer, trainer.accelerator
+        self._on_point = on_point if trainer.is_first else None
+        if trainer.settings.log_with is not None:
+            self._accelerator.init_trackers("dflash", config=_flat(asdict(trainer.settings)))
+        first, last = trainer.step_number, trainer.num_steps
+        self.steps = tqdm(
+            range(first + 1, last + 1),
+            "drafter",
+            total=last,
+            initial=first,
+            disable=not (show_progress and trainer.is_first),
+            dynamic_ncols=True,
+        )
+
+    def show_step(self, step: int, figures: StepFigures) -> None:
+        shown = {
+            "loss": figures.loss,
+            "gradient_norm": figures.gradient_norm,
+            "learning_rate": figures.rate_factor * self._trainer.settings.learning_rate,
+        }
+        self._accelerator.log(_flat(shown, "train/"), step=step)
+
+    def show_point(self, point: dict[str, Any]) -> None:
+        if self._on_point is not None:
+            self._on_point(point)
+        self._accelerator.log(_flat(point, "eval/"), step=point["step"])
+        self.steps.set_postfix({name: f"{value:.3f}" for name, value in point.items() if isinstance(value, float)})
+
+    def close(self) -> None:
+        self.steps.close()
+        for tracker in self._accelerator.trackers:  # `end_training` would leave the caller's process group too
+            tracker.finish()
+
+
+def _trackers(settings: TrainingSettings, output: Path) -> dict[str, Any]:
+    """The arguments of `Accelerator` that ask for a tracker; ValueError for one that is not installed."""
+    if settings.log_with is None:
+        return {}
+    known = [str(tracker) for tracker in accelerate.tracking.get_available_trackers()]
+    if settings.log_with not in known:
+        raise ValueError(
+            f"log_with={settings.log_with!r} is not one of the trackers installed here ({', '.join(known) or 'none'}): "
+            f"pip install {settings.log_with}, or leave it out."
+        )
+    return {"log_with": settings.log_with, "project_dir": str(output.with_name(f"{output.name}.logs"))}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The numbers and texts that trackers take; a list as one entry per place."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            flat |= {f"{prefix}{name}_{place}": item for place, item in enumerate(value, start=1)}
+        elif value is not None and name != "step":
+            flat[prefix + name] = value
+    return flat
