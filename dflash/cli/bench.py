@@ -23,9 +23,10 @@ def bench(
         str | None, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A text file, one prompt a line. Default: the embedded word problems.")
+        list[Path] | None,
+        typer.Option(help="A text file, one prompt a line; may be repeated. Default: the embedded word problems."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="So many prompts of it.")] = 40,
+    limit: Annotated[int, typer.Option(min=1, help="So many prompts of each file.")] = 40,
     methods: Annotated[
         str | None,
         typer.Option(help="Besides target.generate: names out of those above, with commas between. Default: all."),
@@ -54,7 +55,7 @@ def bench(
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
-    texts = None if prompts is None else read_prompts(prompts)[:limit]
+    texts = {path.stem: read_prompts(path)[:limit] for path in prompts or ()}
     hide_loading_bars()
     import torch
 
@@ -69,12 +70,11 @@ def bench(
         pair = load_pair(target, drafter, dtype, device)
     else:
         pair = Pair(*load_embedded_pair(torch.float32 if dtype is Dtype.auto else torch_dtype(dtype)))
-    texts = texts or [problem.question for problem in heldout_problems()[:limit]]
-    task = "held-out templates" if prompts is None else prompts.stem
+    texts = texts or {"held-out templates": [problem.question for problem in heldout_problems()[:limit]]}
     result = run_bench(
         pair.target,
         pair.drafter,
-        [Prompt(task, encode(pair, text, chat_template, thinking)) for text in texts],
+        [Prompt(task, encode(pair, text, chat_template, thinking)) for task in texts for text in texts[task]],
         max_new_tokens,
         repeats,
         chosen,

@@ -9,7 +9,8 @@ from dflash.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
-    from .batches import Batch
+    from .anchors import sample_anchors
+    from .batches import Batch, collate, epoch_batches
     from .data import (
         FORMS,
         Example,
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
     )
     from .initialization import new_drafter
     from .keeping import save_drafter
+    from .losses import chunked_loss, decay_weights, default_gamma
+    from .masks import lay_out_blocks
+    from .objective import DrafterLoss
+    from .optimizers import build_optimizers
     from .planning import Plan, peak_memory, plan
-    from .preparation import Prepared, prepare, train_drafter
+    from .preparation import Prepared, prepare, prompt_of, train_drafter
     from .record import TrainingRecord
     from .running import train
     from .settings import TrainingSettings, read_yaml
@@ -36,23 +41,33 @@ __all__ = [
     "FORMS",
     "Acceptance",
     "Batch",
+    "DrafterLoss",
     "Example",
     "Plan",
     "Prepared",
     "Trainer",
     "TrainingRecord",
     "TrainingSettings",
+    "build_optimizers",
+    "chunked_loss",
+    "collate",
+    "decay_weights",
+    "default_gamma",
     "encode",
     "encode_prompt",
+    "epoch_batches",
+    "lay_out_blocks",
     "load_examples",
     "measure_acceptance",
     "new_drafter",
     "peak_memory",
     "plan",
     "prepare",
+    "prompt_of",
     "read_examples",
     "read_rows",
     "read_yaml",
+    "sample_anchors",
     "save_drafter",
     "sharegpt_messages",
     "stop_ids",
@@ -67,7 +82,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "acceptance": ("Acceptance", "measure_acceptance"),
-        "batches": ("Batch",),
+        "anchors": ("sample_anchors",),
+        "batches": ("Batch", "collate", "epoch_batches"),
         "data": (
             "FORMS",
             "Example",
@@ -83,8 +99,12 @@ __getattr__, __dir__ = lazy_names(
         ),
         "initialization": ("new_drafter",),
         "keeping": ("save_drafter",),
+        "losses": ("chunked_loss", "decay_weights", "default_gamma"),
+        "masks": ("lay_out_blocks",),
+        "objective": ("DrafterLoss",),
+        "optimizers": ("build_optimizers",),
         "planning": ("Plan", "peak_memory", "plan"),
-        "preparation": ("Prepared", "prepare", "train_drafter"),
+        "preparation": ("Prepared", "prepare", "prompt_of", "train_drafter"),
         "record": ("TrainingRecord",),
         "running": ("train",),
         "settings": ("TrainingSettings", "read_yaml"),
