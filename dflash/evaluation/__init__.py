@@ -8,7 +8,7 @@ from .evaluate import Plan, pair_backend, questions_of, run_plan
 from .harness import EAGER, GREEDY, HAS_NATIVE, PLAIN, VARIANTS, Prompt, check_methods, compare, summarise
 from .markdown_pages import MARK, fill_pages, names_of, with_table
 from .memory import PeakMemory
-from .page import save_drawing, save_plots, write_page
+from .page import drawings, save_drawing, save_plots, write_page
 from .remote import server_backend
 from .results import place_of, read_result
 from .scripted import SHAPES, Script, scripted_continuation, scripted_pair, scripted_prompt, useless
@@ -44,6 +44,7 @@ __all__ = [
     "chat_encoder",
     "check_methods",
     "compare",
+    "drawings",
     "fill_pages",
     "first_difference",
     "load_questions",

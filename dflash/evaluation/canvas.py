@@ -117,7 +117,7 @@ def small_plots(
     """
     title, x_label, y_label = labels
     columns = min(len(names), theme.num_columns)
-    lines, of_key = -(-len(names) // columns), int(theme.width / 2)
+    lines, of_key = -(-len(names) // columns), max(1, int(theme.width) - 4)
     head = 0.35 + 0.21 * -(-len(key) // of_key)  # inches
     figure = _new_figure(note, theme, 0.6 + head + (2.1 if lines > 1 else 2.5) * lines)
     height = figure.get_figheight()

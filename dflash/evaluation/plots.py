@@ -134,7 +134,7 @@ def speedups(
     axes.axvline(1, color=theme.muted, linewidth=1)
     axes.set_yticks(middles, [textwrap.fill(task, int(2 * theme.width), break_long_words=False) for task in tasks])
     axes.set_ylim(place - 0.7, -0.7)
-    axes.set_xlim(0, furthest * (1 + 1.7 / (theme.width - 2.7)))  # with room for the labels
+    axes.set_xlim(0, furthest * (1 + 2.1 / (theme.width - 3.05)))  # with room for the labels
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(canvas.wrapped("speed-up (plain decoding = 1; line: 10th to 90th percentile of prompts)", theme))
     return figure

@@ -143,7 +143,12 @@ def setup(result: dict[str, Any]) -> dict[str, str | None]:
         "revision": result.get("revision"),
     }
     source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
-    some = {"run": _run(decoding), "simulated": _simulated(decoding, environment), **_trained(result), "tau by": source}
+    some = {
+        "run": _run(decoding),
+        "simulated": _simulated(decoding, environment),
+        **_trained(result),
+        "tau by": source,
+    }
     return {
         **{name: value or None for name, value in facts.items()},
         **{name: fact for name, fact in some.items() if fact},

@@ -212,11 +212,12 @@ def _swept(result: dict[str, Any]) -> list[Part]:
             costs[f"after {row['context_tokens']} tokens"] = row["ms_per_token"]
             joined[row["method"]]["growth"] = row["ms_per_token"] / next(iter(costs.values()))
             continue
-        point = joined.setdefault((row["axis"], row["value"]), {"axis": row["axis"], "value": row["value"]})
+        axis, value = row.get("axis"), row.get("value")
+        point = joined.setdefault((axis, value), {"axis": axis, "value": value})
         point.setdefault("ms_per_token", {})[row["method"]] = row["ms_per_token"]
         if row["method"] != PLAIN:
             for key in ("speedup_at_stated_tau", "tau_to_match_plain"):
-                point.setdefault(key, {})[row["method"]] = row[key]
+                point.setdefault(key, {})[row["method"]] = row.get(key)
     keys = ("method", "axis", "value", "ms_per_token", "growth", "speedup_at_stated_tau", "tau_to_match_plain")
     return [
         (list(joined.values()), keys),
