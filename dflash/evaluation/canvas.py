@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .harness import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 
@@ -145,15 +145,15 @@ def wrapped(label: str, theme: Theme) -> str:
     return textwrap.fill(label, int(9 * theme.width))
 
 
-def handles(entries: Sequence[Entry]) -> tuple[list[object], list[str]]:
+def handles(entries: Sequence[Entry]) -> tuple[list[Any], list[str]]:
     """Lines and names of a key, as `legend` takes them."""
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=colour, linestyle=style, linewidth=2) for _, colour, style in entries]
-    return list(lines), [name for name, *_ in entries]
+    return lines, [name for name, *_ in entries]
 
 
-def outlined(theme: Theme) -> list[object]:
+def outlined(theme: Theme) -> list[Any]:
     """`path_effects` of a line that crosses bars: an edge of paper."""
     from matplotlib.patheffects import withStroke
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def _text(page: Path) -> str:
 
 def _table(results: Sequence[dict[str, Any]], is_headline: bool) -> str:
     """The tables of results of one kind, and under them what their figures depend on and the command that gives them."""
-    rows = reduce(lambda rows, result: rows + result["summary"], results, [])
+    rows = [row for result in results for row in result["summary"]]
     parts = [markdown(table) for table in tables_of({**results[0], "summary": rows}, is_headline)]
     for result in results:
         facts = setup(result)

@@ -84,7 +84,7 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
 
     def add(name: str, shows: str, chosen: list[Row], draw: Callable[..., Figure], **options: Any) -> None:
         if chosen:
-            found.append(Drawing(name, shows, lambda theme, noted=True: draw(chosen, note * noted, theme, **options)))
+            found.append(Drawing(name, shows, lambda theme, noted: draw(chosen, note * noted, theme, **options)))
 
     compared = [row for row in _having(rows, "task", "method", "speedup") if row["method"] != PLAIN]
     source = "" if paper is None else f" Hatched: {paper[1]}."
@@ -180,7 +180,7 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
         return [("", table, None) for table in tables_of(result)]
     first = [key for key in (EVALUATED if result["kind"] == "eval" else DECODED) if key != "task"]
     every = [key for key in COLUMNS if key != "task"]
-    found = []
+    found: list[tuple[str, Table, Table | None]] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
         found.append((task, table_of(of_task, first), table_of(of_task, every)))

@@ -122,7 +122,7 @@ OF_BENCHMARKS: dict[str, Column] = {
     "prompt_tokens": _figure("prompt_tokens", "prompt tokens", 1),
     "reused_tokens": _figure("reused_tokens", "of them kept", 1),
     "proposals": _any("proposals", "proposals at temperature 1"),
-    "axis": Column("what changes", lambda row: AXES.get(row["axis"], row["axis"])),
+    "axis": Column("what changes", lambda row: AXES.get(row["axis"]) or str(row["axis"])),
     "context_tokens": _any("context_tokens", "context, tokens"),
     "growth": _figure("growth", "growth", 2, unit="x"),
     "ms_per_token": _figure("ms_per_token", "ms per token", 2),
