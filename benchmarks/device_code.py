@@ -9,24 +9,19 @@ Qwen3's sizes, all as fake tensors on "cuda:0". Needs torch's CUDA build and no 
 
 from __future__ import annotations
 
-import argparse
-import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from no_gpu import DEVICE, H200, compiling, counted, fake_module, has_cuda_build
+from measuring import argument_parser, finish, parsed
+from no_gpu import DEVICE, H200, compiling, counted, fake_module, has_cuda_build, versions
 from rich.progress import track
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.cli.options import show_table
-from dflash.common.provenance import record, write_result
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 
@@ -175,41 +170,20 @@ def measured(cases: list[Case], layers: tuple[int, int] | None = None) -> Iterat
         yield {**asdict(case), **benches[case.size].figures(case)}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--smoke", action="store_true", help="two layers of the target and one of the drafter, few cases"
     )
     parser.add_argument("--rows", default="*", help="cases to run, by name: 'step Qwen3-8B 16x2048x1', with * and ?")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    return parser.parse_args()
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    counts = [row["width"], row["capacity"], row["num_sequences"], row["launches"], len(row["over_vocabulary"])]
-    megabytes = [f"{row[name] / 1e6:.1f}" for name in ("allocated_bytes", "written_bytes")]
-    return [f"{row['size']} {row['what']}", *map(str, counts), *megabytes]
-
-
-def main() -> None:
-    args = arguments()
+    args = parsed(parser)
     if not has_cuda_build():
         raise SystemExit("This torch makes no code for CUDA: install its CUDA build, which needs no GPU for this.")
-    torch.set_num_threads(1)
     smoke = list(measured(SMOKE, (2, 1)))
-    cases = [case for case in CASES if fnmatch(case.name, args.rows)]
-    rows = smoke if args.smoke else list(track(measured(cases), total=len(cases), description="cases"))
-    headings = ["what", "columns", "keys", "sequences", "launches", "over vocabulary", "MB allocated", "MB written"]
-    show_table((headings, [_cells(row) for row in rows]))
-    if args.output is not None:
-        environment = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "system": f"{platform.system()} {platform.machine()}",
-            "code_for": H200.name,
-            "dtype": "bfloat16",
-        }
-        write_result(args.output, record("device_code", environment, smoke=smoke, cases=[] if args.smoke else rows))
+    cases = [] if args.smoke else [case for case in CASES if fnmatch(case.name, args.rows)]
+    rows = list(track(measured(cases), total=len(cases), description="cases"))
+    facts = {**versions(), "code_for": H200.name, "dtype": "bfloat16"}
+    finish(args.output, "device_code", facts, smoke=smoke, cases=rows)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,18 @@ runs on the CPU, on small models; a count does not depend on how wide they are.
 
 from __future__ import annotations
 
-import argparse
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import transformers
-from no_gpu import DEVICE, fake_module, has_cuda_build, use_device_guard
+from measuring import argument_parser, finish, parsed
+from no_gpu import DEVICE, fake_module, has_cuda_build, use_device_guard, versions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -40,8 +37,6 @@ from transformers import (
 )
 
 from dflash import DFlashConfig, DFlashDraftModel, LatencyCurve, custom_generate, generate_blocks
-from dflash.cli.options import show_table
-from dflash.common.provenance import record, write_result
 from dflash.evaluation import HAS_NATIVE
 from dflash.model import decoding_dflash, generation_dflash, step_dflash, verification_dflash
 from dflash.model.proposals_dflash import machine
@@ -295,54 +290,19 @@ def beside_native(num_layers: int, num_draft_layers: int) -> dict[str, int]:
     return counts
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = arguments()
+    args = parsed(argument_parser(__doc__))
     if not has_cuda_build():
         raise SystemExit("This torch knows no CUDA: install its CUDA build, which needs no GPU for this.")
-    torch.set_num_threads(1)
     modes = []
     for name in MODES:
         for is_compiled in (False, True):
             operations, waits, faults = on_fake_gpu(name, is_compiled)
-            modes.append(
-                {
-                    "mode": name,
-                    "path": "compiled" if is_compiled else "eager",
-                    "operations": operations,
-                    "waits": waits,
-                    "faults": {kind: sorted(names) for kind, names in vars(faults).items()},
-                }
-            )
-    native = []
-    if HAS_NATIVE:
-        native = [{"layers": layers, **beside_native(*layers)} for layers in DEPTHS]
-    headings = ["mode", "path", "operations", "waits", "faults"]
-    rows = [
-        [
-            row["mode"],
-            row["path"],
-            str(max(row["operations"])),
-            str(max(row["waits"])),
-            str(sum(map(len, row["faults"].values()))),
-        ]
-        for row in modes
-    ]
-    show_table((headings, rows))
-    for row in native:
-        print(f"eager step on {row['layers']} layers: {row['ours']} operations, native {row['native']}")
-    if args.output is not None:
-        environment = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "system": f"{platform.system()} {platform.machine()}",
-        }
-        write_result(args.output, record("device_operations", environment, modes=modes, native=native))
+            found = {kind: sorted(names) for kind, names in vars(faults).items()}
+            path = "compiled" if is_compiled else "eager"
+            modes.append({"mode": name, "path": path, "operations": operations, "waits": waits, "faults": found})
+    native = [{"layers": layers, **beside_native(*layers)} for layers in DEPTHS] if HAS_NATIVE else []
+    finish(args.output, "device_operations", versions(), modes=modes, native=native)
 
 
 if __name__ == "__main__":

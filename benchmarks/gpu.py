@@ -6,9 +6,9 @@
     benchmarks/gpu.sh --smoke                      # the same rows on the CPU with a tiny shape; its figures mean nothing
     benchmarks/gpu.sh --pack                       # the packages for a machine that has torch alone: see gpu_pack.py
 
-Weights are random and acceptance is simulated (`dflash/evaluation/simulated_pairs.py`): milliseconds are measured, and how many tokens
-a step gives is decided by a script. A row that fails, hangs or ends its process loses only itself; what the time does not
-suffice for is noted as skipped. The file is written after each row.
+Weights are random and acceptance is simulated: milliseconds are measured, and a script decides how many tokens a step gives. A
+row that fails, hangs or ends its process loses only itself; rows for which the time does not suffice are noted as skipped. The
+file is written after each row.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from gpu_report import derived, goals, line, show
-from gpu_rows import SMOKE_BATCHES, SMOKE_CONTEXTS, SMOKE_SHAPES, all_rows, chosen
-from gpu_runner import FAILED, MEASURED, SKIPPED, Bench, Outcome, Row, run_rows
+from gpu_rows import SMOKE, all_rows, chosen, derived, goals, line
+from gpu_runner import FAILED, MEASURED, SKIPPED, Bench, Outcome, run_rows
 
 
 RESULTS = Path(__file__).parent / "results"
-SECONDS = 570.0  # of the ten minutes, some are for starting and for what comes after
+SECONDS = 570.0  # of the ten minutes; the rest is for starting and for what comes after
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,40 +47,36 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} {getattr(args, name):g} is too few: give {least} at least.")
     if args.tau > 16:
         parser.error(f"--tau {args.tau:g} cannot be scripted: a block gives 16 tokens at most.")
-    shapes = (SMOKE_SHAPES, SMOKE_CONTEXTS, SMOKE_BATCHES) if args.smoke else ()
     try:
-        args.rows = chosen(all_rows(*shapes), args.rows)
+        args.rows = chosen(all_rows(**SMOKE) if args.smoke else all_rows(), args.rows)
     except ValueError as error:
         parser.error(str(error))
     if args.output is None:
         args.output = default_output(args.smoke)
-    if not (args.list or args.smoke or _has_gpu()):
-        parser.error("There is no CUDA device: run this where there is one, or with --smoke.")
+    if not (args.list or args.smoke):
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("There is no CUDA device: run this where there is one, or with --smoke.")
     return args
 
 
 def default_output(is_smoke: bool) -> Path | None:
-    """Where figures are written if nobody says where; those of a smoke test nowhere, but to $OUT."""
+    """Where figures are written by default; those of a smoke test nowhere, but to $OUT."""
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"]) / "gpu.json"
     return None if is_smoke else RESULTS / "gpu_qwen3.json"
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def open_bench(options: dict[str, Any]) -> Bench:
-    """In the process that measures: only that one holds models."""
+    """The bench, in the process that measures: no other one holds models."""
     from gpu_measure import GpuBench
 
     return GpuBench(options)
 
 
 class Report:
-    """Prints what became of each row, once, and writes the file anew.
+    """Prints each row's outcome once, and writes the file anew.
 
     Args:
         output: The file; `None`: nowhere.
@@ -91,41 +85,27 @@ class Report:
 
     def __init__(self, output: Path | None, setting: dict[str, Any]) -> None:
         self.output, self.setting = output, setting
+        self.result: dict[str, Any] = {}
         self._told: set[str] = set()
 
     def __call__(self, outcomes: list[Outcome], facts: dict[str, Any]) -> None:
+        from dflash.common.provenance import record, write_result
+
         for outcome in outcomes:
             if outcome.status != SKIPPED and outcome.row.name not in self._told:
                 self._told.add(outcome.row.name)
                 print(line(outcome), flush=True)
+        rows = derived(outcomes)
+        self.result = record("gpu", facts, decoding=self.setting, summary=rows, goals=goals(rows))
+        json.dumps(self.result, allow_nan=False)  # raises rather than write what is no JSON
         if self.output is not None:
-            from dflash.common.provenance import record, write_result
-
-            rows = derived(outcomes)
-            result = record("gpu", facts, decoding=self.setting, summary=rows, goals=goals(rows))
-            json.dumps(result, allow_nan=False)  # raises rather than write what is no JSON
-            write_result(self.output, result)
+            write_result(self.output, self.result)
 
 
 def label(args: argparse.Namespace) -> str:
     """What has to stand beside every figure."""
     simulated = f"simulated acceptance: random weights, the script's tau is {args.tau:g}"
     return f"smoke, means nothing; {simulated}" if args.smoke else simulated
-
-
-def measure(args: argparse.Namespace, deadline: float) -> list[Outcome]:
-    """Measures the rows that were chosen, and reports them."""
-    setting = {
-        "label": label(args),
-        "is_simulated": True,
-        "stated_tau": args.tau,
-        "steps": args.steps,
-        "baseline": "target.generate, greedy",
-        "step": "median of the steps that count, by events of the GPU (of a CPU: by its clock)",
-    }
-    options = {"is_smoke": args.smoke, "tau": args.tau, "steps": args.steps}
-    outcomes, _ = run_rows(args.rows, open_bench, options, deadline, Report(args.output, setting))
-    return outcomes
 
 
 def exit_status(outcomes: Sequence[Outcome], is_smoke: bool) -> int:
@@ -136,28 +116,33 @@ def exit_status(outcomes: Sequence[Outcome], is_smoke: bool) -> int:
     return 0 if MEASURED in statuses else 1
 
 
-def list_rows(rows: Sequence[Row]) -> None:
-    for row in rows:
-        print(f"{row.name:40} {row.limit:4.0f} s")
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
 def main() -> None:
     began = time.monotonic()
     args = arguments()
     if args.list:
-        list_rows(args.rows)
+        print("\n".join(f"{row.name:40} {row.limit:4.0f} s" for row in args.rows))
         return
-    signal.signal(signal.SIGTERM, _end)  # so that the process that measures is ended too
-    outcomes = measure(args, began + args.seconds)
-    show(derived(outcomes), label(args))
-    rest = [outcome for outcome in outcomes if outcome.status != MEASURED]
-    print(f"{len(outcomes) - len(rest)} of {len(outcomes)} rows measured, {time.monotonic() - began:.0f} s")
-    for outcome in rest if len(rest) < 12 else []:
-        print(line(outcome))
+    # So that the process that measures is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    setting = {
+        "label": label(args),
+        "is_simulated": True,
+        "stated_tau": args.tau,
+        "steps": args.steps,
+        "baseline": "target.generate, greedy",
+        "step": "median of the steps that count, by events of the GPU (of a CPU: by its clock)",
+    }
+    options = {"is_smoke": args.smoke, "tau": args.tau, "steps": args.steps}
+    report = Report(args.output, setting)
+    outcomes, _ = run_rows(args.rows, open_bench, options, began + args.seconds, report)
+    from dflash.cli.options import show_table
+    from dflash.evaluation import tables_of
+
+    print(label(args))
+    for table in tables_of(report.result):
+        show_table(table)
+    num_measured = sum(outcome.status == MEASURED for outcome in outcomes)
+    print(f"{num_measured} of {len(outcomes)} rows measured, {time.monotonic() - began:.0f} s")
     sys.exit(exit_status(outcomes, args.smoke))
 
 

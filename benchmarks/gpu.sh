@@ -16,7 +16,7 @@ if [[ -n ${PACKAGES-} && ! -d $packages ]]; then
     exit 2
 fi
 cd "$here/.."
-export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export COLUMNS=${COLUMNS:-140} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 path=$PWD
 if [[ -d $packages ]]; then
     site=$(mktemp -d)

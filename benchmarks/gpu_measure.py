@@ -1,7 +1,4 @@
-"""The rows of `gpu.py`, measured: runs in a process of its own, which holds the models.
-
-What it takes from the library beside its public names is in the first functions, so that a change there is one here.
-"""
+"""The rows of `gpu.py`, measured. Runs in a process of its own, which holds the models."""
 
 from __future__ import annotations
 
@@ -10,17 +7,15 @@ import gc
 import os
 import platform
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from gpu_rows import OURS
 from gpu_steps import Counts, GraphWatch, StepClock, TimedText, step_figures, time_blocks, time_generate
-from gpu_training import TrainingSize, time_training
 
-from dflash import generate_blocks
+from dflash import DFlashDraftModel, generate_blocks
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import (
     EAGER,
@@ -32,23 +27,12 @@ from dflash.evaluation import (
     scripted_prompt,
     useless,
 )
+from dflash.model.step_dflash import CompiledPair
+from dflash.training import Batch, DrafterLoss, Example, FrozenTarget, build_optimizers, collate, sample_anchors
 
 
-def why_not_compiled(target: Any, drafter: Any) -> str | None:
-    """Why the library runs this pair eagerly though it was to be compiled; `None`: it does not."""
-    from dflash.model.step_dflash import CompiledPair
-
-    return CompiledPair.of(target, drafter).reason
-
-
-def sequence_of(block: Any) -> int:
-    """Which sequence of a batch a block belongs to."""
-    return block.row
-
-
-# What each of ours asks of `generate_blocks`.
+# The keywords of `generate_blocks` for each of ours.
 GREEDILY: dict[str, Any] = {"temperature": 0.0}
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 20}
 COMPILED: dict[str, Any] = {**EAGER, "compile": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {**EAGER, **GREEDILY},
@@ -56,29 +40,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tree": {**COMPILED, **GREEDILY, "draft_tree": 64},
     "adaptive": {**COMPILED, **GREEDILY, "adaptive": True},
     "useless": {**COMPILED, **GREEDILY, "adaptive": True},
-    "sampled": {**COMPILED, **SAMPLED},
+    "sampled": {**COMPILED, "do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 20},
 }
 # Their steps are of several widths.
 OF_MANY_WIDTHS = ("adaptive", "useless")
-# Ways whose texts are longer, by the script's tau: their steps give more than one token, or there is a habit to be formed.
-LONGER = ("eager", "compiled", "adaptive", "useless", "sampled")
 
-
-@dataclass(frozen=True)
-class Pair:
-    """A scripted target with its drafters."""
-
-    target: Any
-    drafter: Any
-
-    @cached_property
-    def useless(self) -> Any:
-        """A drafter that is never right, of the same weights."""
-        return useless(self.drafter)
+# A training step: documents of a batch, tokens of each, of which the first are a prompt, blocks in each; and timed steps.
+TRAINING = {"documents": 4, "tokens": 2048, "prompt": 256, "anchors": 128, "steps": 6}
+SMOKE_TRAINING = {"documents": 2, "tokens": 64, "prompt": 16, "anchors": 4, "steps": 2}
+WARM_UP = 2  # steps that are not timed
 
 
 class GpuBench:
-    """Measures a row; `settings` are its fields.
+    """Measures a row by its setting.
 
     Args:
         options: `is_smoke` (on the CPU, in fp32, without torch's compiler), `tau` of the script, `steps` that a text should
@@ -102,7 +76,7 @@ class GpuBench:
             torch.set_num_threads(1)
         self.watch = GraphWatch.installed()
         self.facts = self._facts()
-        self._pairs: dict[str, Pair] = {}
+        self._pairs: dict[str, tuple[Any, Any, Any]] = {}
 
     def _facts(self) -> dict[str, Any]:
         on_cuda = self.device.type == "cuda"
@@ -117,27 +91,32 @@ class GpuBench:
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
-    def pair(self, shape: str) -> Pair:
-        """The pair of a shape, built when it is first asked for."""
+    def pair(self, shape: str) -> tuple[Any, Any, Any]:
+        """The target of a shape, its scripted drafter, and one that is never right; built when they are first asked for."""
         if shape not in self._pairs:
             models = scripted_pair(shape, self.tau, self.dtype, self.device)
             # As training leaves them: what is compiled looks at this, and would be compiled again after training rows.
-            self._pairs[shape] = Pair(*(model.requires_grad_(False) for model in models))
+            target, drafter = (model.requires_grad_(False) for model in models)
+            self._pairs[shape] = target, drafter, useless(drafter)
         return self._pairs[shape]
 
     def measure(self, setting: dict[str, Any]) -> dict[str, Any]:
         """The figures of a row."""
         self._free()
-        pair = self.pair(setting["shape"])
+        target, drafter, twin = self.pair(setting["shape"])
         if setting["kind"] == "floor":
-            return self._floor(pair)
+            return self._floor(target, drafter)
         memory = PeakMemory(self.device.type == "cuda")
         memory.reset()
         held = memory.read()
         if setting["kind"] == "training":
-            figures = self._training(pair, setting["way"])
+            attention = None if setting["way"] == "library" else setting["way"]
+            size = SMOKE_TRAINING if self.is_smoke else TRAINING
+            figures = time_training(target, copy.deepcopy(drafter.config), attention, size, StepClock(self.device))
         else:
-            figures = self._decoding(pair, setting["way"], setting["context"], setting["batch"])
+            way = setting["way"]
+            drafter = twin if way == "useless" else drafter
+            figures = self._decoding(target, drafter, way, setting["context"], setting["batch"])
         peak = {"memory_before_gb": held / 1e9, "peak_memory_gb": memory.read() / 1e9, "memory_kind": memory.kind}
         return {**figures, **peak}
 
@@ -152,8 +131,7 @@ class GpuBench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _floor(self, pair: Pair) -> dict[str, Any]:
-        target, drafter = pair.target, pair.drafter
+    def _floor(self, target: Any, drafter: Any) -> dict[str, Any]:
         return {
             "copy_gb_per_second": copy_bandwidth(self.device, 2**20 if self.is_smoke else 2**32) / 1e9,
             "target_parameters": target.num_parameters(),
@@ -163,12 +141,12 @@ class GpuBench:
             "step_bytes_without_keys": step_bytes(target, drafter, 0, 1),
         }
 
-    def _decoding(self, pair: Pair, way: str, context: int, batch: int) -> dict[str, Any]:
-        target = pair.target
-        drafter = pair.useless if way == "useless" else pair.drafter
+    def _decoding(self, target: Any, drafter: Any, way: str, context: int, batch: int) -> dict[str, Any]:
         prompt_ids = scripted_prompt(target, context, batch)
-        new_tokens = 2 + round(self.num_steps * (self.tau if way in LONGER else 1))
-        if way in OURS:
+        # Of steps that give more than one token, or form a habit, a text has to be longer.
+        is_longer = way in OPTIONS and way != "tree"
+        new_tokens = 2 + round(self.num_steps * (self.tau if is_longer else 1))
+        if way in OPTIONS:
             new_tokens += drafter.config.block_size  # the last ones are steps that do not count
             read = partial(self._ours, target, drafter, way, prompt_ids, new_tokens)
         else:
@@ -196,14 +174,7 @@ class GpuBench:
 
     def _ours(self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, new_tokens: int) -> TimedText:
         blocks = generate_blocks(drafter, target, prompt_ids, max_new_tokens=new_tokens, **OPTIONS[way])
-        return time_blocks(
-            blocks,
-            sequence_of,
-            StepClock(self.device),
-            len(prompt_ids),
-            new_tokens,
-            drafter.config.block_size,
-        )
+        return time_blocks(blocks, StepClock(self.device), len(prompt_ids), new_tokens, drafter.config.block_size)
 
     def _generate(self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, new_tokens: int) -> TimedText:
         options: dict[str, Any] = {}
@@ -229,14 +200,7 @@ class GpuBench:
         if way == "static":
             is_compiled = hasattr(target, "_compiled_call")
             return None if is_compiled else "transformers compiles a static cache's forward on GPUs alone"
-        return why_not_compiled(target, drafter)
-
-    def _training(self, pair: Pair, way: str) -> dict[str, Any]:
-        size = TrainingSize(2, 64, 4, 16, 2) if self.is_smoke else TrainingSize()
-        attention = None if way == "library" else way
-        config = copy.deepcopy(pair.drafter.config)
-        clock = StepClock(self.device)
-        return time_training(pair.target, config, attention, size, clock)
+        return CompiledPair.of(target, drafter).reason
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
@@ -270,3 +234,62 @@ def key_bytes(model: Any) -> int:
     """Bytes of one token's keys and values in all layers."""
     config = model.config
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+
+
+class _WithAttention(DrafterLoss):
+    """The library's loss with a given attention; `None`: the one that the library chooses."""
+
+    given: str | None = None
+
+    def attention(self, device: torch.device) -> str:
+        return self.given or super().attention(device)
+
+
+def random_batch(size: dict[str, int], vocab_size: int) -> Batch:
+    """Documents of random tokens, all of one length."""
+    noise = torch.Generator(device="cpu").manual_seed(2)
+    shape = size["documents"], size["tokens"]
+    ids = torch.randint(vocab_size, shape, generator=noise, device="cpu").tolist()
+    mask = [0] * size["prompt"] + [1] * (size["tokens"] - size["prompt"])
+    anchors = [sample_anchors(mask, size["anchors"], seed=0, epoch=0, index=index) for index in range(len(ids))]
+    return collate([Example(document, mask) for document in ids], anchors, pad_token_id=0)
+
+
+def time_training(
+    target: Any, config: Any, attention: str | None, size: dict[str, int], clock: StepClock
+) -> dict[str, Any]:
+    """Tokens per second of forward, backward and optimiser, the median of several steps.
+
+    The drafter begins with random weights in fp32; bf16 computes where the target has it. `attention` is the one that the
+    drafter is trained by; `None`: the one that the library chooses.
+    """
+    device = target.device
+    drafter = DFlashDraftModel(config).to(device, torch.float32).train()
+    loss_of = _WithAttention(FrozenTarget(target, drafter))
+    loss_of.given = attention
+    (optimizer,) = build_optimizers(drafter, learning_rate=1e-4, weight_decay=0.0, muon_learning_rate=None)
+    batch = random_batch(size, target.config.vocab_size).to(device)
+    losses = []
+    clock.mark()
+    for _ in range(WARM_UP + size["steps"]):
+        with torch.autocast(device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+            loss_sum, _ = loss_of(batch)
+        loss_sum.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss_sum.detach())
+        clock.mark()
+    times = [clock.milliseconds(step, step + 1) for step in range(WARM_UP, WARM_UP + size["steps"])]
+    if not torch.stack(losses).isfinite().all():
+        raise RuntimeError(f"A loss is not finite: {[loss.item() for loss in losses]}.")
+    return {
+        "attention": loss_of.attention(device),
+        "batch_size": size,
+        "drafter_dtype": "float32",
+        "ms_per_step": median(times),
+        "ms_per_step_fastest": min(times),
+        "ms_per_step_slowest": max(times),
+        "ms_first_step": clock.milliseconds(0, 1),
+        "tokens_per_second": 1e3 * size["documents"] * size["tokens"] / median(times),
+    }

@@ -1,14 +1,13 @@
 """Measures rows one after another in a process of their own, so that a row that fails or hangs loses only itself.
 
 A row has a limit in seconds. One that exceeds it, or that ends the process, is noted, and a new process goes on with the
-next. It knows no model and no torch; a bench that is opened in the other process does the measuring.
+next. This module knows no model and no torch; the bench that it opens in the other process measures.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,27 +17,16 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 
-# Seconds for a process to import its libraries and find the device.
-START_LIMIT = 180.0
-
-# Processes in a row that end before they have opened a bench; then the other rows are given up.
-MOST_STARTS = 2
-
-# Seconds for a process that is done to end by itself.
-PATIENCE = 5.0
+START_LIMIT = 180.0  # seconds for a process to import its libraries and find the device
+MOST_STARTS = 2  # processes in a row that end before they have opened a bench; then the other rows are given up
+PATIENCE = 5.0  # seconds for a process that is done to end by itself
 
 MEASURED, REFUSED, FAILED, SKIPPED = "measured", "refused", "failed", "skipped"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Something to measure.
-
-    Attributes:
-        name: By which it is chosen and found.
-        limit: Seconds that it may take.
-        setting: What the bench has to know.
-    """
+    """Something to measure: its name, the seconds that it may take, and its setting, for the bench."""
 
     name: str
     limit: float
@@ -47,10 +35,10 @@ class Row:
 
 @dataclass
 class Outcome:
-    """What became of a row.
+    """A row after its turn.
 
     Attributes:
-        row: Which it is.
+        row: The row.
         status: "measured", "refused" (it cannot be run, by a ValueError), "failed" or "skipped".
         reason: Why it is not measured.
         seconds: That it took, `None` where it was not begun.
@@ -71,7 +59,7 @@ class Outcome:
 
 
 class Bench(Protocol):
-    """What measures, in the other process."""
+    """Measures, in the other process."""
 
     facts: dict[str, Any]
 
@@ -101,22 +89,31 @@ class _Worker:
         theirs.close()
         self.is_open = False
 
-    def receive(self, limit: float) -> tuple[str, Any]:
+    def open(self, limit: float) -> dict[str, Any]:
+        """The facts of the bench, once it is open."""
+        status, said = self.receive(limit)
+        if status != MEASURED:
+            raise _Ended(said["reason"])
+        self.is_open = True
+        return said
+
+    def receive(self, limit: float) -> tuple[str, dict[str, Any]]:
         """The next message within so many seconds."""
         try:
             if self._connection.poll(limit):
                 return self._connection.recv()
         except EOFError:
             self._process.join(timeout=10)
-            raise _Ended(_how_it_ended(self._process.exitcode)) from None
+            raise _Ended(self._how_it_ended()) from None
         raise _Ended(f"it took longer than the {limit:.0f} s that it had")
 
-    def send(self, setting: dict[str, Any]) -> None:
-        """Asks for a row."""
+    def measure(self, setting: dict[str, Any], limit: float) -> tuple[str, dict[str, Any]]:
+        """A row's status and figures, or its reason."""
         try:
             self._connection.send(setting)
         except OSError:
-            raise _Ended(_how_it_ended(self._process.exitcode)) from None
+            raise _Ended(self._how_it_ended()) from None
+        return self.receive(limit)
 
     def end(self, patience: float = 0.0) -> None:
         """Ends the process, whatever it does; with patience it may end by itself, which it does if it waits for a row."""
@@ -124,6 +121,13 @@ class _Worker:
         self._process.join(patience)
         self._process.kill()
         self._process.join()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            return f"its process ended with status {code}"
+        memory = ", as a system that is out of memory does" if code == -signal.SIGKILL else ""
+        return f"its process was ended by signal {-code}{memory}"
 
 
 def run_rows(
@@ -153,24 +157,33 @@ def run_rows(
         worker = _Worker(opener, options)
         on_change(outcomes, facts)
         for place, outcome in enumerate(outcomes):
-            if time.monotonic() >= deadline:
+            began = time.monotonic()
+            if began >= deadline:
                 _skip(outcomes[place:], "the time for all rows was over before this one began")
                 break
+            is_fit = False
             try:
                 worker = worker or _Worker(opener, options)
                 if not worker.is_open:
-                    facts |= _opened(worker, min(START_LIMIT, deadline - time.monotonic()))
+                    facts |= worker.open(min(START_LIMIT, deadline - began))
+                    began = time.monotonic()
                 num_starts = 0
+                limit = max(0.0, min(outcome.row.limit, deadline - began))
+                outcome.status, said = worker.measure(outcome.row.setting, limit)
+                is_fit = said.pop("is_fit", True)
+                outcome.reason, outcome.figures = said.pop("reason", None), said
             except _Ended as ended:
+                outcome.status, outcome.reason = FAILED, (why := str(ended))
+                if not (worker and worker.is_open):
+                    num_starts += 1
+                    outcome.reason = f"no process to measure in: {why}"
+            if worker and worker.is_open:
+                outcome.seconds = time.monotonic() - began
+            if not is_fit:
                 worker = _ended(worker)
-                num_starts += 1
-                outcome.status, outcome.reason = FAILED, f"no process to measure in: {ended}"
-                if num_starts == MOST_STARTS:
-                    _skip(outcomes[place + 1 :], f"{num_starts} processes in a row did not start: {ended}")
-                    break
-            else:
-                if not _measure(outcome, worker, deadline):
-                    worker = _ended(worker)
+            if num_starts == MOST_STARTS:
+                _skip(outcomes[place + 1 :], f"{num_starts} processes in a row did not start: {why}")
+                break
             on_change(outcomes, facts)
         if worker is not None:
             worker.end(PATIENCE)
@@ -178,33 +191,6 @@ def run_rows(
         _ended(worker)
     on_change(outcomes, facts)
     return outcomes, facts
-
-
-def _opened(worker: _Worker, limit: float) -> dict[str, Any]:
-    kind, said = worker.receive(limit)
-    if kind != "opened":
-        raise _Ended(said)
-    worker.is_open = True
-    return said
-
-
-def _measure(outcome: Outcome, worker: _Worker, deadline: float) -> bool:
-    """Measures a row into its outcome; False if the process is of no more use."""
-    began = time.monotonic()
-    limit = max(0.0, min(outcome.row.limit, deadline - began))
-    is_fit = False
-    try:
-        worker.send(outcome.row.setting)
-        outcome.status, said = worker.receive(limit)
-        is_fit = outcome.status in (MEASURED, REFUSED) or said["is_fit"]
-        if outcome.status == MEASURED:
-            outcome.figures, outcome.reason = said, None
-        else:
-            outcome.reason = said["reason"]
-    except _Ended as ended:
-        outcome.status, outcome.reason = FAILED, str(ended)
-    outcome.seconds = time.monotonic() - began
-    return is_fit
 
 
 def _skip(outcomes: Sequence[Outcome], reason: str) -> None:
@@ -217,47 +203,37 @@ def _ended(worker: _Worker | None) -> None:
         worker.end()
 
 
-def _how_it_ended(exit_code: int | None) -> str:
-    if exit_code == -signal.SIGKILL:
-        return f"its process was ended by signal {-exit_code}, as a system that is out of memory does"
-    if exit_code is not None and exit_code < 0:
-        return f"its process was ended by signal {-exit_code}"
-    return f"its process ended with status {exit_code}"
-
-
 def _serve(connection: Connection, opener: Opener, options: dict[str, Any]) -> None:
     """Runs in the other process: opens the bench, then measures what it is asked for."""
     try:
         bench = opener(options)
     except Exception as error:
         traceback.print_exc()
-        connection.send(("failed", reason_of(error)))
+        connection.send((FAILED, {"reason": reason_of(error)}))
         return
-    connection.send(("opened", bench.facts))
+    connection.send((MEASURED, bench.facts))
     with suppress(EOFError):  # the other side is done
         while True:
-            answer = _answer(bench, connection.recv())
-            connection.send(answer)
-            if answer[0] == FAILED and not answer[1]["is_fit"]:
+            status, said = _answer(bench, connection.recv())
+            connection.send((status, said))
+            if not said.get("is_fit", True):
                 return
 
 
 def _answer(bench: Bench, setting: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         return MEASURED, bench.measure(setting)
-    except ValueError as error:
-        reason, status = reason_of(error), REFUSED
-        traceback.clear_frames(error.__traceback__)
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        reason, status = reason_of(error), FAILED
+        reason, status = reason_of(error), REFUSED if isinstance(error, ValueError) else FAILED
+        if status == FAILED:
+            traceback.print_exc()
         # Frames hold tensors; without them the memory can be freed.
         traceback.clear_frames(error.__traceback__)
     try:
         bench.recover()
     except Exception as error:
         return FAILED, {"reason": f"{reason}; after it: {reason_of(error)}", "is_fit": False}
-    return status, {"reason": reason, "is_fit": True}
+    return status, {"reason": reason}
 
 
 def reason_of(error: BaseException) -> str:

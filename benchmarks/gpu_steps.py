@@ -1,8 +1,8 @@
-"""How long each step of a decode takes, and what was compiled or recorded meanwhile.
+"""The time of each step of a decode, and what was compiled or recorded in it.
 
 On a GPU marks are events of its own time line, elsewhere times of the host's clock. A text's time divided by its steps would
-include recordings of graphs, the first draft and the last blocks, which are narrower; here each step has a time of its own,
-and those steps are left out. This file knows steps and tokens, and nothing of models.
+include recordings of graphs, the first draft and the last blocks, which are narrower. Here each step has a time of its own,
+and those steps are left out. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class Counts:
-    """What a process has done so far that steps of a settled decode do not do.
-
-    Attributes:
-        recordings: CUDA graphs recorded.
-        compilations: Graphs made by `torch.compile`.
-        skips: Compiled graphs that run without being recorded, though that was asked for.
-    """
+    """CUDA graphs recorded, graphs made by `torch.compile`, and compiled graphs that run unrecorded though recording was asked for."""
 
     recordings: int = 0
     compilations: int = 0
@@ -88,11 +82,7 @@ def first_line(text: object) -> str:
 
 
 class StepClock:
-    """Marks between the steps of a decode.
-
-    Args:
-        device: Where the decode computes.
-    """
+    """Marks between the steps of a decode on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -125,12 +115,9 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all sequences that took part.
+    """One step: its time, the tokens that it gave all sequences together, and whether it counts.
 
-    Attributes:
-        milliseconds: From the step before to this one.
-        num_tokens: Tokens that it gave all sequences together.
-        counts: Whether it is a step like most: whole, of all sequences, nothing compiled or recorded in it.
+    A step counts if it is whole, of all sequences, and nothing was compiled or recorded in it.
     """
 
     milliseconds: float
@@ -140,13 +127,7 @@ class Step:
 
 @dataclass(frozen=True)
 class TimedText:
-    """The steps of a decode.
-
-    Attributes:
-        steps: Those after the prompt's forward.
-        ms_to_first_token: The prompt's forward.
-        token_ids: New tokens of each sequence.
-    """
+    """The steps after the prompt's forward, the time of that forward, and the new tokens of each sequence."""
 
     steps: list[Step]
     ms_to_first_token: float
@@ -154,20 +135,14 @@ class TimedText:
 
 
 def time_blocks(
-    blocks: Iterable[Any],
-    sequence_of: Callable[[Any], int],
-    clock: StepClock,
-    num_sequences: int,
-    max_new_tokens: int,
-    block_size: int,
+    blocks: Iterable[Any], clock: StepClock, num_sequences: int, max_new_tokens: int, block_size: int
 ) -> TimedText:
-    """Reads the blocks of a text to the end; each step gives one block to every sequence that is not done.
+    """Reads the blocks of `generate_blocks` to the end; each step gives one block to every sequence that is not done.
 
-    The first step does not count: it reads the prompt's features. Nor do steps for which some sequence wanted less than a block.
+    The first step does not count: it reads the prompt's features. Nor do steps for which a sequence wanted less than a block.
 
     Args:
-        blocks: What `generate_blocks` yields.
-        sequence_of: The sequence of a block.
+        blocks: Those of all sequences, step by step.
         clock: A fresh one.
         num_sequences: Sequences at once.
         max_new_tokens: Tokens of each.
@@ -177,7 +152,7 @@ def time_blocks(
     begin, previous = clock.mark(), num_sequences
     groups: list[dict[str, Any]] = []  # of one step each
     for block in blocks:
-        mark, sequence = clock.mark(), sequence_of(block)
+        mark, sequence = clock.mark(), block.row
         if sequence <= previous:  # blocks of one step come in the order of the sequences
             wanted = max_new_tokens - max(map(len, token_ids))
             groups.append({"tokens": 0, "sequences": 0, "is_whole": wanted >= block_size})
@@ -191,18 +166,13 @@ def time_blocks(
     for place, group in enumerate(groups[1:], start=1):
         interval = marks[place], marks[place + 1]
         is_usual = place > 1 and group["is_whole"] and group["sequences"] == num_sequences
-        steps.append(
-            Step(clock.milliseconds(*interval), group["tokens"], is_usual and clock.is_settled(*interval)),
-        )
+        counts = is_usual and clock.is_settled(*interval)
+        steps.append(Step(clock.milliseconds(*interval), group["tokens"], counts))
     return TimedText(steps, clock.milliseconds(begin, marks[1]), token_ids)
 
 
 class StepStreamer:
-    """A `transformers` streamer that marks each step of `generate`.
-
-    Args:
-        clock: A fresh one.
-    """
+    """A `transformers` streamer that marks each step of `generate` on a fresh clock."""
 
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
@@ -221,13 +191,15 @@ def time_generate(generate: Callable[..., torch.Tensor], prompt_ids: torch.Tenso
     """Runs `generate(prompt_ids, streamer=...)`; the first step does not count."""
     streamer = StepStreamer(clock)
     sequences = generate(prompt_ids, streamer=streamer)
-    token_ids = sequences[:, prompt_ids.shape[1] :].tolist()
     steps = [
-        Step(clock.milliseconds(mark, mark + 1), streamer.num_tokens[mark + 1], clock.is_settled(mark, mark + 1))
+        Step(
+            clock.milliseconds(mark, mark + 1),
+            streamer.num_tokens[mark + 1],
+            mark > 1 and clock.is_settled(mark, mark + 1),
+        )
         for mark in range(1, len(streamer.num_tokens) - 1)
     ]
-    steps[:1] = [Step(step.milliseconds, step.num_tokens, False) for step in steps[:1]]
-    return TimedText(steps, clock.milliseconds(0, 1), token_ids)
+    return TimedText(steps, clock.milliseconds(0, 1), sequences[:, prompt_ids.shape[1] :].tolist())
 
 
 def step_figures(text: TimedText, num_sequences: int, by_mean: bool = False) -> dict[str, Any]:
@@ -247,12 +219,12 @@ def step_figures(text: TimedText, num_sequences: int, by_mean: bool = False) -> 
         )
     times = [step.milliseconds for step in counted]
     tokens_per_step = sum(step.num_tokens for step in counted) / (len(counted) * num_sequences)
-    low, high = _spread(times)
+    cuts = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
     step_ms = fmean(times) if by_mean else median(times)
     return {
         "ms_per_step": median(times),
-        "ms_per_step_p10": low,
-        "ms_per_step_p90": high,
+        "ms_per_step_p10": cuts[0],
+        "ms_per_step_p90": cuts[-1],
         "ms_per_step_mean": fmean(times),
         "steps": len(text.steps),
         "steps_counted": len(counted),
@@ -260,11 +232,3 @@ def step_figures(text: TimedText, num_sequences: int, by_mean: bool = False) -> 
         "ms_per_token": step_ms / tokens_per_step,
         "ms_to_first_token": text.ms_to_first_token,
     }
-
-
-def _spread(times: Sequence[float]) -> tuple[float, float]:
-    """The 10th and the 90th percentile."""
-    if len(times) == 1:
-        return times[0], times[0]
-    cuts = quantiles(times, n=10, method="inclusive")
-    return cuts[0], cuts[-1]

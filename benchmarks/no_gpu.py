@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import math
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -47,6 +49,12 @@ H200 = SimpleNamespace(
 def has_cuda_build() -> bool:
     """Whether this torch can make code for CUDA, with or without a GPU."""
     return torch.version.cuda is not None
+
+
+def versions() -> dict[str, str]:
+    """What counts depend on."""
+    system = f"{platform.system()} {platform.machine()}"
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "system": system}
 
 
 def fake_tensor(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:

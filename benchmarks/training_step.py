@@ -2,30 +2,29 @@
 
     python benchmarks/training_step.py --output benchmarks/results/training_step_tiny_cpu.json
 
-The embedded pair on its held-out problems; one measurement is the forward and backward passes over all of them, and the ways
+The embedded pair on its held-out problems. One measurement is the forward and backward passes over all of them, and the ways
 take turns. "naive" pads documents in the order they come and holds all logits; "unpacked" sorts them by length; "packed" puts
-them side by side. All three give the same loss, which is checked. Tokens are those of the documents, without padding.
+them side by side. The script checks that all three give the same loss. Tokens are those of the documents, without padding.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from records import save
-from rich.console import Console
+from measuring import argument_parser, finish, parsed
 from rich.progress import track
-from rich.table import Table
+from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.common.stopwatch import seconds_of
 from dflash.model.step_dflash import Pair
 from dflash.training import (
     Batch,
@@ -43,21 +42,21 @@ from dflash.training import (
 )
 
 
+SMALL = {"documents": 6, "anchors": 4, "repeats": 1, "rows": 64, "vocabularies": [512, 1024]}
+
+
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=16, help="blocks per document")
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--pack-length", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[2048, 16384, 131072])
-    parser.add_argument("--rows", type=int, default=2048, help="rows of the loss alone")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=2048, help="positions of the loss alone")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    if args.smoke:
-        args.documents, args.anchors, args.repeats, args.rows, args.vocabularies = 6, 4, 1, 64, [512, 1024]
+    args = parsed(parser)
+    vars(args).update(SMALL if args.smoke else {})
     return args
 
 
@@ -71,7 +70,7 @@ def naive_batches(examples: list[Example], args: argparse.Namespace) -> Iterator
 
 
 class NaiveLoss:
-    """The same loss as it is first written: the logits of all rows at once, and all that autograd keeps of them."""
+    """The same loss written naively: the logits of all positions at once, and all that autograd keeps of them."""
 
     def __init__(self, drafter: Any, tapped: Pair) -> None:
         self.drafter, self.tapped = drafter, tapped
@@ -88,9 +87,9 @@ class NaiveLoss:
             noise_embeds, features, layout.position_ids, layout.attention_mask
         ).last_hidden_state
         logits = self.tapped.head(hidden_states).flatten(0, 1).float()
-        losses = torch.nn.functional.cross_entropy(logits, layout.labels.flatten(), reduction="none")
+        losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
         learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
-        weights = torch.nn.functional.pad(self.weigh(learned.float(), learned), (1, 0)).flatten()
+        weights = pad(self.weigh(learned.float(), learned), (1, 0)).flatten()
         return (losses * weights).sum(), None
 
 
@@ -145,21 +144,18 @@ def measure_steps(
             loss_of, batches = ways[name]
             drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
 
-            def run(loss_of: Any = loss_of, batches: list[Batch] = batches) -> float:
-                loss = 0.0
+            def run(loss_of: Any = loss_of, batches: list[Batch] = batches, name: str = name) -> None:
+                losses[name] = 0.0
                 for batch in batches:
                     loss_sum, _ = loss_of(batch)
                     loss_sum.backward()
-                    loss += loss_sum.item()
-                return loss
+                    losses[name] += loss_sum.item()
 
-            began = time.perf_counter()
-            losses[name] = run()
             if repeat:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(seconds_of(run))
             else:
                 largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
-                peaks[name] = peak_bytes(lambda run=run, largest=largest: run(batches=[largest]))
+                peaks[name] = peak_bytes(partial(run, batches=[largest]))
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))
@@ -179,55 +175,34 @@ def measure_steps(
 
 
 def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The loss alone over a random head: in chunks, and with the logits of all rows at once."""
+    """The loss alone over a random head: in chunks, and with the logits of all positions at once."""
     rows = []
     for vocab_size in args.vocabularies:
         hidden = torch.randn(args.rows, hidden_size, requires_grad=True)
         head = torch.randn(vocab_size, hidden_size) / hidden_size**0.5
         labels = torch.randint(0, vocab_size, (args.rows,))
+        chunk_rows = max(1, args.rows * min(args.vocabularies) // (4 * vocab_size))
 
-        def whole(
-            hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels
-        ) -> torch.Tensor:
-            return torch.nn.functional.cross_entropy(hidden @ head.T, labels, reduction="sum")
+        def whole(hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels) -> None:
+            cross_entropy(hidden @ head.T, labels, reduction="sum").backward()
 
         def chunked(
-            hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels
-        ) -> torch.Tensor:
-            chunk_rows = max(1, args.rows * min(args.vocabularies) // (4 * len(head)))
+            hidden: Any = hidden, head: Any = head, labels: Any = labels, chunk_rows: int = chunk_rows
+        ) -> None:
             weights = torch.ones(args.rows)
-            return chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum
+            chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum.backward()
 
         for name, compute in (("whole", whole), ("chunked", chunked)):
-            seconds = []
-            compute().backward()
-            for _ in range(args.repeats):
-                began = time.perf_counter()
-                compute().backward()
-                seconds.append(time.perf_counter() - began)
-            rows.append(
-                {
-                    "loss": name,
-                    "vocabulary": vocab_size,
-                    "rows": args.rows,
-                    "ms": round(1000 * median(seconds), 2),
-                    "peak_memory_bytes": peak_bytes(lambda compute=compute: compute().backward()),
-                }
-            )
+            compute()
+            milliseconds = 1000 * median(seconds_of(compute) for _ in range(args.repeats))
+            sizes = {"vocabulary": vocab_size, "rows": args.rows}
+            peak = {"peak_memory_bytes": peak_bytes(compute)}
+            rows.append({"loss": name, **sizes, "ms": round(milliseconds, 2), **peak})
     return rows
-
-
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(*(name.replace("_", " ").replace("bytes", "MiB") for name in rows[0]), title=title)
-    for row in rows:
-        shown = row | {"peak_memory_bytes": round(row["peak_memory_bytes"] / 2**20)}
-        table.add_row(*map(str, shown.values()))
-    Console().print(table)
 
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     target, drafter, tokenizer = load_embedded_pair()
     problems = heldout_problems()
@@ -237,13 +212,10 @@ def main() -> None:
     ]
     drafter.train()
     steps = measure_steps(target, drafter, examples, args)
-    show("all documents, forward and backward", steps)
     losses = measure_loss(drafter.config.hidden_size, args)
-    show("the loss alone", losses)
-    if args.output is not None:
-        names = ("documents", "anchors", "batch_tokens", "pack_length", "repeats", "rows", "threads")
-        settings = {name: getattr(args, name) for name in names}
-        save(args.output, target, drafter, kind="training_step", training=settings, summary=steps, losses=losses)
+    names = ("documents", "anchors", "batch_tokens", "pack_length", "repeats", "rows", "threads")
+    settings = {name: getattr(args, name) for name in names}
+    finish(args.output, "training_step", (target, drafter), training=settings, summary=steps, losses=losses)
 
 
 if __name__ == "__main__":

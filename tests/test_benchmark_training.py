@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from tiny_models import MASK_TOKEN_ID, make_target, make_tokenizer
+from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 
 from dflash.training import TrainingSettings, measure_acceptance, new_drafter, train, with_response
 
@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("training", monkeypatch)
+    return load("recipes", monkeypatch)
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -37,38 +37,48 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_finished_cell_is_not_run_again(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["training.py", "--smoke", "--only", "labels", "--work", str(tmp_path / "work")]
+    words = ["recipes.py", "--smoke", "--only", "layers", "--work", str(tmp_path / "work")]
     monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "first.json")])
     benchmark.main()
-    monkeypatch.setattr(benchmark, "train", lambda *_, **__: pytest.fail("ran again"))
+    monkeypatch.setattr(benchmark, "train_drafter", lambda *_, **__: pytest.fail("ran again"))
     monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "second.json")])
     benchmark.main()
     first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second"))
     assert first["summary"] == second["summary"]
     assert [(row["axis"], row["cell"], row["seeds"]) for row in first["summary"]] == [
-        ("labels", "ce", 2),
-        ("labels", "forward kl", 2),
-        ("labels", "mix", 2),
+        ("layers", str(number), 2) for number in (1, 2, 3)
     ]
+    assert [row["parameters"] for row in first["measurements"][::2]] == sorted(
+        {row["parameters"] for row in first["measurements"]}
+    )
     assert first["kind"] == "training"
     assert str(tmp_path) not in json.dumps(first)
     monkeypatch.setattr(sys, "argv", [*words, "--lr", "1"])
     with pytest.raises(ValueError, match=r"of another run \(learning_rate: 0\.003, now 1\.0\)"):
         benchmark.main()
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(benchmark, "hold_out", lambda examples, count, seed: (examples[3:], [examples[0].prompt_ids]))
-    with pytest.raises(ValueError, match=r"of another run \(data: \w+, now \w+; held_out: \w+, now \w+\)"):
+    monkeypatch.setattr(
+        benchmark, "smoke_pair", lambda work: ("tiny", str(work / "embedded" / "tiny-target"), "other.jsonl")
+    )
+    with pytest.raises(ValueError, match=r"of another run \(data: answers.jsonl, now other.jsonl\)"):
+        benchmark.main()
+    monkeypatch.undo()
+    record = tmp_path / "work" / "tiny" / "base" / "seed-0" / "training.json"
+    facts = json.loads(record.read_text())
+    facts["data"]["fingerprint"] = "another"
+    record.write_text(json.dumps(facts))
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(ValueError, match=r"Runs of tiny, seed 0, have other data: give another --work"):
         benchmark.main()
 
 
 def test_cells_change_one_thing_and_are_shared_between_axes(benchmark: ModuleType) -> None:
-    args = SimpleNamespace(num_anchors=32, anchors=[8, 32, 256, 512, 1024], layers=2, taps=5)
-    subject = SimpleNamespace(most_anchors=300)
-    cells = {axis: list(make(args, subject)) for axis, make in benchmark.AXES.items()}
-    assert [cell.name for cell in cells["anchors"]] == ["8", "32", "256", "300 and more"]
+    args = SimpleNamespace(num_anchors=32, anchors=[8, 32, 256], layers=2, taps=5)
+    cells = {axis: list(make(args)) for axis, make in benchmark.AXES.items()}
+    assert [cell.name for cell in cells["anchors"]] == ["8", "32", "256"]
+    assert [cell.settings for cell in cells["loss"]][:2] == [{}, {"position_weights": "dpace"}]
     assert all("base" in {cell.key for cell in row} for row in cells.values())
     assert all(len({cell.key for cell in row}) == len(row) for row in cells.values())
-    assert {cell.key for cell in cells["loss"]} & {cell.key for cell in cells["labels"]} == {"base", "loss=forward_kl"}
 
 
 def test_the_intervals_are_students_and_gains_those_of_one_seed(benchmark: ModuleType) -> None:
@@ -97,11 +107,21 @@ def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeyp
     train(drafter, target, data, [], settings, tmp_path / "my-DFlash", show_progress=False)
     rows = [{"prompt_ids": [5, 6, 7]}, {"prompt": "why"}, {"text": "once upon a time there"}]
     (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["drafter.py", "--block-sizes", "4", "3", "--max-new-tokens", "10", "--output", str(tmp_path / "d.json")]
+    words = [
+        "pair.py",
+        "drafter",
+        "--block-sizes",
+        "4",
+        "3",
+        "--max-new-tokens",
+        "10",
+        "--output",
+        str(tmp_path / "d.json"),
+    ]
     for name, place in (("target", "target"), ("drafter", "my-DFlash"), ("prompts", "held.jsonl")):
         words += [f"--{name}", str(tmp_path / place)]
     monkeypatch.setattr(sys, "argv", words)
-    script = load("drafter", monkeypatch)
+    script = load("pair", monkeypatch)
     script.main()
     result = json.loads((tmp_path / "d.json").read_text())
     facts = json.loads((tmp_path / "my-DFlash" / "training.json").read_text())
@@ -117,6 +137,19 @@ def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeyp
         max(map(max, (m["acceptance_lengths"] for m in result["measurements"] if m["method"] == short["method"]))) <= 3
     )
     saved = script.DFlashDraftModel.from_pretrained(tmp_path / "my-DFlash", dtype=script.torch.float32).eval()
-    prompts = [script.prompt_ids(row, make_tokenizer()) for row in rows]
+    prompts = [script.ids_to_continue(row, make_tokenizer()) for row in rows]
     assert whole["tau_micro"] == pytest.approx(measure_acceptance(saved, target, prompts, 10).tau, abs=1e-4)
     assert str(tmp_path) not in json.dumps(result)
+
+
+def test_sampling_compares_drawn_positions_with_the_argmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the proposals are really drawn: they are lent uniforms, and another draw is accepted otherwise."""
+    script = load("pair", monkeypatch)
+    target, drafter = make_target(), make_drafter()
+    drafter.propose = script.draw_positions_independently(drafter)
+    drafter.candidate_selector = script.torch.nn.Identity()
+    taus = {rule: script.sampled_tau(target, drafter, [[5, 6, 7]] * 4, rule, 16) for rule in ("rejection", "block")}
+    assert all(tau >= 1 for tau in taus.values())
+    few, many = (script.scripted(share, 3, num_blocks=200) for share in (0.2, 0.9))
+    assert many["accepted_by_block"] > few["accepted_by_block"]
+    assert few["gain"] >= 1

@@ -218,7 +218,7 @@ def test_memory_of_the_published_pair_is_that_of_its_shapes() -> None:
 
 
 def without_tables(text: str) -> str:
-    return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->|```.*?```", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- ([^>]+):begin -->.*?<!-- \1:end -->|```.*?```", "", text, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "docs/architecture.md"])

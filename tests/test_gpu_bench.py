@@ -24,7 +24,7 @@ from dflash.evaluation import (
     scripted_continuation,
     scripted_pair,
     scripted_prompt,
-    simulated_pairs,
+    tables_of,
     timed_blocks,
     useless,
 )
@@ -57,7 +57,8 @@ class RefusesForeignGenerators(TorchFunctionMode):
 
 def test_a_pair_is_drawn_where_generators_of_other_devices_are_refused(monkeypatch):
     """The script was drawn by the CPU's generator in the context of the GPU: no row could begin."""
-    new_weights = simulated_pairs._new_weights
+    scripted = sys.modules[Script.__module__]
+    new_weights = scripted._new_weights
 
     @contextmanager
     def on_a_gpu(dtype, device):
@@ -66,7 +67,7 @@ def test_a_pair_is_drawn_where_generators_of_other_devices_are_refused(monkeypat
 
     with pytest.raises(RuntimeError, match="but found 'cpu'"), RefusesForeignGenerators():
         torch.rand(3, generator=torch.Generator())
-    monkeypatch.setattr(simulated_pairs, "_new_weights", on_a_gpu)
+    monkeypatch.setattr(scripted, "_new_weights", on_a_gpu)
     _, drafter = scripted_pair("smoke", 6.5, torch.bfloat16)
     assert torch.equal(drafter.runs, Script(6.5, 16).runs(512))
 
@@ -126,7 +127,7 @@ def block(sequence, count):
 
 def read(blocks, clock, num_sequences, max_new_tokens, block_size=4):
     steps = load("gpu_steps")
-    return steps.time_blocks(blocks, lambda one: one.row, clock, num_sequences, max_new_tokens, block_size)
+    return steps.time_blocks(blocks, clock, num_sequences, max_new_tokens, block_size)
 
 
 def test_steps_that_are_not_like_most_do_not_count():
@@ -413,7 +414,7 @@ def decoded(name, ms_per_step, tokens_per_step=1.0, reason=None):
 
 
 def test_ratios_are_of_the_tokens_that_a_step_gave():
-    report = load("gpu_report")
+    report = load("gpu_rows")
     outcomes = [
         outcome("qwen3-8b/floor", copy_gb_per_second=2000.0),
         decoded("qwen3-8b/512x1/generate", 24.0),
@@ -437,7 +438,7 @@ def test_ratios_are_of_the_tokens_that_a_step_gave():
 
 
 def test_nothing_is_called_compiled_that_was_not():
-    report = load("gpu_report")
+    report = load("gpu_rows")
     outcomes = [decoded("qwen3-8b/512x1/generate", 24.0), decoded("qwen3-8b/512x1/compiled", 30.0, 6.0, "no compiler")]
     row = report.derived(outcomes)[1]
     assert row["label"] == "ours, NOT compiled: no compiler"
@@ -445,7 +446,7 @@ def test_nothing_is_called_compiled_that_was_not():
 
 
 def test_rows_that_were_not_measured_are_told_with_their_reason():
-    report, runner = load("gpu_report"), load("gpu_runner")
+    report, runner = load("gpu_rows"), load("gpu_runner")
     failed = outcome("qwen3-8b/32768x8/compiled", "failed")
     failed.reason = "out of memory"
     assert report.line(failed) == "qwen3-8b/32768x8/compiled: failed, out of memory [1 s]"
@@ -465,15 +466,6 @@ def test_the_floor_counts_the_head_twice_and_the_keys_and_no_embedding():
     assert measure.step_bytes(target, drafter, 100, 3) == 4 * both
 
 
-def test_why_a_pair_is_not_compiled_is_asked_of_the_library():
-    measure = load("gpu_measure")
-    target, drafter = scripted_pair("smoke", 4.0)
-    assert measure.why_not_compiled(target, drafter) is None
-    other, its_drafter = scripted_pair("smoke", 4.0)
-    other.set_attn_implementation("flex_attention")
-    assert "takes no 4-D mask" in measure.why_not_compiled(other, its_drafter)
-
-
 # From the shell to a file
 
 
@@ -483,8 +475,15 @@ def test_the_shell_script_writes_results_to_out(tmp_path):
     command = [str(BENCHMARKS / "gpu.sh"), "--smoke", "--rows", *rows]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"{12 if HAS_NATIVE else 11} of 13 rows measured" in (tmp_path / "gpu.log").read_text()
+    log = (tmp_path / "gpu.log").read_text()
+    assert f"{12 if HAS_NATIVE else 11} of 13 rows measured" in log
     result = read_result(tmp_path / "gpu.json")
+    decoded, training, floor, refused = tables_of(result)
+    assert decoded[0][:4] == ["shape", "context", "batch", "label"]
+    assert {"x floor", "x generate"} < set(decoded[0])
+    assert (len(decoded[1]), len(training[1]), len(floor[1])) == ((9 if HAS_NATIVE else 8), 2, 1)
+    assert refused[1][-1][:2] == ["smoke/16x2/native", "refused"]
+    assert "training step, SDPA (sdpa)" in log
     assert result["decoding"]["is_simulated"]
     assert "means nothing; simulated acceptance" in result["decoding"]["label"]
     assert result["environment"]["device"] == "cpu"
@@ -541,20 +540,15 @@ def test_bad_folders_of_packages_are_one_sentence(words, variables, said):
 # Packages that travel
 
 
-def wheel(folder, name, requires=(), files=(), size=0):
+def wheel(folder, name, files=()):
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        said = "".join(f"Requires-Dist: {need}\n" for need in requires)
-        archive.writestr(
-            f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{said}"
-        )
         for file in (f"{name}/__init__.py", *files):
             archive.writestr(file, "x = 1\n")
-        archive.writestr("padding", b"\0" * size)
     return path
 
 
-def test_what_wheels_need_is_followed_but_for_torch(tmp_path, monkeypatch):
+def test_what_packages_need_is_followed_but_for_torch(tmp_path, monkeypatch):
     pack = load("gpu_pack")
     needs = {
         "top": ["Middle_One>=2", "torch>=2.6", "extra-thing; extra == 'dev'", "old; python_version < '3.12'"],
@@ -563,16 +557,17 @@ def test_what_wheels_need_is_followed_but_for_torch(tmp_path, monkeypatch):
     }
     asked = []
 
-    def download(folder, names, python):
+    def download(folder, names):
         asked.append(names)
         for name in names:
-            wheel(folder, name.replace("-", "_"), needs[name])
+            wheel(folder, name.replace("-", "_"))
 
     monkeypatch.setattr(pack, "WANTED", ("top",))
-    monkeypatch.setattr(pack, "_download", download)
+    monkeypatch.setattr(pack.metadata, "requires", needs.get)
+    monkeypatch.setattr(pack, "download", download)
     folder = tmp_path / "packages"
     num_bytes = pack.pack(folder)
-    assert asked == [["top"], ["middle-one"], ["leaf"]]
+    assert asked == [["leaf", "middle-one", "top"]]
     assert num_bytes == sum(path.stat().st_size for path in folder.glob("*.whl"))
     assert (folder / ".gitignore").read_text() == "*\n"
     monkeypatch.setattr(pack, "MOST_BYTES", 100)

@@ -10,16 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashDraftModel, spec_generate
 from dflash.model import modeling_dflash
-from dflash.training import (
-    BLOCKWISE,
-    LOSSES,
-    Batch,
-    DrafterLoss,
-    Example,
-    FrozenTarget,
-    blockwise_attention,
-    collate,
-)
+from dflash.training import BLOCKWISE, LOSSES, Batch, DrafterLoss, Example, FrozenTarget, blockwise_attention, collate
 
 
 VOCAB, BLOCK, MASK_ID = 48, 5, 47

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="plots are the extra `eval`")
 
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 from dflash.evaluation import canvas, plots, results
 
@@ -26,7 +26,8 @@ def row(task="math", method="dflash", **more):
 
 def texts(figure):
     found = [text.get_text() for axes in figure.axes for text in axes.texts]
-    return found + [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
+    return found + [text.get_text() for legend in legends for text in legend.get_texts()]
 
 
 def test_position_rates_count_as_a_loop_over_the_steps_does():
@@ -47,14 +48,17 @@ def test_acceptance_is_drawn_of_all_steps_and_of_those_that_got_there():
     assert list(of_all.get_ydata()) == pytest.approx([14 / 20, 11 / 20, 10 / 20])
     assert list(of_reached.get_ydata()) == pytest.approx([14 / 20, 11 / 14, 10 / 11])
     assert list(of_all.get_xdata()) == [1, 2, 3]
-    assert texts(figure) == ["of all steps", "of steps that got there"]
+    assert texts(figure) == ["11 steps", "of all steps", "of steps that got there (≥ 10)"]
 
 
 def test_a_share_of_very_few_steps_is_not_drawn():
-    """One step of one is 100 %, which says nothing."""
+    """One step of one is 100 %, which says nothing; the key says where the curve ends and the last point of how many it is."""
     of_all, of_reached = plots.acceptance_by_position([row(acceptance_histogram=[20, 10, 0, 1])]).axes[0].lines
     assert len(of_all.get_ydata()) == 3
     assert list(of_reached.get_ydata()) == pytest.approx([11 / 31, 1 / 11])
+    few = plots.acceptance_by_position([row(acceptance_histogram=[20, 9, 1])])
+    assert list(few.axes[0].lines[1].get_ydata()) == pytest.approx([10 / 30, 1 / 10])
+    assert texts(few)[0] == "10 steps"
 
 
 def test_every_task_has_a_panel_and_every_method_its_own_colour():
@@ -70,7 +74,7 @@ def test_every_task_has_a_panel_and_every_method_its_own_colour():
     assert len(figure.axes[0].lines) == 2 * 2  # twins share a curve; nothing accepted is none
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["a", "b", "c", "d"]
     assert len({to_hex(line.get_color()) for line in figure.axes[0].lines}) == 2
-    assert texts(figure)[:2] == ["dflash", "dflash tree"]
+    assert [text for text in texts(figure) if "steps" not in text] == ["dflash", "dflash tree"]
 
 
 def test_the_key_of_many_methods_stands_between_the_title_and_the_panels():
@@ -94,8 +98,59 @@ def test_a_task_with_short_steps_does_not_cut_off_another() -> None:
 def test_lengths_are_shares_of_steps_with_tau_marked():
     figure = plots.acceptance_lengths([row()])
     assert [bar.get_height() for bar in figure.axes[0].patches] == pytest.approx([0.3, 0.15, 0.05, 0.5])
-    assert texts(figure) == ["τ 2.75"]
-    assert list(figure.axes[0].lines[0].get_xdata()) == [2.75, 2.75]
+    assert texts(figure) == ["dflash: τ 2.75"]
+    (mark,) = figure.axes[0].collections[0].get_segments()
+    assert [x for x, _ in mark] == [2.75, 2.75]
+
+
+def test_every_mark_of_tau_names_its_method_and_strikes_through_no_label():
+    names = ["dflash", "dflash tree", "dflash eager", "dflash adaptive"]
+    rows = [
+        row(method=name, tau_micro=4 + i / 100, acceptance_histogram=[9, i + 1, 1]) for i, name in enumerate(names)
+    ]
+    figure = plots.acceptance_lengths(rows)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"{name}: τ {4 + i / 100:.2f}" for i, name in enumerate(names)
+    ]
+    colours = [to_hex(line.get_color()) for line in legend.get_lines()]
+    assert colours == [to_hex(mark.get_color()[0]) for mark in axes.collections]
+    assert len(set(colours)) == 4
+    highest = max(mark.get_window_extent().y1 for mark in [*axes.collections, *axes.patches])
+    assert all(text.get_window_extent().y0 >= highest for text in legend.get_texts())
+
+
+def test_sizes_get_shades_in_their_order_and_none_is_black():
+    """A bar in the colour of the whisker hides it."""
+    for theme in (canvas.LIGHT, canvas.DARK):
+        colours = canvas.colours_of(
+            ["blocks of 16", "target.generate", "blocks of 4", "blocks of 8", "blocks of 2"], theme
+        )
+        shades = [sum(to_rgb(colours[f"blocks of {size}"])) for size in (2, 4, 8, 16)]
+        assert shades == sorted(shades, reverse=theme is canvas.LIGHT)
+        assert len(set(shades)) == 4
+        assert colours["target.generate"] == theme.plain
+        assert not {"#000000", "#ffffff"} & {*colours.values(), *theme.others}
+    assert canvas.colours_of(["dflash", "dflash, block 8"], canvas.LIGHT)["dflash, block 8"] == canvas.LIGHT.others[0]
+
+
+@pytest.mark.parametrize("draw", [plots.acceptance_by_position, plots.acceptance_lengths, plots.speedups])
+def test_a_narrow_figure_cuts_nothing(draw):
+    methods = ["native dflash", "dflash", "dflash compiled", "random drafter adaptive"]
+    rows = [
+        row(task, name, acceptance_histogram=[i + 1, 9, 30])
+        for i, name in enumerate(methods)
+        for task in ("held-out templates", "b")
+    ]
+    figure = draw(rows, "", canvas.LIGHT.narrow())
+    figure.draw_without_rendering()
+    legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
+    written = [*figure.texts, *legends, figure._suptitle]
+    written += [part for axes in figure.axes for part in (*axes.texts, axes.xaxis.label, axes.yaxis.label, axes.title)]
+    boxes = [part.get_window_extent() for part in written if part in legends or (part and part.get_text())]
+    assert all(box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 for box in boxes)
 
 
 def test_speedups_stand_beside_the_papers_of_the_same_task_alone():
@@ -176,9 +231,8 @@ def test_axes_are_labelled_and_text_is_readable_on_the_paper(theme):
             assert (light + 0.05) / (dark + 0.05) > 4.5  # WCAG AA
 
 
-def test_a_png_is_as_wide_as_a_readme_at_double_density(tmp_path):
-    path = canvas.save(plots.speedups([row()]), tmp_path / "new" / "figure.png")
-    header = path.read_bytes()[:24]
+def test_a_png_is_as_wide_as_a_readme_at_double_density():
+    header = canvas.png(plots.speedups([row()]))[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(header[16:20], "big") == 1600
 

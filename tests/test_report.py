@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import html
+import io
 import json
 import re
 import sys
@@ -13,11 +15,18 @@ from typing import Any
 import pytest
 
 from dflash.cli import main as cli
-from dflash.evaluation import any_table, canvas, caveat, save_drawing, table_of, write_page
-from dflash.evaluation.canvas import LIGHT
-from dflash.evaluation.page import drawings
-from dflash.evaluation.results import read_result
-from dflash.evaluation.tables import markdown, with_table
+from dflash.evaluation import (
+    any_table,
+    canvas,
+    caveat,
+    drawings,
+    markdown,
+    read_result,
+    save_drawing,
+    table_of,
+    with_table,
+    write_page,
+)
 
 
 pytest.importorskip("matplotlib", reason="the page's plots are the extra `eval`")
@@ -81,9 +90,9 @@ def test_page_states_every_figure_and_what_it_depends_on(run: Any, tmp_path: Pat
         "3.00", "10.04", "arXiv:2602.06036v2, Table 1",
     ):  # fmt: skip
         assert stated in page, stated
-    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page, re.DOTALL)
-    assert len(captions) == 3
-    assert all("dflash eval --tasks gsm8k" in caption for caption in captions)
+    assert page.count("<figcaption>") == 3
+    assert page.count("dflash eval --tasks gsm8k") == 1  # once, and not under every figure
+    assert "<h2>eval</h2>" in page  # the kind is not said twice
     alternatives = re.findall(r'alt="(.*?)"', page)
     assert all("thinking off" in text and "NVIDIA H200" in text and "sha256" in text for text in alternatives)
 
@@ -92,12 +101,27 @@ def test_page_needs_no_network_and_has_both_themes(run: Any, tmp_path: Path) -> 
     run(written(tmp_path), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     addresses = re.findall(r'(?:src|srcset|href)="(.{0,22})', page)
-    assert len(addresses) == 6
+    assert len(addresses) == 3 * 4
     assert all(address.startswith("data:image/png;base64,") for address in addresses)
     assert not re.search(r"<script|<link|@import|url\(", page)
-    assert page.count("prefers-color-scheme: dark") == 1 + 3
+    assert page.count("prefers-color-scheme: dark") == 1 + 3 * 2
     names = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert names == [f"eval_{plot}{end}.png" for plot in ("acceptance", "lengths", "speedup") for end in ("", "_dark")]
+
+
+def test_a_phone_gets_figures_of_its_own_and_a_table_of_few_columns(run: Any, tmp_path: Path) -> None:
+    """Labels of a wide figure are too small there, and a table of all columns is cut."""
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    run(written(tmp_path), "--output", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    images = re.findall(r'max-width: 40rem\)" srcset="data:image/png;base64,([^"]+)"', page)
+    widths = {Image.open(io.BytesIO(base64.b64decode(image))).width for image in images}
+    assert (len(images), widths) == (3 * 2, {4 * canvas.DPI})
+    shown, every = (re.findall("<th>(.*?)</th>", part) for part in re.split("<details><summary>All columns", page)[:2])
+    assert shown == ["method", "identical texts", "score", "tau", "tokens per step", "tokens/s", "speed-up"]
+    assert set(shown) < set(every)
 
 
 def test_what_a_file_does_not_say_is_said_to_be_missing_in_one_line(run: Any, tmp_path: Path) -> None:
@@ -132,6 +156,7 @@ def test_rows_of_other_measurements_are_tables(run: Any, tmp_path: Path) -> None
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert status == 0
     assert "<th>target.generate, tokens/s</th><th>dflash, tokens/s</th><th>speed-up</th>" in page
+    assert "<th>fresh, first token, ms</th><th>kept, first token, ms</th>" in page
     batches = read_result(COMMITTED / "batch_tiny_cpu.json")["summary"]
     for row in batches:
         assert f"<td>{row['speedup']:.2f}x</td>" in page
@@ -153,7 +178,10 @@ def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: 
     }
     assert "Simulated: tau is stated" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     [growth] = [drawing for drawing in drawings(read_result(tmp_path / "sweep.json")) if drawing.name == "growth"]
-    assert list(growth.draw(LIGHT).axes[0].lines[0].get_ydata()) == [2.0, 2.0]  # the batch's row is another axis
+    assert list(growth.draw(canvas.LIGHT, True).axes[0].lines[0].get_ydata()) == [
+        2.0,
+        2.0,
+    ]  # the batch's row is another axis
 
 
 def test_a_figure_that_no_row_has_anything_for_is_a_sentence(tmp_path: Path) -> None:
@@ -209,58 +237,84 @@ def test_bytes_and_missing_files_are_named(run: Any, tmp_path: Path) -> None:
     weights.write_bytes(bytes(range(256)))
     assert f"{weights} is no JSON" in run(weights, "--output", tmp_path / "out")[2]
     missing = tmp_path / "none.json"
-    for unreadable, reason in ((missing, "No such file or directory"), (tmp_path, "Is a directory")):
+    for unreadable, reason in (
+        (missing, "cannot be read (No such file or directory): give a result of `dflash bench`"),
+        (tmp_path, "is no result: its summary holds no rows"),
+    ):
         status, _, err = run(unreadable, "--output", tmp_path / "out")
         assert (status, err.count("\n")) == (1, 1)
-        assert err.startswith(f"dflash: {unreadable} cannot be read ({reason}): give a result of `dflash bench`")
-    status, _, err = run(written(tmp_path), "--readme", tmp_path / "none.md", "--name", "t")
+        assert err.startswith(f"dflash: {unreadable} {reason}")
+    status, _, err = run(written(tmp_path), "--pages", tmp_path / "none.md")
     assert (status, err.count("\n")) == (1, 1)
-    assert "none.md cannot be read (No such file or directory): name a file with <!-- t:begin -->" in err
+    assert "none.md cannot be read (No such file or directory): name a Markdown file" in err
 
 
-def test_readme_table_is_written_between_its_markers_and_nowhere_else(run: Any, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- t:begin -->\nold\n<!-- t:end -->\nafter\n", encoding="utf-8")
-    path = written(tmp_path)
-    for _ in range(2):  # the second time changes nothing
-        assert run(path, "--readme", readme, "--name", "t")[0] == 0
-        text = readme.read_text(encoding="utf-8")
+def test_a_table_is_written_between_its_marks_and_nowhere_else(run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- t:begin -->\nold\n<!-- t:end -->\nafter\n", encoding="utf-8")
+    path = written(tmp_path, name="t.json")
+    for printed in (f"{page}\n", ""):  # the second time changes nothing
+        assert run(path, "--pages", page)[:2] == (0, printed)
+        text = page.read_text(encoding="utf-8")
         assert text.startswith("before\n<!-- t:begin -->\n| task | method |")
         assert text.endswith("`dflash eval --tasks gsm8k`\n<!-- t:end -->\nafter\n")
-        assert "| GSM8K | dflash | 4 of 4 | 4.02 | 3.90 | 100 | 2.50x |" in text
+        assert "| GSM8K | dflash | 4 of 4 | 75.0 % | 4.02 | 3.90 | 100 | 2.50x |" in text
         assert "thinking off" in text
         assert "NVIDIA H200" in text
         assert "old" not in text
 
 
-def test_one_table_is_written_into_several_pages(run: Any, tmp_path: Path) -> None:
-    pages = [tmp_path / "README.md", tmp_path / "measured.md"]
+@pytest.mark.parametrize("words", [["--check"], []], ids=["check", "write"])
+def test_folders_of_results_fill_and_check_folders_of_pages(run: Any, tmp_path: Path, words: list[str]) -> None:
+    """Promise: with --check nothing is written, every page that differs is named, and the status is 1."""
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "how-to" / "measured.md"]
     for page in pages:
-        page.write_text("<!-- t:begin --><!-- t:end -->", encoding="utf-8")
-    status, out, _ = run(written(tmp_path), "--readme", pages[0], "--readme", pages[1], "--name", "t")
-    assert (status, out.split()) == (0, list(map(str, pages)))
-    assert len({page.read_text(encoding="utf-8") for page in pages}) == 1
-    assert "| GSM8K | dflash | 4 of 4 |" in pages[1].read_text(encoding="utf-8")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            "<!-- t:begin -->old<!-- t:end --> <!-- another:begin --><!-- another:end -->", encoding="utf-8"
+        )
+    written(tmp_path / "results", name="t.json")
+    written(tmp_path / "results", name="unused.json")
+    status, out, err = run(tmp_path / "results", "--pages", pages[0], "--pages", tmp_path / "docs", *words)
+    assert status == bool(words)
+    assert all(str(page) in (err if words else out) for page in pages)
+    assert all(("old" in page.read_text(encoding="utf-8")) is bool(words) for page in pages)
+    assert all("<!-- another:begin --><!-- another:end -->" in page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_a_mark_may_ask_for_the_headline_or_for_several_results(run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    marks = "<!-- t/headline:begin --><!-- t/headline:end --> <!-- t+u:begin --><!-- t+u:end -->"
+    page.write_text(marks, encoding="utf-8")
+    variant = {**ROW, "method": "dflash tree"}
+    written(tmp_path, {**RESULT, "summary": [PLAIN, ROW, variant]}, "t.json")
+    written(tmp_path, {**RESULT, "summary": [{**ROW, "task": "MATH"}], "command": "dflash eval 2"}, "u.json")
+    assert run(tmp_path / "t.json", tmp_path / "u.json", "--pages", page)[0] == 0
+    headline, joined = page.read_text(encoding="utf-8").split("<!-- t/headline:end -->")
+    assert ("dflash tree" in headline, "dflash tree" in joined) == (False, True)
+    assert "| GSM8K | dflash | 4 of 4 |" in headline
+    assert joined.count("| task | method |") == 1
+    assert "| MATH | dflash | 4 of 4 |" in joined
+    assert ("`dflash eval --tasks gsm8k`" in joined, "`dflash eval 2`" in joined) == (True, True)
 
 
 @pytest.mark.parametrize(
     "text",
     ["nothing", "<!-- t:begin -->", "<!-- t:end --><!-- t:begin -->", "<!-- t:begin --><!-- t:end --><!-- t:end -->"],
 )
-def test_a_readme_without_the_place_is_left_alone(run: Any, tmp_path: Path, text: str) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(text, encoding="utf-8")
-    status, _, err = run(written(tmp_path), "--readme", readme, "--name", "t")
+def test_a_page_without_the_place_is_left_alone(run: Any, tmp_path: Path, text: str) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(text, encoding="utf-8")
+    status, _, err = run(written(tmp_path, name="t.json"), "--pages", page)
     assert status == 1
     assert "put <!-- t:begin --> and <!-- t:end --> there" in err
-    assert readme.read_text(encoding="utf-8") == text
+    assert page.read_text(encoding="utf-8") == text
 
 
 def test_impossible_requests_are_refused(run: Any, tmp_path: Path) -> None:
     path = written(tmp_path)
     assert "Nothing to write: give --output" in run(path)[2]
-    assert "--readme takes the table of one result, not of 2" in run(path, path, "--readme", tmp_path / "R.md")[2]
-    assert "give --readme FILE too" in run(path, "--name", "t", "--output", tmp_path / "out")[2]
+    assert "name them with --pages" in run(path, "--check", "--output", tmp_path / "out")[2]
 
 
 def test_columns_without_a_value_are_left_out_and_pipes_kept_inside_cells() -> None:
@@ -293,7 +347,7 @@ def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run
     assert said in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     readme = tmp_path / "README.md"
     readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
-    run(tmp_path / "eval.json", "--readme", readme)
+    run(tmp_path / "eval.json", "--pages", readme)
     assert said in readme.read_text(encoding="utf-8")
 
 
@@ -308,7 +362,7 @@ def test_texts_that_rounding_may_change_are_said_to_be(run: Any, tmp_path: Path)
     assert said in html.unescape(page)
     readme = tmp_path / "README.md"
     readme.write_text("<!-- eval:begin --><!-- eval:end -->", encoding="utf-8")
-    run(tmp_path / "eval.json", "--readme", readme)
+    run(tmp_path / "eval.json", "--pages", readme)
     assert said in readme.read_text(encoding="utf-8")
 
 
@@ -316,11 +370,10 @@ def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCa
     """Promise: all of this repository's own results at once: each with rows is there, as what it is, and no Python on the page."""
     committed = sorted(COMMITTED.glob("*.json"))
     page = write_page(committed, tmp_path / "page").read_text(encoding="utf-8")
-    kinds = dict(re.findall(r"<h2>(\w+) <small>(\w+)</small>", page))
-    counts = {path.stem for path in committed if path.stem.startswith("device_")}
-    assert set(kinds) | counts | {"dialect_fixtures"} == {path.stem for path in committed}
-    assert "dialect_fixtures holds no rows to show and is left out." in caplog.text
-    assert kinds == {name: json.loads((COMMITTED / f"{name}.json").read_text())["kind"] for name in kinds}
+    kinds = {name: kind or name for name, kind in re.findall(r"<h2>(\w+)(?: <small>(\w+)</small>)?", page)}
+    assert set(kinds) == {path.stem for path in committed}
+    assert not caplog.text
+    assert kinds == {name: read_result(COMMITTED / f"{name}.json")["kind"] for name in kinds}
     for name, kind in {"decode": "decode", "batch": "batch", "conversation": "conversation"}.items():
         assert kinds[f"{name}_tiny_cpu"] == kind
     cells = re.findall(r"<(?:td|dd|th)>(.*?)</(?:td|dd|th)>", page)
@@ -328,5 +381,6 @@ def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCa
     assert not [
         cell
         for cell in cells
-        if re.search(r"None|True|False|\{&#39;|\[&#39;|_", re.sub("<.*?>", "", cell)) and ".json" not in cell
+        if re.search(r"None|True|False|\{&#39;|\[&#39;|_", re.sub("<.*?>", "", cell))
+        and not re.search(r"\.json|\.py\b", cell)
     ]

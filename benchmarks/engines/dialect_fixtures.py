@@ -4,7 +4,7 @@
     dialects/bin/pip install --no-deps specforge==0.2.0
     dialects/bin/python benchmarks/engines/dialect_fixtures.py --output benchmarks/results/dialect_fixtures.json
 
-Each package builds a tiny random drafter by its own classes, runs one block behind a context by its own forward, and saves
+Each package builds a tiny random drafter by its own classes, runs one block after a context by its own forward, and saves
 it as it saves checkpoints; then `DFlashDraftModel.from_pretrained` reads the folder and runs the same block, and once more
 from what `convert_checkpoint` made of it. A package that is not installed is reported as such. Exit status 1 unless all that
 are installed agree to 1e-5.
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,9 +26,9 @@ from transformers import Qwen3Config
 
 from dflash import DFlashDraftModel
 from dflash.checkpoints import convert_checkpoint
+from dflash.common.provenance import record, write_result
 
 
-SCHEMA_VERSION = 1
 TOLERANCE = 1e-5
 VOCAB, D, B, CONTEXT, MASK, ANCHOR = 48, 16, 5, 9, 47, 11
 TAPS = [0, 2, 3]
@@ -58,7 +56,7 @@ def randomise(model: torch.nn.Module) -> Any:
 
 
 def features() -> torch.Tensor:
-    """Tapped states of a text of CONTEXT tokens and of a block behind it, [1, S, L * D]."""
+    """Tapped states of a text of CONTEXT tokens and of a block after it, [1, S, L * D]."""
     return torch.randn(1, CONTEXT + 2 * B, len(TAPS) * D, generator=torch.Generator().manual_seed(8))
 
 
@@ -187,28 +185,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    results = {}
     with tempfile.TemporaryDirectory() as root:
-        for index, (name, (package, write)) in enumerate(FIXTURES.items()):
-            results[name] = outcome(package, write, Path(root) / f"fixture-{index}")
-            print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report = {
-        "schema_version": SCHEMA_VERSION,
-        "command": "benchmarks/engines/dialect_fixtures.py",
-        "revision": revision.stdout.strip(),
-        "tolerance": TOLERANCE,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
-        | {"python": platform.python_version()},
-        "fixtures": results,
-    }
-    text = json.dumps(report, indent=1) + "\n"
+        results = {
+            name: outcome(package, write, Path(root) / f"fixture-{index}")
+            for index, (name, (package, write)) in enumerate(FIXTURES.items())
+        }
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    result = record("dialects", versions, tolerance=TOLERANCE, fixtures=results)
+    print(json.dumps(result, indent=1))
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text, encoding="utf-8")
-    print(text)
-    if not all(result.get("agrees", True) for result in results.values()):
-        sys.exit(1)
+        write_result(args.output, result)
+    sys.exit(0 if all(fixture.get("agrees", True) for fixture in results.values()) else 1)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,7 @@ from .arguments import (
     read_prompts,
     result_option,
 )
-from .options import (
-    Dtype,
-    Pair,
-    hide_loading_bars,
-    known_device,
-    listed,
-    load_pair,
-    show_table,
-    torch_dtype,
-)
+from .options import Dtype, Pair, hide_loading_bars, known_device, listed, load_pair, show_table, torch_dtype
 
 
 def bench(
@@ -50,12 +41,13 @@ def bench(
     device: Device = None,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
-        Path | None,
+        list[Path] | None,
         prompt_option(
-            help="A file with a prompt a line, or JSON with messages, prompt or question. Default: word problems."
+            help="A file with a prompt a line, or JSON with messages, prompt or question; may be repeated. "
+            "Default: word problems."
         ),
     ] = None,
-    limit: Annotated[int, prompt_option(min=1, help="Number of prompts.")] = 40,
+    limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
     chat_template: ChatTemplate = True,
     thinking: Thinking = False,
     methods: Annotated[
@@ -79,7 +71,7 @@ def bench(
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
-    asked = None if prompts is None else read_prompts(prompts)[:limit]
+    asked = {path.stem: read_prompts(path)[:limit] for path in prompts or ()}
     with ExitStack() as lock:
         if output is not None:
             check_output(output, overwrite)
@@ -99,13 +91,14 @@ def bench(
             pair = load_pair(target, drafter, dtype, device)
         else:
             pair = Pair(*load_embedded_pair(torch.float32 if dtype is Dtype.auto else torch_dtype(dtype)))
-        asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()[:limit]]
+        asked = asked or {
+            "held-out templates": [[{"role": "user", "content": one.question}] for one in heldout_problems()[:limit]]
+        }
         encode = chat_encoder(pair.tokenizer, thinking, chat_template)
-        task = "held-out templates" if prompts is None else prompts.stem
         result = run_bench(
             pair.target,
             pair.drafter,
-            [Prompt(task, encode(dialogue)) for dialogue in asked],
+            [Prompt(task, encode(dialogue)) for task in asked for dialogue in asked[task]],
             max_new_tokens,
             repeats,
             chosen,

@@ -1,4 +1,4 @@
-"""`dflash report`: result files in, one page and its pictures out."""
+"""`dflash report`: result files in; one page with its pictures, or the tables of Markdown pages, out."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import typer
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Result files of bench, eval and canary.")],
+    results: Annotated[list[Path], typer.Argument(help="Result files of bench, eval and canary, or folders of them.")],
     output: Annotated[Path | None, typer.Option(help="Folder for index.html and the plots as PNG.")] = None,
-    readme: Annotated[
+    pages: Annotated[
         list[Path] | None,
-        typer.Option(help="Write the table of the one result into this Markdown file; may be repeated."),
+        typer.Option(
+            "--pages",
+            "--readme",
+            help="A Markdown file, or a folder of them: write each result's table between <!-- NAME:begin --> and "
+            "<!-- NAME:end -->, where NAME is its file name without .json. May be repeated.",
+        ),
     ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="… between <!-- NAME:begin --> and <!-- NAME:end -->. Default: the result's name."),
-    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write no page; fail if one differs from the results.")
+    ] = False,
 ) -> None:
-    """Writes one page that needs no network, and its plots as PNG; or a table into Markdown files."""
-    if output is None and not readme:
-        raise ValueError("Nothing to write: give --output FOLDER for the page, --readme FILE for the table, or both.")
-    if readme and len(results) != 1:
-        raise ValueError(f"--readme takes the table of one result, not of {len(results)}: name one file.")
-    if name is not None and not readme:
-        raise ValueError(f"--name {name} says where in a README the table goes: give --readme FILE too.")
-    from dflash.evaluation import write_page, write_readme
+    """Writes one page that needs no network, and its plots as PNG; or the tables of Markdown files."""
+    if output is None and not pages:
+        raise ValueError("Nothing to write: give --output FOLDER for a page, --pages FILE for tables, or both.")
+    if check and not pages:
+        raise ValueError("--check compares Markdown files with the results: name them with --pages.")
+    from dflash.evaluation import fill_pages, write_page
 
-    for page in readme or ():
-        write_readme(page, results[0].stem if name is None else name, results[0])
+    changed = fill_pages(results, pages or (), check)
+    if check and changed:
+        names = ", ".join(map(str, changed))
+        raise ValueError(f"{names}: a table differs from the results; leave --check out to write it.")
+    for page in changed:
         print(page)
     if output is not None:
         print(write_page(results, output))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dflash.common.lazy import lazy_names
+from dflash.common.lazy import lazy_names, names_for_typing
 
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .bench import run_bench
     from .canary import Load, run_canary
     from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
+    from .markdown_pages import MARK, fill_pages, names_of, with_table
     from .measurements import Measurement, Prompt, compare, summarise
     from .memory import PeakMemory, allocated_memory
     from .methods import (
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
         decoding_methods,
         untrained,
     )
-    from .page import drawings, save_drawing, save_plots, write_page, write_readme
+    from .page import drawings, save_drawing, save_plots, write_page
     from .profiling import READING_OPERATIONS, READS, Profile, host_syncs, step_split
     from .results import place_of, read_result
     from .sandbox import Limits, run_program
     from .scoring import check_scorers, extract_code, is_right
     from .simulated_pairs import SHAPES, Script, scripted_continuation, scripted_pair, scripted_prompt, useless
     from .sweep import EAGERLY, measure_point, measure_prefill, milliseconds
-    from .tables import DECODED, any_table, caveat, markdown, table_of, with_table
+    from .tables import any_table, caveat, markdown, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
     from .tasks import TASKS, Question, load_questions
     from .text_difference import Difference, first_difference
@@ -44,42 +45,19 @@ if TYPE_CHECKING:
     from .timing import TimedRun, timed_blocks, timed_generate
 
 __all__ = [
-    "DECODED", "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "METHODS", "NATIVE", "OURS", "PLAIN", "PROMPT_LOOKUP",
+    "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN", "PROMPT_LOOKUP",
     "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend", "Difference",
     "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question", "Script", "Server",
     "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "any_table", "caveat", "chat_encoder",
-    "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods", "drawings", "extract_code",
-    "first_difference", "host_syncs", "is_right", "load_questions", "markdown", "measure_point", "measure_prefill",
-    "milliseconds", "numbered", "pair_backend", "place_of", "questions_of", "read_result", "run_bench", "run_canary",
-    "run_eval", "run_program", "save_drawing", "save_plots", "scripted_continuation", "scripted_pair",
-    "scripted_prompt", "server_backend", "step_split", "summarise", "summarise_answers", "table_of", "timed_blocks",
-    "timed_generate", "untrained", "useless", "with_table", "write_page", "write_readme",
+    "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods", "drawings",
+    "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions", "markdown",
+    "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend", "place_of",
+    "questions_of", "read_result", "run_bench", "run_canary", "run_eval", "run_program", "save_drawing",
+    "save_plots", "scripted_continuation", "scripted_pair", "scripted_prompt", "server_backend", "step_split",
+    "summarise", "summarise_answers", "table_of", "tables_of", "timed_blocks", "timed_generate", "untrained",
+    "useless", "with_table", "write_page",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "backends": "Backend pair_backend server_backend",
-        "bench": "run_bench",
-        "canary": "Load run_canary",
-        "eval_run": "EvalPlan check_eval_output questions_of run_eval",
-        "text_difference": "Difference first_difference",
-        "measurements": "Measurement Prompt compare summarise",
-        "memory": "PeakMemory allocated_memory",
-        "methods": "EAGER GREEDY HAS_NATIVE METHODS NATIVE OURS PLAIN PROMPT_LOOKUP RANDOM_DRAFTER VARIANTS "
-        "check_methods decoding_methods untrained",
-        "page": "drawings save_drawing save_plots write_page write_readme",
-        "profiling": "READING_OPERATIONS READS Profile host_syncs step_split",
-        "results": "place_of read_result",
-        "sandbox": "Limits run_program",
-        "scoring": "check_scorers extract_code is_right",
-        "simulated_pairs": "SHAPES Script scripted_continuation scripted_pair scripted_prompt useless",
-        "sweep": "EAGERLY measure_point measure_prefill milliseconds",
-        "tables": "DECODED any_table caveat markdown table_of with_table",
-        "task_answers": "TaskAnswer answer_questions chat_encoder numbered summarise_answers",
-        "tasks": "TASKS Question load_questions",
-        "timed_server": "Server",
-        "timing": "TimedRun timed_blocks timed_generate",
-    },
-    {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"},
+    __name__, names_for_typing(__file__), {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"}
 )

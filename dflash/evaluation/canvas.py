@@ -1,15 +1,16 @@
-"""What all figures have in common: paper, colours, axes, keys and labels, and the PNG that one is written to.
+"""The look that all figures share: paper, colours, axes, keys and labels; and the PNG of a figure.
 
-Needs the extra `eval`. The colours keep apart for colour-blind readers, and each method has the same one in every figure.
-It knows nothing about what a figure shows.
+Needs the extra `eval`. Colour-blind readers can tell the colours apart, and a method has the same colour in every figure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 200
-WIDTH = 8.0  # inches: at the width of a README, text is as large as the README's own
-PANEL_COLUMNS = 3
-KEY_COLUMNS = 4
 
 # A line of a key: its name, its colour, its style.
 Entry = tuple[str, str, Literal["-", "--"]]
@@ -31,7 +29,22 @@ Curve = tuple[str, str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a figure: paper, text, secondary text, grid, and one per series."""
+    """Colours and width of a figure.
+
+    Attributes:
+        paper: Of the background.
+        ink: Of text.
+        muted: Of secondary text.
+        grid: Of grid lines.
+        plain: Of plain decoding.
+        ours: Of this library's decoding.
+        native: Of transformers' own DFlash.
+        lookup: Of prompt lookup.
+        others: Of other methods, in order of appearance.
+        sizes: Of methods that differ in a size: of the smallest and of the largest.
+        width: In inches; at 8, a README's width, text is as large as the README's own.
+        num_columns: Small plots side by side.
+    """
 
     paper: str
     ink: str
@@ -42,25 +55,31 @@ class Theme:
     native: str
     lookup: str
     others: tuple[str, ...]
+    sizes: tuple[str, str]
+    width: float = 8.0
+    num_columns: int = 3
+
+    def narrow(self) -> Theme:
+        """This theme at the width of a phone."""
+        return replace(self, width=4.0, num_columns=1)
 
 
 # The palette of Okabe and Ito, brightened on a dark page.
 LIGHT = Theme(
     "#ffffff", "#1f2328", "#59636e", "#e4e8ec", "#8c959f", "#0072b2", "#009e73", "#e69f00",
-    ("#d55e00", "#cc79a7", "#56b4e9", "#000000"),
+    ("#d55e00", "#cc79a7", "#56b4e9", "#882255"), ("#9ecae1", "#08519c"),
 )  # fmt: skip
 DARK = Theme(
     "#0d1117", "#e6edf3", "#9198a1", "#2a313a", "#8b949e", "#56b4e9", "#2bbf96", "#f0b429",
-    ("#f0883e", "#e39ac6", "#9ecbff", "#ffffff"),
+    ("#f0883e", "#e39ac6", "#9ecbff", "#c9a0dc"), ("#1f5f99", "#c6e2ff"),
 )  # fmt: skip
 
 
-def save(figure: Figure, path: str | Path) -> Path:
-    """Writes the figure as a PNG and gives its path; folders are made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, facecolor=figure.get_facecolor())
-    return path
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG."""
+    image = BytesIO()
+    figure.savefig(image, dpi=DPI, facecolor=figure.get_facecolor())
+    return image.getvalue()
 
 
 def _new_figure(note: str, theme: Theme, height: float) -> Figure:
@@ -68,15 +87,16 @@ def _new_figure(note: str, theme: Theme, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError('Plots need matplotlib: pip install "dflash-transformers[eval]".') from error
-    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor=theme.paper)
+    lines = textwrap.wrap(note, int(18 * theme.width))
+    figure = Figure(figsize=(theme.width, height + 0.15 * len(lines)), layout="constrained", facecolor=theme.paper)
     if note:
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=7.5, color=theme.muted)
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color=theme.muted)
     return figure
 
 
 def one_plot(title: str, note: str, theme: Theme, height: float) -> tuple[Figure, Axes]:
     """A figure of one plot."""
-    figure = _new_figure(note, theme, height + 0.3 * bool(note))
+    figure = _new_figure(note, theme, height)
     axes = figure.subplots()
     _dress(axes, theme)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold", color=theme.ink)
@@ -84,27 +104,60 @@ def one_plot(title: str, note: str, theme: Theme, height: float) -> tuple[Figure
 
 
 def small_plots(
-    names: Sequence[str], title: str, note: str, theme: Theme, key: Sequence[Entry]
+    names: Sequence[str], labels: tuple[str, str, str], note: str, theme: Theme, key: Sequence[Entry] = ()
 ) -> tuple[Figure, dict[str, Axes]]:
-    """A figure of one small plot per name, all on the same scale, below the title and its key."""
-    columns = min(len(names), PANEL_COLUMNS)
-    lines = -(-len(names) // columns)
-    head = 0.35 + 0.21 * -(-len(key) // KEY_COLUMNS)  # inches
-    height = 0.6 + head + (2.1 if lines > 1 else 2.5) * lines
-    figure = _new_figure(note, theme, height)
+    """A figure of one small plot per name, all on the same scale, below the title and its key.
+
+    Args:
+        names: Above the plots.
+        labels: The title, and those of the x and y axes.
+        note: What the figures depend on.
+        theme: Colours and width.
+        key: Of all plots.
+    """
+    title, x_label, y_label = labels
+    columns = min(len(names), theme.num_columns)
+    lines, of_key = -(-len(names) // columns), max(1, int(theme.width) - 4)
+    head = 0.35 + 0.21 * -(-len(key) // of_key)  # inches
+    figure = _new_figure(note, theme, 0.6 + head + (2.1 if lines > 1 else 2.5) * lines)
+    height = figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - head / height))  # type: ignore[union-attr, call-arg]
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-    places = list(grid.flat)
+    places = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes in places[len(names) :]:
         axes.remove()
     for index, (name, axes) in enumerate(zip(names, places, strict=False)):
         _dress(axes, theme)
         axes.tick_params(labelbottom=index + columns >= len(names))
         axes.set_title(name, loc="left", fontsize=10, color=theme.ink)
+    places[0].set_ylabel(y_label)
+    places[len(names) - 1 - (len(names) - 1) % columns].set_xlabel(wrapped(x_label, theme), loc="left")
     figure.text(0.01, 1 - 0.08 / height, title, va="top", fontsize=12, weight="bold", color=theme.ink)
     if key:
-        _legend(figure, theme, key, 1 - 0.3 / height)
+        figure.legend(
+            *handles(key), loc="upper left", bbox_to_anchor=(0.0, 1 - 0.3 / height), ncols=min(len(key), of_key),
+            frameon=False, labelcolor=theme.ink, fontsize=9, handlelength=2.2, borderpad=0.2,
+        )  # fmt: skip
     return figure, dict(zip(names, places, strict=False))
+
+
+def wrapped(label: str, theme: Theme) -> str:
+    """An axis label in lines that the figure is wide enough for."""
+    return textwrap.fill(label, int(9 * theme.width))
+
+
+def handles(entries: Sequence[Entry]) -> tuple[list[Any], list[str]]:
+    """Lines and names of a key, as `legend` takes them."""
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], color=colour, linestyle=style, linewidth=2) for _, colour, style in entries]
+    return lines, [name for name, *_ in entries]
+
+
+def outlined(theme: Theme) -> list[Any]:
+    """`path_effects` of a line that crosses bars: an edge of paper."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=3, foreground=theme.paper)]
 
 
 def _dress(axes: Axes, theme: Theme) -> None:
@@ -129,15 +182,12 @@ def shares_of_counts(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
 
 
-def label_once(panels: Mapping[str, Axes], x: str, y: str) -> None:
-    """Labels both axes of all panels: y beside the first, x below the first of the last line."""
-    places = list(panels.values())
-    places[0].set_ylabel(y)
-    places[-1 - (len(places) - 1) % PANEL_COLUMNS].set_xlabel(x, loc="left")
+def curves(labels: tuple[str, str, str], drawn: Sequence[Curve], note: str, theme: Theme) -> Figure:
+    """A figure of one plot over a logarithmic x axis that names the places measured; y begins at 0.
 
-
-def curves(title: str, drawn: Sequence[Curve], x: str, y: str, note: str, theme: Theme) -> Figure:
-    """A figure of one plot, over a logarithmic x axis that names the places measured; y begins at 0."""
+    Each curve is named at its last point in its colour; names that would touch are moved apart.
+    """
+    title, x_label, y_label = labels
     figure, axes = one_plot(title, note, theme, 3.9)
     for _, colour, points in drawn:
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=2, marker="o", markersize=4)
@@ -146,38 +196,22 @@ def curves(title: str, drawn: Sequence[Curve], x: str, y: str, note: str, theme:
     axes.set_xticks(places, [str(place) for place in places])
     axes.minorticks_off()
     if len(places) > 1:
-        axes.set_xlim(places[0] * 0.93, places[-1] * (places[-1] / places[0]) ** 0.2)
+        room = 1.4 / (theme.width - 2.1)  # for the names
+        axes.set_xlim(places[0] * 0.93, places[-1] * (places[-1] / places[0]) ** room)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    _label_ends(axes, drawn)
-    return figure
-
-
-def _label_ends(axes: Axes, drawn: Sequence[Curve]) -> None:
-    """Names each curve at its last point, in its colour; labels that would touch are moved apart."""
-    height = axes.get_ylim()[1] - axes.get_ylim()[0]
-    lowest = -float("inf")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    height, lowest = axes.get_ylim()[1], -float("inf")
     for name, colour, points in sorted(drawn, key=lambda curve: curve[2][-1][1]):
         place, y = points[-1]
         lowest = max(y, lowest + 0.07 * height)
         offset = (6, (lowest - y) / height * 190)
         axes.annotate(name, (place, y), offset, textcoords="offset points", va="center", color=colour, weight="bold")
-
-
-def _legend(figure: Figure, theme: Theme, entries: Sequence[Entry], top: float) -> None:
-    from matplotlib.lines import Line2D
-
-    lines = [Line2D([], [], color=colour, linestyle=style, linewidth=2) for _, colour, style in entries]
-    figure.legend(
-        lines, [name for name, *_ in entries], loc="upper left", bbox_to_anchor=(0.0, top),
-        ncols=min(len(entries), KEY_COLUMNS), frameon=False, labelcolor=theme.ink, fontsize=9, handlelength=2.2,
-        borderpad=0.2,
-    )  # fmt: skip
+    return figure
 
 
 def colours_of(names: Sequence[str], theme: Theme) -> dict[str, str]:
-    """A colour per name, in order of appearance."""
+    """A colour per name, in order of appearance; names that differ in the number at their end alone get shades of one colour."""
     fixed = {
         PLAIN: theme.plain,
         OURS: theme.ours,
@@ -185,6 +219,21 @@ def colours_of(names: Sequence[str], theme: Theme) -> dict[str, str]:
         PROMPT_LOOKUP: theme.lookup,
         "baseline": theme.plain,
     }
+    sizes: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        if re.search(r"\d$", name):
+            sizes.setdefault(re.sub(r"\d+$", "", name), []).append(name)
+    for series in sizes.values():
+        if len(series) > 1:
+            series.sort(key=lambda name: int(re.findall(r"\d+", name)[-1]))
+            fixed |= dict(zip(series, _shades(len(series), theme), strict=True))
     free = [name for name in dict.fromkeys(names) if name not in fixed]
     rest = {name: theme.others[index % len(theme.others)] for index, name in enumerate(free)}
     return {name: fixed.get(name) or rest[name] for name in dict.fromkeys(names)}
+
+
+def _shades(count: int, theme: Theme) -> list[str]:
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    shades = LinearSegmentedColormap.from_list("sizes", theme.sizes)
+    return [to_hex(shades(index / (count - 1))) for index in range(count)]

@@ -1,14 +1,17 @@
-"""What each figure shows: functions that take result rows and give a matplotlib figure.
+"""What each figure shows: functions that take result rows and return a matplotlib figure.
 
-Needs the extra `eval`. How any figure looks is in `canvas`; files of results, pages and clocks are unknown here.
+Needs the extra `eval`. Every function takes `note`, what the figures depend on, written below the figure, and `theme`, the
+colours and the width (`canvas.Theme`). This module knows nothing about files, pages and clocks.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .canvas import LIGHT, Curve, Entry, Theme, colours_of, curves, label_once, one_plot, shares_of_counts, small_plots
+from . import canvas
+from .canvas import LIGHT, Curve, Entry, Theme
 from .methods import OURS, PLAIN
 from .results import Row, position_rates, task_key
 
@@ -16,59 +19,71 @@ from .results import Row, position_rates, task_key
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FEWEST_STEPS = 5  # a share of fewer verify steps is noise
+FEWEST_STEPS = 10  # a share of fewer verify steps is noise
 
 
 def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """How often the proposal at each position is accepted, a panel per task.
 
     Solid: of all verify steps. Dashed: of the steps that accepted everything before it (conditional), as far as there are
-    at least `FEWEST_STEPS` of them. Methods that accept alike share the first one's curve.
+    at least `FEWEST_STEPS` of them; the first method's last point says how many. Methods that accept alike share one curve.
     """
     chosen = _accepting(rows)
-    colours = colours_of([row["method"] for row in chosen], theme)
+    colours = canvas.colours_of([row["method"] for row in chosen], theme)
     key: list[Entry] = [(method, colours[method], "-") for method in colours if len(colours) > 1]
-    key += [("of all steps", theme.ink, "-"), ("of steps that got there", theme.ink, "--")]
-    figure, panels = small_plots(_tasks(chosen), "Proposals accepted, by position in the block", note, theme, key)
+    key += [("of all steps", theme.ink, "-"), (f"of steps that got there (≥ {FEWEST_STEPS})", theme.ink, "--")]
+    labels = "Proposals accepted, by position", "position after the anchor (tokens)", "accepted"
+    figure, panels = canvas.small_plots(_tasks(chosen), labels, note, theme, key)
     last = max([2, *(len(row["acceptance_histogram"]) - 1 for row in chosen)])
     for task, axes in panels.items():
-        for row in _of(chosen, task):
+        for index, row in enumerate(_of(chosen, task)):
             histogram = row["acceptance_histogram"]
             of_all, of_reached = position_rates(histogram)
-            enough = [rate for i, rate in enumerate(of_reached) if sum(histogram[i:]) >= FEWEST_STEPS]
+            reached = [sum(histogram[position:]) for position in range(len(of_reached))]
+            enough = [rate for rate, steps in zip(of_reached, reached, strict=True) if steps >= FEWEST_STEPS]
             colour = colours[row["method"]]
             axes.plot(range(1, len(of_all) + 1), of_all, color=colour, linewidth=2)
             axes.plot(range(1, len(enough) + 1), enough, color=colour, linewidth=1.6, linestyle=(0, (3, 1.5)))
+            if enough and index == 0:
+                axes.annotate(
+                    f"{reached[len(enough) - 1]} steps", (len(enough), enough[-1]), (0, -8), ha="right", va="top",
+                    textcoords="offset points", fontsize=8, color=theme.ink, path_effects=canvas.outlined(theme),
+                )  # fmt: skip
         axes.set_ylim(0, 1.03)
         axes.set_xlim(1, last)
-        shares_of_counts(axes)
-    label_once(panels, "position behind the anchor (tokens)", "accepted")
+        canvas.shares_of_counts(axes)
     return figure
 
 
 def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
-    """How many tokens a verify step gives, as a histogram per task, with tau (micro) marked; methods that accept alike once."""
+    """How many tokens a verify step gives, as a histogram per task, with each method's tau (micro) marked and written.
+
+    Methods that accept alike are drawn once.
+    """
     chosen = _accepting(rows)
-    colours = colours_of([row["method"] for row in chosen], theme)
-    key: list[Entry] = [(method, colours[method], "-") for method in colours if len(colours) > 1]
-    figure, panels = small_plots(_tasks(chosen), "Tokens per verify step", note, theme, key)
+    colours = canvas.colours_of([row["method"] for row in chosen], theme)
+    labels = "Tokens per verify step", "acceptance length (tokens, the target's own included)", "verify steps"
+    figure, panels = canvas.small_plots(_tasks(chosen), labels, note, theme)
+    highest = max((max(row["acceptance_histogram"]) / sum(row["acceptance_histogram"]) for row in chosen), default=1.0)
     for task, axes in panels.items():
         here = _of(chosen, task)
         width = 0.84 / len(here)
+        key: list[Entry] = []
         for index, row in enumerate(here):
-            histogram = row["acceptance_histogram"]
+            histogram, tau, colour = row["acceptance_histogram"], row["tau_micro"], colours[row["method"]]
             shift = (index - (len(here) - 1) / 2) * width
             shares = [count / sum(histogram) for count in histogram]
-            colour = colours[row["method"]]
             axes.bar([length + shift for length in range(1, len(shares) + 1)], shares, width, color=colour)
-            axes.axvline(row["tau_micro"], color=theme.ink, linewidth=1, linestyle=(0, (2, 2)))
-            axes.annotate(
-                f"τ {row['tau_micro']:.2f}", (row["tau_micro"], 0.98 - 0.11 * index), (4, 0), color=theme.ink,
-                xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9,
-            )  # fmt: skip
+            axes.vlines(tau, 0, highest, color=colour, linestyle=(0, (3, 1.5)), path_effects=canvas.outlined(theme))
+            key.append((f"{row['method']}: τ {tau:.2f}", colour, "--"))
+        axes.legend(
+            *canvas.handles(key), loc="upper right", frameon=False, labelcolor=theme.ink, fontsize=8.5, borderpad=0.1
+        )
         axes.set_xlim(left=0.2)
-        shares_of_counts(axes)
-    label_once(panels, "acceptance length (tokens, the target's own included)", "verify steps")
+        axes.set_ylim(
+            0, highest * (1.06 + 0.1 * max(len(_of(chosen, name)) for name in panels))
+        )  # the key stands above
+        canvas.shares_of_counts(axes)
     return figure
 
 
@@ -81,14 +96,14 @@ def speedups(
     """Speed-up over plain decoding by task and method, with its 10th to 90th percentile over prompts.
 
     Args:
-        rows: Rows of `summarise`.
-        note: What the figures depend on, one line below the figure.
-        theme: Colours.
+        rows: Of `summarise`.
+        note: What the figures depend on.
+        theme: Colours and width.
         paper: Published speed-ups of the same pair by [`task_key`]; drawn hatched beside the measured ones.
     """
     chosen = [row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None]
     tasks = _tasks(chosen)
-    colours = colours_of([row["method"] for row in chosen], theme)
+    colours = canvas.colours_of([row["method"] for row in chosen], theme)
     bars: list[tuple[float, str, Row | None, float]] = []  # place, label, row, value
     middles, place = [], 0.0
     for task in tasks:
@@ -100,7 +115,7 @@ def speedups(
         middles.append(place + (len(group) - 1) / 2)
         bars += [(place + index, *entry) for index, entry in enumerate(group)]
         place += len(group) + 0.7
-    figure, axes = one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * place)
+    figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * place)
     furthest = max([1.0] + [max(value, (row or {}).get("speedup_p90") or 0) for *_, row, value in bars])
     for y, label, row, value in bars:
         end = value
@@ -110,73 +125,63 @@ def speedups(
             axes.barh(y, value, 0.82, color=colours[label])
             low, high = row.get("speedup_p10"), row.get("speedup_p90")
             if low is not None and high is not None and row.get("prompts", 2) > 1:
-                axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, alpha=0.75, solid_capstyle="butt")
+                axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, path_effects=canvas.outlined(theme))
                 end = max(value, high)
         axes.annotate(
-            f"{value:.2f}× {label}",
-            (end, y),
-            (5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=theme.ink,
-        )
+            f"{value:.2f}× {label}", (end, y), (5, 0), textcoords="offset points", va="center", fontsize=9,
+            color=theme.ink, path_effects=canvas.outlined(theme),
+        )  # fmt: skip
     axes.axvline(1, color=theme.muted, linewidth=1)
-    axes.set_yticks(middles, tasks)
+    axes.set_yticks(middles, [textwrap.fill(task, int(2 * theme.width), break_long_words=False) for task in tasks])
     axes.set_ylim(place - 0.7, -0.7)
-    axes.set_xlim(0, furthest * 1.3)
+    axes.set_xlim(0, furthest * (1 + 2.1 / (theme.width - 3.05)))  # with room for the labels
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed-up (plain decoding = 1; thin line: 10th to 90th percentile of the prompts)")
+    axes.set_xlabel(canvas.wrapped("speed-up (plain decoding = 1; line: 10th to 90th percentile of prompts)", theme))
     return figure
 
 
 def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """Milliseconds of one verify forward, and of one draft forward, by the width of the block.
 
-    Args:
-        rows: `width` in tokens, `ms_verify`, and `ms_draft` where it was measured.
-        note: What the figures depend on, one line below the figure.
-        theme: Colours.
+    A row has `width` in tokens, `ms_verify`, and `ms_draft` where it was measured.
     """
     drawn: list[Curve] = [
         (name, colour, sorted((row["width"], row[key]) for row in rows if row.get(key) is not None))
         for name, key, colour in (("verify", "ms_verify", theme.ours), ("draft", "ms_draft", theme.lookup))
     ]
     drawn = [curve for curve in drawn if curve[2]]
-    return curves("Time of one step, by its width", drawn, "width (tokens)", "time of one forward (ms)", note, theme)
+    return canvas.curves(
+        ("Time of one step, by its width", "width (tokens)", "time of one forward (ms)"), drawn, note, theme
+    )
 
 
 def growth(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
-    """Milliseconds per token as the context grows, a curve per method.
-
-    Args:
-        rows: `context_tokens`, `method` and `ms_per_token`.
-        note: What the figures depend on, one line below the figure.
-        theme: Colours.
-    """
+    """Milliseconds per token as the context grows, a curve per method; a row has `context_tokens`, `method`, `ms_per_token`."""
     drawn: list[Curve] = [
         (method, colour, sorted((r["context_tokens"], r["ms_per_token"]) for r in rows if r["method"] == method))
-        for method, colour in colours_of([row["method"] for row in rows], theme).items()
+        for method, colour in canvas.colours_of([row["method"] for row in rows], theme).items()
     ]
-    return curves("Time per token as the context grows", drawn, "context (tokens)", "time per token (ms)", note, theme)
+    return canvas.curves(
+        ("Time per token as the context grows", "context (tokens)", "time per token (ms)"), drawn, note, theme
+    )
 
 
 def latency_throughput(
     rows: Sequence[Row], note: str = "", theme: Theme = LIGHT, target_ms: float | None = None
 ) -> Figure:
-    """What a server gives against what a user waits: a curve per server, a point per number of requests at once.
+    """Throughput of a server against the wait of its users: a curve per server, a point per number of requests at once.
 
     Args:
-        rows: `server`, `concurrency`, `tokens_per_second` and `ms_per_output_token_p50` and `…_p99`.
-        note: What the figures depend on, one line below the figure.
-        theme: Colours.
+        rows: With `server`, `concurrency`, `tokens_per_second` and `ms_per_output_token_p50` and `…_p99`.
+        note: What the figures depend on.
+        theme: Colours and width.
         target_ms: The longest wait for a token that 99 of 100 requests may have, in milliseconds. It is drawn as a line, and
             waits are then the 99th percentiles of requests, else their medians.
     """
     key, wait = ("ms_per_output_token_p50", "median") if target_ms is None else ("ms_per_output_token_p99", "p99")
-    figure, axes = one_plot("Throughput against latency", note, theme, 4.2)
+    figure, axes = canvas.one_plot("Throughput against latency", note, theme, 4.2)
     names = list(dict.fromkeys(row["server"] for row in rows))
-    colours = colours_of(names, theme)
+    colours = canvas.colours_of(names, theme)
     for name in names:
         points = sorted((row for row in rows if row["server"] == name), key=lambda row: row["concurrency"])
         xs = [row[key] for row in points]
@@ -184,23 +189,12 @@ def latency_throughput(
         axes.plot(xs, ys, color=colours[name], linewidth=2, marker="o", markersize=5)
         for x, y, row in zip(xs, ys, points, strict=True):
             axes.annotate(
-                str(row["concurrency"]),
-                (x, y),
-                (6, -4),
-                textcoords="offset points",
-                fontsize=8,
-                color=theme.muted,
-                va="top",
-            )
+                str(row["concurrency"]), (x, y), (6, -4), textcoords="offset points", fontsize=8, color=theme.muted, va="top"
+            )  # fmt: skip
         axes.annotate(
-            name,
-            max(zip(xs, ys, strict=True), key=lambda point: point[1]),
-            (0, 8),
-            textcoords="offset points",
-            ha="center",
-            color=colours[name],
-            weight="bold",
-        )
+            name, max(zip(xs, ys, strict=True), key=lambda point: point[1]), (0, 8), textcoords="offset points", ha="center",
+            color=colours[name], weight="bold",
+        )  # fmt: skip
     if target_ms is not None:
         axes.axvline(target_ms, color=theme.muted, linewidth=1, linestyle=(0, (3, 2)))
         axes.annotate(
@@ -216,7 +210,7 @@ def latency_throughput(
 
 
 def _accepting(rows: Sequence[Row]) -> list[Row]:
-    """Rows with an acceptance to show: of twins the first, and of what proposes nothing none."""
+    """Rows with proposals; of rows with the same acceptance the first alone."""
     kept: list[Row] = []
     for row in rows:
         histogram = row.get("acceptance_histogram")

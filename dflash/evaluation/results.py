@@ -1,10 +1,11 @@
-"""What a result file says: its rows, what their figures depend on, and what follows from a row without being stored.
+"""A result file: its rows, what their figures depend on, and what follows from a row without being stored.
 
-`records` writes them. It knows the shape that `dflash bench`, `dflash eval` and `dflash canary` write, and nothing about pages or plots.
+`common.provenance` writes result files. This module knows nothing about tables, pages or plots.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -17,15 +18,21 @@ from dflash.common.provenance import SCHEMA_VERSION
 
 Row = dict[str, Any]
 
-# By kind, the fields by which a row is known; rows of other kinds may be of any shape.
+LONGEST_TEMPLATE = 40  # letters of a chat template that is written out
+# Facts that one line states; of these the first ones need no name beside them.
+UNNAMED = ("pair", "hardware", "versions", "run", "simulated", "training", "targets")
+STATED = (*UNNAMED[:2], "dtype", "attention", *UNNAMED[2:], "thinking", "temperature", "chat template")
+VERSIONED = ("dflash", "torch", "transformers", "vllm", "sglang", "python")
+
+# By kind, the fields that identify a row; rows of other kinds have any shape.
 KNOWN_BY = {"decode": ("task", "method"), "eval": ("task", "method"), "serving": ("server", "concurrency")}
 
 
-def read_result(path: str | Path, needs_rows: bool = True) -> dict[str, Any]:
-    """A result file's content, its `summary` a list of rows; of none, where a result without rows is one too.
+def read_result(path: str | Path) -> dict[str, Any]:
+    """A result file's content; its `kind` is a word and its `summary` a list of rows, empty where the kind has no rows.
 
     Raises:
-        ValueError: for a file that cannot be read, is no result or one of another schema version, naming the file.
+        ValueError: The file cannot be read, is no result or has another schema version; the message names the file.
     """
     writers = "`dflash bench`, `dflash eval` or `dflash canary`"
     try:
@@ -44,15 +51,14 @@ def read_result(path: str | Path, needs_rows: bool = True) -> dict[str, Any]:
     for name, shape in (("environment", dict), ("decoding", dict), ("kind", str)):
         if not isinstance(result.get(name, shape()), shape):
             raise ValueError(f"{path} is no result: its {name} is {result[name]!r}; give one of {writers}.")
+    result.setdefault("kind", "dialects" if "fixtures" in result else "")  # the first fixtures named no kind
     rows = result.get("summary")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) and row for row in rows):
-        if not needs_rows:
-            return {**result, "summary": []}
-        raise ValueError(f"{path} is no result: its summary holds no rows; give one of {writers}.")
-    for name in KNOWN_BY.get(result.get("kind", ""), ()):
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
+        rows = []
+    for name in KNOWN_BY.get(result["kind"], ()):
         if not all(name in row for row in rows):
             raise ValueError(f"{path} is no whole result: a row of its summary has no {name}; measure again.")
-    return result
+    return {**result, "summary": rows}
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -117,12 +123,11 @@ def place_of(environment: dict[str, Any]) -> str:
 def setup(result: dict[str, Any]) -> dict[str, str | None]:
     """What the figures of a result depend on, by name; `None` where the file does not say."""
     environment, decoding = result.get("environment", {}), result.get("decoding", {})
-    is_thinking = thinking(result)
-    template = decoding.get("chat_template")
-    device = environment.get("device")
-    source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
+    is_thinking, device = thinking(result), environment.get("device")
     if device == "cpu" and "cpu" in environment:
         device = f"{environment['cpu']}, {place_of(environment)}"
+    if "code_for" in environment:
+        device = f"code for an {environment['code_for']}, counted and not run"
     versions = [environment["engine"]] if environment.get("engine") else []
     versions += [f"{name} {environment[name]}" for name in VERSIONED if environment.get(name) is not None]
     facts = {
@@ -130,31 +135,97 @@ def setup(result: dict[str, Any]) -> dict[str, str | None]:
         "hardware": device,
         "dtype": environment.get("target_dtype", environment.get("dtype")),
         "attention": environment.get("attention"),
-        "versions": ", ".join(versions) or None,
+        "versions": ", ".join(versions),
         "thinking": None if is_thinking is None else "on" if is_thinking else "off",
-        "chat template": None if template is None else str(template),
+        "chat template": None if decoding.get("chat_template") is None else str(decoding["chat_template"]),
         "temperature": None if decoding.get("temperature") is None else f"{decoding['temperature']:g}",
         "command": result.get("command"),
         "revision": result.get("revision"),
-        **({"tau by": source} if source else {}),
     }
-    return {name: value or None for name, value in facts.items()}
+    source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
+    some = {
+        "run": _run(decoding),
+        "simulated": _simulated(decoding, environment),
+        **_trained(result),
+        "tau by": source,
+    }
+    return {
+        **{name: value or None for name, value in facts.items()},
+        **{name: fact for name, fact in some.items() if fact},
+    }
+
+
+def stated(result: dict[str, Any]) -> str:
+    """`setup` in one line, without the command: a long chat template as the start of its SHA-256, and what is not recorded."""
+    facts = setup(result)
+    facts["chat template"] = template_name(facts["chat template"])
+    said = {name: facts.get(name) for name in STATED}
+    parts = [str(fact) if name in UNNAMED else f"{name} {fact}" for name, fact in said.items() if fact]
+    missing = [name for name, fact in said.items() if not fact and name in facts]
+    if missing and result.get("kind") in KNOWN_BY:
+        parts.append(f"not recorded: {', '.join(missing)}")
+    return " · ".join(parts)
+
+
+def template_name(template: str | None) -> str | None:
+    """A short chat template as it is, of a long one the start of its SHA-256."""
+    if template is None or len(template) <= LONGEST_TEMPLATE:
+        return template
+    return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}"
 
 
 def _pair(result: dict[str, Any]) -> str | None:
     """Both ids, or at least both sizes."""
-    environment = result.get("environment", {})
     names = [named(result, role) for role in ("target", "drafter")]
-    sizes = [environment.get(f"{role}_parameters") for role in ("target", "drafter")]
+    sizes = [result.get("environment", {}).get(f"{role}_parameters") for role in ("target", "drafter")]
     if not any(names) and all(sizes):
-        return " + ".join(
-            f"{role} of {size / 1e6:,.1f} M parameters"
-            for role, size in zip(("target", "drafter"), sizes, strict=True)
-        )
+        return f"target of {_count(sizes[0])} parameters + drafter of {_count(sizes[1])} parameters"
     return " + ".join(filter(None, names)) or None
 
 
-VERSIONED = ("dflash", "torch", "transformers", "vllm", "sglang", "python")
+def _run(decoding: dict[str, Any]) -> str:
+    words = {"batch_size": "batch {}", "max_new_tokens": "at most {} tokens", "repeats": "medians of {} repeats"}
+    found = {
+        key: decoding[key] for key in words if decoding.get(key) is not None and (key, decoding[key]) != ("repeats", 1)
+    }
+    return ", ".join(words[key].format(value) for key, value in found.items())
+
+
+def _simulated(decoding: dict[str, Any], environment: dict[str, Any]) -> str | None:
+    if not decoding.get("is_simulated"):
+        return None
+    size = environment.get("target_parameters")
+    weights = f"random weights ({_count(size)} parameters)" if size else "random weights"
+    tau = decoding.get("stated_tau")
+    return f"simulated: {weights} and a script that accepts {tau} tokens per step; milliseconds are measured"
+
+
+def _trained(result: dict[str, Any]) -> dict[str, str]:
+    """How a drafter was trained, or what recipes were tried on."""
+    made = result.get("training", {})
+    if result.get("kind") == "drafter":
+        target, command = made["target"], made["command"]
+        command = command if isinstance(command, str) else " ".join(command)
+        how = (
+            f"trained on {made['data']['examples']} texts of a {target['class']} of {_count(target['parameters'])} parameters, "
+            f"{made['settings']['steps']} steps, {made['processes']} processes, {made['seconds'] / 60:.1f} minutes"
+        )
+        return {"training": how, "trained by": command}
+    if result.get("kind") != "training":
+        return {}
+    targets = "; ".join(
+        f"{name}: {target['class']} of {_count(target['parameters'])} parameters, {target['sequences']} texts of its own, "
+        f"{target['held_out']} held-out prompts"
+        for name, target in result["targets"].items()
+    )
+    sizes = (
+        f"{made['steps']} steps of {made['batch_tokens']} tokens, block {made['block_size']}, {made['seeds']} seeds"
+    )
+    return {"targets": targets, "training": f"{sizes}, 95 % intervals"}
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:,.1f} M" if parameters >= 1e6 else f"{parameters / 1e3:.0f} K"
 
 
 @cache

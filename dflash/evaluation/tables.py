@@ -1,6 +1,6 @@
-"""How result rows read as a table: as cells, as Markdown, and in a README between markers.
+"""Results as tables: the columns of every field, the tables that a kind of result has, and a table in Markdown.
 
-It knows nothing about result files: rows come in, text goes out.
+It knows nothing about files and pages.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .methods import PLAIN
+from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 from .results import Row
 
 
 ROUNDING = ("bfloat16", "float16")
 
+# Headings and rows of cells.
 Table = tuple[list[str], list[list[str]]]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A field of a row on paper.
+    """How a field of a row is written.
 
     Attributes:
         heading: Above it.
         write: A row's cell.
-        short: Its heading on a terminal, where that is another.
+        short: The heading on a terminal, where that is another.
     """
 
     heading: str
@@ -33,8 +34,16 @@ class Column:
     short: str | None = None
 
 
-def _word(key: str) -> Column:
-    return Column(key, lambda row: row[key])
+def _any(key: str, heading: str | None = None) -> Column:
+    """A field of any type; figures with four digits."""
+
+    def write(row: Row) -> str:
+        value = row[key]
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return Column(heading or key.replace("_", " "), write)
 
 
 def _figure(
@@ -50,15 +59,25 @@ def _pair(first: str, second: str, heading: str, digits: int, between: str, shor
     return Column(heading, write, short)
 
 
-# By a row's field. A column without any value is left out.
+def _share(key: str, heading: str, short: str | None = None) -> Column:
+    """A count, of how many where the row says it."""
+
+    def write(row: Row) -> str:
+        of = next((row[whole] for whole in ("prompts", "requests", "chats") if whole in row), None)
+        return str(row[key]) if of is None else f"{row[key]} of {of}"
+
+    return Column(heading, write, short)
+
+
+# By field. A column without any value is left out; a field that is not here is written as it is.
 COLUMNS: dict[str, Column] = {
-    "task": _word("task"),
-    "method": _word("method"),
-    "server": _word("server"),
+    "task": _any("task"),
+    "method": _any("method"),
+    "server": _any("server"),
     "concurrency": _figure("concurrency", "requests at once", 0),
     "requests": _figure("requests", "requests", 0),
     "failed": _figure("failed", "failed", 0),
-    "identical": Column("identical texts", lambda row: _identical(row), "same"),
+    "identical": _share("identical", "identical texts", "same"),
     "score": _figure("score", "score", 1, unit=" %", scale=100),
     "tau_micro": _figure("tau_micro", "tau", 2),
     "tau_macro": _figure("tau_macro", "tau, macro", 2),
@@ -86,19 +105,231 @@ COLUMNS: dict[str, Column] = {
     "peak_memory_bytes": _figure("peak_memory_bytes", "peak memory, GiB", 2, "peak GiB", scale=2**-30),
     "cost_per_million_tokens": _figure("cost_per_million_tokens", "cost per million tokens", 3),
 }
+AXES = {
+    "context": "context, tokens",
+    "length": "new tokens",
+    "width": "block",
+    "loss": "loss and weights of positions",
+    "anchors": "anchors per sequence",
+    "scheme": "where anchors stand",
+    "layers": "layers of the drafter",
+    "taps": "tapped layers",
+}
+# Fields of the benchmarks' rows, which the tables of bench, eval and canary do not have.
+OF_BENCHMARKS: dict[str, Column] = {
+    "shape": _any("shape"),
+    "batch_size": _any("batch_size", "batch"),
+    "prompt_tokens": _figure("prompt_tokens", "prompt tokens", 1),
+    "reused_tokens": _figure("reused_tokens", "of them kept", 1),
+    "proposals": _any("proposals", "proposals at temperature 1"),
+    "axis": Column("what changes", lambda row: AXES.get(row["axis"]) or str(row["axis"])),
+    "context_tokens": _any("context_tokens", "context, tokens"),
+    "growth": _figure("growth", "growth", 2, unit="x"),
+    "ms_per_token": _figure("ms_per_token", "ms per token", 2),
+    "speedup_at_stated_tau": _figure("speedup_at_stated_tau", "speed-up", 2, unit="x"),
+    "tau_to_match_plain": _figure("tau_to_match_plain", "break-even tau", 2),
+    "allocated_bytes": _figure("allocated_bytes", "allocated, MiB", 0, scale=2**-20),
+    "over_plain": _figure("over_plain", f"to {PLAIN}", 2, unit="x"),
+    "taps_bytes": _figure("taps_bytes", "of it hidden states, MiB", 0, scale=2**-20),
+    "way": _any("way", "layout"),
+    "over_naive": _figure("over_naive", "to naive", 2, unit="x"),
+    "live_bytes": _figure("live_bytes", "peak memory, MiB", 0, scale=2**-20),
+    "ms": _figure("ms", "ms", 0),
+    "vllm": _any("vllm", "vLLM's CPU kernel"),
+    "identical_in_one_batch": _share("identical_in_one_batch", "identical in one batch"),
+    "vllm_tau": _figure("vllm_tau", "tau in vLLM", 2),
+    "recipe_tau": _any("recipe_tau", "tau"),
+    "recipe_gain": _any("recipe_gain", "to the base"),
+    "ms_per_step_p10": _pair("ms_per_step_p10", "ms_per_step_p90", "p10-p90", 2, "-"),
+    "step_over_floor": _figure("step_over_floor", "x floor", 2),
+    "generate_over_this": _figure("generate_over_this", "x generate", 2),
+    "peak_memory_gb": _figure("peak_memory_gb", "GB", 1),
+}
 UNLESS_ZERO = ("failed", "compilations")
 DECODED = ("task", "method", "identical", "tau_micro", "tokens_per_step", "tokens_per_second", "speedup")
+EVALUATED = ("task", "method", "identical", "score", *DECODED[3:])
+# The ways among which a user chooses; the others are variants.
+HEADLINE = (PLAIN, PROMPT_LOOKUP, NATIVE, OURS)
 
 
 def table_of(rows: Sequence[Row], keys: Iterable[str] = COLUMNS, short: bool = False) -> Table:
-    """Headings and cells of rows, a column for each of `keys` ([`COLUMNS`]) that any row has a value for."""
-    shown = {
-        key: COLUMNS[key]
+    """Headings and cells of rows: a column for each of `keys` that a row has a value for, lists left out.
+
+    A field that holds a dict gives a column for each of its names.
+    """
+    flat = [dict(_flattened(row)) for row in rows]
+    paths = list(dict.fromkeys(path for row in flat for path in row))
+    columns = {
+        path: COLUMNS.get(key) or OF_BENCHMARKS.get(key) or _any(key)
         for key in keys
-        if any(row.get(key) is not None and (key not in UNLESS_ZERO or row[key]) for row in rows)
+        for path in paths
+        if path[0] == key and (key not in UNLESS_ZERO or any(row.get(path) for row in flat))
     }
-    cells = [["" if row.get(key) is None else column.write(row) for key, column in shown.items()] for row in rows]
-    return [(short and column.short) or column.heading for column in shown.values()], cells
+    cells = [
+        [column.write({**row, path[0]: values[path]}) if path in values else "" for path, column in columns.items()]
+        for row, values in zip(rows, flat, strict=True)
+    ]
+    headings = [(short and column.short) or column.heading for column in columns.values()]
+    return [", ".join([*path[1:], heading]) for path, heading in zip(columns, headings, strict=True)], cells
+
+
+def any_table(rows: Sequence[Row]) -> Table:
+    """`table_of` rows of any shape, with every field that they have."""
+    return table_of(rows, dict.fromkeys(key for row in rows for key in row))
+
+
+def tables_of(result: dict[str, Any], headline: bool = False) -> list[Table]:
+    """The tables by which a result of its kind is shown, none if it has no rows.
+
+    Args:
+        result: What `read_result` gives.
+        headline: With the rows of the methods of `HEADLINE` alone.
+    """
+    parts = PARTS.get(result["kind"], lambda result: [(result["summary"], None)])(result)
+    if headline:
+        parts = [([row for row in rows if row.get("method") in HEADLINE], keys) for rows, keys in parts]
+    return [any_table(rows) if keys is None else table_of(rows, keys) for rows, keys in parts if rows]
+
+
+# Rows, and the fields that are shown of them; `None`: all.
+Part = tuple[list[Row], Sequence[str] | None]
+
+
+def _summary(*keys: str) -> Callable[[dict[str, Any]], list[Part]]:
+    return lambda result: [(result["summary"], keys)]
+
+
+def _swept(result: dict[str, Any]) -> list[Part]:
+    """Methods side by side: by the context if nothing else was swept, or by each value; and what a prompt allocates."""
+    timed = [row for row in result["summary"] if row.get("ms_per_token") is not None]
+    rows = [row for row in timed if row.get("axis") != "budget"]  # of a tree no tau is stated
+    allocated = [row for row in result["summary"] if "allocated_bytes" in row]
+    joined: dict[Any, Row] = {}
+    by_context = {row.get("axis") for row in rows} == {"context"}
+    for row in rows:
+        if by_context:
+            costs = joined.setdefault(row["method"], {"method": row["method"], "ms_per_token": {}})["ms_per_token"]
+            costs[f"after {row['context_tokens']} tokens"] = row["ms_per_token"]
+            joined[row["method"]]["growth"] = row["ms_per_token"] / next(iter(costs.values()))
+            continue
+        axis, value = row.get("axis"), row.get("value")
+        point = joined.setdefault((axis, value), {"axis": axis, "value": value})
+        point.setdefault("ms_per_token", {})[row["method"]] = row["ms_per_token"]
+        if row["method"] != PLAIN:
+            for key in ("speedup_at_stated_tau", "tau_to_match_plain"):
+                point.setdefault(key, {})[row["method"]] = row.get(key)
+    keys = ("method", "axis", "value", "ms_per_token", "growth", "speedup_at_stated_tau", "tau_to_match_plain")
+    return [
+        (list(joined.values()), keys),
+        (allocated, ("context_tokens", "method", "allocated_bytes", "over_plain", "taps_bytes")),
+    ]
+
+
+def _drafter(result: dict[str, Any]) -> list[Part]:
+    """What its training record says of held-out prompts, or what was measured afterwards."""
+    figures = result["training"].get("figures") or {}
+    rows = [{"task": task.replace("_", " "), **row} for task, row in figures.items()] or result["summary"]
+    accepting = [row for row in rows if row.get("tau", row.get("tau_micro")) is not None]
+    keys = ("task", "method", "identical", "tau", "tau_micro", "tokens_per_step")
+    return [(accepting, keys if figures else keys[1:])]
+
+
+def _recipes(result: dict[str, Any]) -> list[Part]:
+    """Tau and its difference to the base, the targets side by side."""
+    joined: dict[Any, Row] = {}
+    for row in result["summary"]:
+        cell = joined.setdefault((row["axis"], row["cell"]), {"axis": row["axis"], "cell": row["cell"]})
+        spread = "" if row["tau_interval"] is None else f" ± {row['tau_interval']:.2f}"
+        gain = "base" if row["gain"] is None else f"{row['gain']:+.2f} ± {row['gain_interval'] or 0:.2f}"
+        cell.setdefault("recipe_tau", {})[row["target"]] = f"{row['tau']:.2f}{spread}"
+        cell.setdefault("recipe_gain", {})[row["target"]] = gain
+    return [(list(joined.values()), ("axis", "cell", "recipe_tau", "recipe_gain"))]
+
+
+def _training_step(result: dict[str, Any]) -> list[Part]:
+    rows = [
+        {**row, "over_naive": row.get("speedup"), "live_bytes": row["peak_memory_bytes"]} for row in result["summary"]
+    ]
+    losses = [{**row, "live_bytes": row["peak_memory_bytes"]} for row in result.get("losses", ())]
+    return [
+        (rows, ("way", "batches", "tokens_per_second", "over_naive", "live_bytes")),
+        (losses, ("vocabulary", "loss", "ms", "live_bytes")),
+    ]
+
+
+def _device_code(result: dict[str, Any]) -> list[Part]:
+    """Launches of the whole cases, else of the smallest ones."""
+    rows = []
+    for case in result.get("cases") or result.get("smoke", ()):
+        products, attention = (case["by_kind"].get(kind, 0) for kind in ("extern_kernels.mm", "flex attention"))
+        fused = case["launches"] - products - attention
+        rows.append({**case, "matrix products": products, "attention": attention, "fused kernels": fused})
+    keys = ("size", "what", "width", "capacity", "num_sequences", "launches", "matrix products", "attention")
+    return [(rows, (*keys, "fused kernels"))]
+
+
+def _device_operations(result: dict[str, Any]) -> list[Part]:
+    rows = [
+        {
+            "mode": row["mode"],
+            "path": row["path"],
+            "operations from Python, a step": max(row["operations"]),
+            "waits of the host, a step": max(row["waits"]),
+        }
+        for row in result.get("modes", ())
+    ]
+    return [
+        (rows, None),
+        ([{**row, "layers": " + ".join(map(str, row["layers"]))} for row in result.get("native", ())], None),
+    ]
+
+
+def _dialects(result: dict[str, Any]) -> list[Part]:
+    rows = [
+        {
+            "checkpoint": name,
+            "written by": f"{fixture['package']} {fixture.get('version', '')}",
+            f"same outputs, within {result['tolerance']:g}": fixture.get("agrees"),
+        }
+        for name, fixture in result["fixtures"].items()
+    ]
+    return [(rows, None)]
+
+
+def _gpu(result: dict[str, Any]) -> list[Part]:
+    """Decoding, training, floors, goals, and what was not measured."""
+    of: dict[str, list[Row]] = {}
+    for row in result["summary"]:
+        of.setdefault(row["kind"] if row["status"] == "measured" else "rest", []).append(row)
+    decoded = [{**row, "label": row["label"].split(":")[0]} for row in of.get("decode", ())]
+    step = ("ms_per_step", "ms_per_step_p10", "tokens_per_step", "step_over_floor", "generate_over_this")
+    return [
+        (decoded, ("shape", "context", "batch", "label", *step, "peak_memory_gb", "recordings")),
+        (of.get("training", []), ("shape", "label", "tokens_per_second", "ms_per_step", "peak_memory_gb")),
+        (of.get("floor", []), ("shape", "copy_gb_per_second")),
+        (result.get("goals", []), None),
+        (of.get("rest", []), ("name", "status", "reason")),
+    ]
+
+
+# By kind; results of another kind are shown with all their rows and fields.
+PARTS: dict[str, Callable[[dict[str, Any]], list[Part]]] = {
+    "decode": _summary(*DECODED),
+    "eval": _summary(*EVALUATED),
+    "serving": _summary(*COLUMNS),
+    "batch": _summary("batch_size", "identical", "tokens_per_second", "speedup"),
+    "conversation": _summary("turn", "identical", "prompt_tokens", "reused_tokens", "ms_to_first_token"),
+    "sampling": _summary("proposals", "prompts", "tau"),
+    "sweep": _swept,
+    "drafter": _drafter,
+    "training": _recipes,
+    "training_step": _training_step,
+    "engine": _summary("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
+    "device_code": _device_code,
+    "device_operations": _device_operations,
+    "dialects": _dialects,
+    "gpu": _gpu,
+}
 
 
 def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
@@ -125,65 +356,20 @@ def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
     return " ".join(said)
 
 
-def any_table(rows: Sequence[Row]) -> Table:
-    """Headings and cells of rows of any shape: a column per number or word, nested ones by their path; lists are left out.
-
-    Fields of [`COLUMNS`] are written as they are there.
-    """
-    flat = [dict(_flattened(row)) for row in rows]
-    paths = list(dict.fromkeys(path for row in flat for path in row))
-    cells = [[_cell(row, path, values.get(path)) for path in paths] for row, values in zip(rows, flat, strict=True)]
-    return [_heading(path) for path in paths], cells
-
-
 def markdown(table: Table) -> str:
     """The table in Markdown."""
     headings, cells = table
     return "\n".join([_line(headings), "|" + "---|" * len(headings), *map(_line, cells)])
 
 
-def with_table(readme: str, name: str, table: str) -> str:
-    """`readme` with what stands between the markers of `name` replaced; ValueError if they are not there once, in order."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
-        raise ValueError(
-            f"The README has no place for this table: put {begin} and {end} there, each once, in this order."
-        )
-    head, rest = readme.split(begin)
-    return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
-
-
 def _line(cells: Iterable[Any]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def _identical(row: Row) -> str:
-    of = row.get("prompts", row.get("requests"))
-    return str(row["identical"]) if of is None else f"{row['identical']} of {of}"
-
-
-# Where a value stands in a row: its field, and of nested ones each further name.
-Path = tuple[str, ...]
-
-
-def _flattened(row: Row, path: Path = ()) -> Iterable[tuple[Path, Any]]:
+def _flattened(row: Row, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """Every value with its field, and the further names of one that is nested; lists and what is missing are left out."""
     for key, value in row.items():
         if isinstance(value, dict):
             yield from _flattened(value, (*path, key))
-        elif not isinstance(value, list):
+        elif value is not None and not isinstance(value, list):
             yield (*path, key), value
-
-
-def _heading(path: Path) -> str:
-    field = COLUMNS[path[0]].heading if path[0] in COLUMNS else path[0].replace("_", " ")
-    return ", ".join([*path[1:], field])
-
-
-def _cell(row: Row, path: Path, value: Any) -> str:
-    if value is None:
-        return ""
-    if path[0] in COLUMNS:
-        return COLUMNS[path[0]].write({**row, path[0]: value})
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,281 @@
+"""Measurements of a pair that are no command: batches, conversations, sampling, and a drafter in blocks of several sizes.
+
+    python benchmarks/pair.py batch --output benchmarks/results/batch_tiny_cpu.json
+    python benchmarks/pair.py conversation --output benchmarks/results/conversation_tiny_cpu.json
+    python benchmarks/pair.py sampling --output benchmarks/results/sampling_tiny.json
+    python benchmarks/pair.py drafter --target stories260K --drafter stories-DFlash --prompts held.jsonl \
+        --output benchmarks/results/drafter_stories_cpu.json
+
+The first three measure the embedded pair on its held-out problems. Ways of decoding take turns on the same prompts, and
+their texts are compared.
+
+batch: throughput at several batch sizes against `target.generate` at the same batch, padded on the left.
+conversation: time to the first token of a follow-up question with a kept conversation, against starting afresh.
+sampling: acceptance at temperature 1 by what is proposed; and token-by-token rejection against block verification, for a
+    scripted drafter whose distribution is known.
+drafter: what a trained drafter accepts on prompts that it has not seen, beside its `training.json`. A prompt is a row with
+    `prompt_ids` or `prompt`, or a row to train on, of which it is the part before the first answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from measuring import argument_parser, finish, parsed, prompt_ids
+from rich.progress import track
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash import Conversation, DFlashDraftModel, spec_generate
+from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.common.stopwatch import seconds_of
+from dflash.evaluation import PLAIN, Prompt, compare, summarise, timed_blocks, timed_generate
+from dflash.model.verification_dflash import Proposals, pick, verify_block, verify_rejection
+from dflash.training import encode, encode_prompt, prompt_of, read_rows
+
+
+GREEDILY = {"temperature": 0.0}
+VOCAB_SIZE = 32  # of the scripted chains
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("what", choices=MEASUREMENTS)
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=40, help="prompts; of conversation: chats of six turns")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--target", help="folder or Hub id")
+    parser.add_argument("--drafter", type=Path, help="folder that `dflash train` wrote")
+    parser.add_argument("--prompts", help="JSON lines, or another source that training reads")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 8])
+    args = parsed(parser, words)
+    if args.what == "drafter" and None in (args.target, args.drafter, args.prompts):
+        parser.error("drafter needs --target, --drafter and --prompts.")
+    if args.what == "drafter" and not (args.drafter / "training.json").is_file():
+        parser.error(f"{args.drafter} holds no training.json: give a folder that `dflash train` wrote.")
+    return args
+
+
+def batch(args: argparse.Namespace) -> None:
+    """A row per batch size."""
+    target, drafter, tokenizer = load_embedded_pair()
+    prompts = [torch.tensor(prompt_ids(tokenizer, problem.question)) for problem in heldout_problems()[: args.limit]]
+    spec_generate(drafter, target, prompts[0][None], max_new_tokens=8, **GREEDILY)  # warm-up
+    summary = []
+    for size in args.batch_sizes:
+        seconds, num_tokens, num_identical = {PLAIN: 0.0, "dflash": 0.0}, 0, 0
+        batches = [prompts[begin : begin + size] for begin in range(0, len(prompts) - size + 1, size)]
+        for chosen in track(batches, description=f"batch {size}"):
+            took, texts = _both_ways(target, drafter, chosen, args)
+            seconds = {name: seconds[name] + took[name] for name in seconds}
+            num_identical += sum(map(torch.equal, texts["dflash"], texts[PLAIN]))
+            num_tokens += sum(_length(row, target.generation_config.eos_token_id) for row in texts[PLAIN].tolist())
+        summary.append(
+            {
+                "batch_size": size,
+                "prompts": size * len(batches),
+                "identical": num_identical,
+                "tokens": num_tokens,
+                "tokens_per_second": {name: round(num_tokens / taken, 1) for name, taken in seconds.items()},
+                "speedup": round(seconds[PLAIN] / seconds["dflash"], 4),
+            }
+        )
+    finish(args.output, "batch", (target, drafter), decoding=_decoding(args), summary=summary)
+
+
+def _both_ways(target: Any, drafter: Any, prompts: list[torch.Tensor], args: argparse.Namespace) -> tuple[Any, Any]:
+    """Seconds, the median of the repeats, and new tokens [B, N] of both ways on a batch."""
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(prompts, padding_value=target.generation_config.pad_token_id)
+    mask = pad([torch.ones_like(prompt) for prompt in prompts])
+    asked: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": args.max_new_tokens, "do_sample": False}
+    runs = {PLAIN: target.generate, "dflash": partial(spec_generate, drafter, target)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    texts: dict[str, torch.Tensor] = {}
+    for repeat in range(args.repeats):
+        for name in sorted(runs, reverse=bool(repeat % 2)):
+            times[name].append(seconds_of(lambda name=name: texts.update({name: runs[name](ids, **asked)})))
+    return (
+        {name: median(taken) for name, taken in times.items()},
+        {name: text[:, ids.shape[1] :] for name, text in texts.items()},
+    )
+
+
+def _length(token_ids: list[int], stop_id: int) -> int:
+    return token_ids.index(stop_id) + 1 if stop_id in token_ids else len(token_ids)
+
+
+def conversation(args: argparse.Namespace) -> None:
+    """A row per turn of a chat."""
+    target, drafter, tokenizer = load_embedded_pair()
+    asked: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, **GREEDILY}
+    problems = iter(heldout_problems())
+    turns: list[list[dict[str, Any]]] = [[] for _ in range(6)]
+    for _ in track(range(args.limit), description="chats"):
+        chat, text = Conversation(), list[int]()
+        for turn in turns:
+            # The text as it was written, token for token, and the next question.
+            prompt = torch.tensor([[*text, *prompt_ids(tokenizer, next(problems).question)]])
+            runs: dict[str, list[Any]] = {"fresh": [], "kept": []}
+            for repeat in range(args.repeats):
+                for name in sorted(runs, reverse=bool(repeat % 2)):
+                    held = copy.deepcopy(chat, {id(model): model for model in (target, drafter)})
+                    kept = {"conversation": held} if name == "kept" else {}
+                    runs[name].append(timed_blocks(drafter, target, prompt, **asked, **kept))
+            timed_blocks(drafter, target, prompt, conversation=chat, **asked)
+            text = prompt[0].tolist() + runs["fresh"][0].token_ids
+            turn.append(
+                {
+                    "prompt_tokens": prompt.shape[1],
+                    "reused_tokens": chat.num_reused,
+                    "is_identical": runs["kept"][0].token_ids == runs["fresh"][0].token_ids,
+                    **{name: 1e3 * median(run.seconds_to_first_token for run in made) for name, made in runs.items()},
+                }
+            )
+    summary = [
+        {
+            "turn": number,
+            "chats": len(turn),
+            "identical": sum(chat["is_identical"] for chat in turn),
+            **{name: round(fmean(chat[name] for chat in turn), 1) for name in ("prompt_tokens", "reused_tokens")},
+            "ms_to_first_token": {name: round(fmean(chat[name] for chat in turn), 3) for name in ("fresh", "kept")},
+        }
+        for number, turn in enumerate(turns, start=1)
+    ]
+    finish(args.output, "conversation", (target, drafter), decoding=_decoding(args), summary=summary)
+
+
+def sampling(args: argparse.Namespace) -> None:
+    """A row per kind of proposals, and one per scripted drafter."""
+    target, drafter, tokenizer = load_embedded_pair()
+    prompts = [prompt_ids(tokenizer, problem.question) for problem in heldout_problems()[: args.limit]]
+    taus = {"argmax, match": sampled_tau(target, drafter, prompts, "match", args.max_new_tokens)}
+    drafter.propose = draw_positions_independently(drafter)
+    drafter.candidate_selector = torch.nn.Identity()  # the loop gives uniforms to drafters with a selector alone
+    for verification in ("rejection", "block"):
+        name = f"positions drawn independently, {verification}"
+        taus[name] = sampled_tau(target, drafter, prompts, verification, args.max_new_tokens)
+    summary = [{"proposals": name, "prompts": len(prompts), "tau": tau} for name, tau in taus.items()]
+    scripts = [scripted(share, num_proposals) for num_proposals in (7, 15) for share in (0.5, 0.7, 0.9)]
+    print(json.dumps(scripts, indent=1))
+    finish(
+        args.output, "sampling", (target, drafter), decoding={"temperature": 1.0}, summary=summary, scripted=scripts
+    )
+
+
+def draw_positions_independently(drafter: Any) -> Any:
+    """A `propose` that draws each position from the drafter's own distribution, whatever the others drew."""
+
+    def propose(
+        hidden_states: torch.Tensor, anchors: torch.Tensor, head: Any, temperature: float = 1.0, uniforms: Any = None
+    ) -> Proposals:
+        logits = drafter.compute_logits(hidden_states, head).double()  # [B, N, V]
+        distribution = (logits / temperature).softmax(dim=-1)
+        token_ids = torch.arange(distribution.shape[-1]).expand_as(distribution)
+        return Proposals(pick(distribution, uniforms), token_ids, distribution)
+
+    return propose
+
+
+def sampled_tau(target: Any, drafter: Any, prompts: list[list[int]], verification: str, max_new_tokens: int) -> float:
+    """Mean acceptance length over all steps of all prompts at temperature 1."""
+    asked = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 1.0,
+        "top_k": 0,
+        "verification": verification,
+        "compile": False,
+    }
+    lengths: list[int] = []
+    for index, prompt in enumerate(track(prompts, description=verification)):
+        noise = torch.Generator().manual_seed(index)
+        run = timed_blocks(drafter, target, torch.tensor([prompt]), generator=noise, **asked)
+        lengths += run.acceptance_lengths
+    return round(fmean(lengths), 4)
+
+
+def scripted(share: float, num_proposals: int, num_blocks: int = 20_000) -> dict[str, Any]:
+    """Accepted proposals per block, where the drafter's distribution is a mixture with `share` of the target's.
+
+    Target and drafter are Markov chains.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, VOCAB_SIZE, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    target, other = (2.0 * noise).softmax(dim=-1)
+    drafter = share * target + (1 - share) * other
+    tokens, distributions = torch.zeros(num_blocks, 1, dtype=torch.long), []
+    for _ in range(num_proposals):
+        distributions.append(drafter[tokens[:, -1]])
+        uniforms = torch.rand(num_blocks, generator=generator, dtype=torch.float64)
+        tokens = torch.cat([tokens, pick(distributions[-1], uniforms)[:, None]], dim=1)
+    candidates = torch.arange(VOCAB_SIZE).expand(num_blocks, num_proposals, VOCAB_SIZE)
+    proposals = Proposals(tokens[:, 1:], candidates, torch.stack(distributions, dim=1))
+    uniforms = torch.rand(num_blocks, num_proposals + 1, generator=generator, dtype=torch.float64)
+    accepted = {
+        name: verify(proposals, target[tokens].log(), uniforms).num_accepted.double().mean().item()
+        for name, verify in (("rejection", verify_rejection), ("block", verify_block))
+    }
+    return {
+        "share_of_the_targets_distribution": share,
+        "proposals": num_proposals,
+        **{f"accepted_by_{name}": round(mean, 4) for name, mean in accepted.items()},
+        "gain": round(accepted["block"] / accepted["rejection"], 4),
+    }
+
+
+def drafter(args: argparse.Namespace) -> None:
+    """A row per block size, and one of plain decoding."""
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    model = DFlashDraftModel.from_pretrained(args.drafter, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    rows = list(read_rows(args.prompts, "train"))[: args.limit]
+    prompts = [Prompt(Path(args.prompts).stem, torch.tensor([ids_to_continue(row, tokenizer)])) for row in rows]
+    methods: dict[str, Any] = {
+        PLAIN: partial(timed_generate, target, max_new_tokens=args.max_new_tokens, do_sample=False)
+    }
+    for size in args.block_sizes:
+        options = {"max_new_tokens": args.max_new_tokens, "block_size": size, **GREEDILY}
+        methods[f"dflash, block {size}"] = partial(timed_blocks, model, target, **options)
+    measurements = compare(methods, prompts, args.repeats, lambda items: track(items, description="prompts"))
+    finish(
+        args.output,
+        "drafter",
+        (target, model),
+        decoding=_decoding(args),
+        training=json.loads((args.drafter / "training.json").read_text(encoding="utf-8")),
+        summary=summarise(measurements),
+        measurements=list(map(asdict, measurements)),
+    )
+
+
+def ids_to_continue(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """The prompt of a row."""
+    if "prompt_ids" in row:
+        return list(row["prompt_ids"])
+    return encode_prompt(row["prompt"], tokenizer) if "prompt" in row else prompt_of(encode(row, tokenizer))
+
+
+def _decoding(args: argparse.Namespace) -> dict[str, Any]:
+    return {**GREEDILY, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
+
+
+MEASUREMENTS = {"batch": batch, "conversation": conversation, "sampling": sampling, "drafter": drafter}
+
+
+def main() -> None:
+    args = arguments()
+    MEASUREMENTS[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

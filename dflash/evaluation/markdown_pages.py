@@ -1,0 +1,96 @@
+"""Markdown pages whose tables come out of result files, such as a README.
+
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, where NAME is a result's file name without its ending.
+`NAME/headline` has only the methods that a user chooses among. `NAME+NAME` joins results of one kind in one table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash.common.files import write_text
+
+from .results import read_result, setup, stated
+from .tables import caveat, markdown, tables_of
+
+
+MARK = re.compile(r"<!-- ([\w.+/-]+):begin -->")
+HEADLINE = "/headline"
+
+
+def fill_pages(results: Sequence[str | Path], pages: Sequence[str | Path], check: bool = False) -> list[Path]:
+    """Writes the tables of results into every page that has a place for them; returns the pages that changed.
+
+    Args:
+        results: Result files, and folders of them. A file must have a place on some page.
+        pages: Markdown files, and folders of them.
+        check: Write nothing; the pages returned are those that differ from the results.
+
+    Raises:
+        ValueError: A result or a page cannot be read, or a place is missing or not closed.
+    """
+    known = {path.stem: path for path in files_in(results, "*.json")}
+    texts = {path: _text(path) for path in files_in(pages, "**/*.md")}
+    shown = {name for text in texts.values() for mark in MARK.findall(text) for name in names_of(mark)}
+    for path in map(Path, results if pages else ()):
+        if not path.is_dir() and path.stem not in shown:
+            place = f"<!-- {path.stem}:begin --> and <!-- {path.stem}:end -->"
+            raise ValueError(
+                f"{', '.join(map(str, pages))} has no place for {path}: put {place} there, in this order."
+            )
+    changed = []
+    for path, text in texts.items():
+        wanted = text
+        for mark in MARK.findall(text):
+            if known.keys() >= set(names_of(mark)):
+                read = [read_result(known[name]) for name in names_of(mark)]
+                wanted = with_table(wanted, mark, _table(read, mark.endswith(HEADLINE)))
+        if wanted != text:
+            changed.append(path)
+            if not check:
+                write_text(path, wanted)
+    return changed
+
+
+def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:
+    """The files, and in place of each folder those in it that match the pattern."""
+    return [file for path in map(Path, paths) for file in (sorted(path.glob(pattern)) if path.is_dir() else [path])]
+
+
+def names_of(mark: str) -> list[str]:
+    """The results whose table stands at a mark."""
+    return mark.removesuffix(HEADLINE).split("+")
+
+
+def with_table(page: str, mark: str, table: str) -> str:
+    """`page` with the text at the mark replaced; ValueError if the mark does not stand there once, opened and closed."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(
+            f"The page has no place for this table: put {begin} and {end} there, each once, in this order."
+        )
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+
+
+def _text(page: Path) -> str:
+    try:
+        return page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{page} cannot be read ({reason}): name a Markdown file, or a folder of them.") from error
+
+
+def _table(results: Sequence[dict[str, Any]], is_headline: bool) -> str:
+    """The tables of results of one kind, and under them what their figures depend on and the command that gives them."""
+    rows = [row for result in results for row in result["summary"]]
+    parts = [markdown(table) for table in tables_of({**results[0], "summary": rows}, is_headline)]
+    for result in results:
+        facts = setup(result)
+        said = [f"{line}." if (line := stated(result)) else "", caveat(result["summary"], facts["dtype"])]
+        said += [f"`{facts[name]}`" for name in ("trained by", "command") if facts.get(name)]
+        parts.append(" ".join(filter(None, said)))
+    return "\n\n".join(parts)
