@@ -43,7 +43,7 @@ def why_not_compiled(target: Any, drafter: Any) -> str | None:
 
 def sequence_of(block: Any) -> int:
     """Which sequence of a batch a block belongs to."""
-    return block.row
+    return block.sequence
 
 
 # What each of ours asks of `generate_blocks`.

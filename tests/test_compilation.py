@@ -245,7 +245,7 @@ def test_auto_compiles_once_eager_steps_have_lost_what_it_costs(announced: _Anno
     assert pair._lost_seconds == lost  # none of its steps ran eagerly
     assert len(pair_of(target, drafter)._num_calls) == 1
     (line,) = announced.log
-    assert "Qwen3ForCausalLM and DFlashDraftModel are compiled" in line
+    assert "Qwen3ForCausalLM and DFlashDraftModel are being compiled" in line
     assert "25 s" in line
     assert announced.bars == ["Compiling a step of one sequence (once)"]
 
