@@ -18,7 +18,7 @@ from tiny_models import (
     make_prompt,
     make_target,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TextStreamer
 
 from dflash import generate_blocks, spec_generate
 from dflash.model.cache_dflash import PreallocatedCache
@@ -231,7 +231,7 @@ def test_attention_without_a_4d_mask_is_refused_for_batches(which: str, monkeypa
 def test_a_streamer_takes_one_prompt() -> None:
     with pytest.raises(ValueError, match="one prompt at a time"):
         spec_generate(
-            make_drafter(), make_target(), torch.cat(prompts_of([5, 5])), streamer=object(), max_new_tokens=4
+            make_drafter(), make_target(), torch.cat(prompts_of([5, 5])), streamer=TextStreamer(None), max_new_tokens=4
         )
 
 

@@ -100,13 +100,11 @@ def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window:
     return predicate
 
 
-def written_out(
-    predicate: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device
-) -> torch.Tensor:
+def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device) -> torch.Tensor:
     """The predicate as a dense mask, bool [B, S, K]."""
     shape = batch_size, width, num_keys
     batch, query, key = (torch.arange(size, device=device) for size in shape)
-    return predicate(batch[:, None, None], None, query[:, None], key).expand(shape)
+    return mask(batch[:, None, None], None, query[:, None], key).expand(shape)
 
 
 def step_mask(

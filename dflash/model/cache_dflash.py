@@ -1,8 +1,8 @@
 """Caches of keys, values and running states. Appending writes in place, and a rollback moves a length.
 
-Every layer keeps every position, also where the model attends through a sliding window. The mask applies the window, so a
-rollback finds all positions. A single sequence appends at the end. In a ragged cache each forward is given the slots of its
-new columns: real tokens directly after the sequence's last one, padding after them, where the next forward overwrites it.
+Every layer keeps every position, also with a sliding window, which the mask applies. A single sequence appends at the end. In
+a ragged cache each forward is given the slots of its new columns: tokens directly after the sequence's last one, then padding,
+which the next forward overwrites.
 
 A linear mixer (gated delta net, delta attention, short convolution) folds each column into a state of fixed size. A rollback
 restores its state from before the step and replays the columns that were kept.

@@ -28,15 +28,11 @@ OPTIONAL_FIELDS: dict[str, Any] = {
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
 # unless they have one of the values given here, which mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (None, 1, 1.0),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
+    **dict.fromkeys(("partial_rotary_factor", "attention_value_scale"), (None, 1, 1.0)),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (None, True)),
+    **dict.fromkeys(("attention_sink_bias", "enable_confidence_head", "shift_label"), (None, False)),
     "projector_type": (None,),
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1, 1.0),
     "markov_rank": (None, 0),
-    "enable_confidence_head": (None, False),
-    "shift_label": (None, False),
 }
 
 # Fields of other tools' formats, which have no meaning in this one.
@@ -221,9 +217,9 @@ class DFlashConfig(Qwen3Config):
         if self.num_proposals < 1:
             raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
+            remedy = "choose an id of the target's embedding that never occurs in text"
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of the "
-                "target's embedding that never occurs in text."
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: {remedy}."
             )
         ids, depth = self.target_layer_ids, self.num_target_layers
         if ids is not None:
@@ -232,9 +228,7 @@ class DFlashConfig(Qwen3Config):
                 raise ValueError(f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats.")
             # The last layer's output is normed in transformers and raw in engines.
             if depth is not None and ids[-1] >= depth - 1:
-                raise ValueError(
-                    f"target_layer_ids={ids} reaches the last of {depth} layers: use ids up to {depth - 2}."
-                )
+                raise ValueError(f"target_layer_ids={ids} reaches the last of {depth} layers: use up to {depth - 2}.")
         self._check_variants()
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if unknown:

@@ -226,10 +226,9 @@ class Conversation:
 
     def mark_read(self) -> list[int]:
         """Marks the context as read by the drafter; returns its length for each sequence."""
-        (context,) = self.waiting
-        self._num_read += context.num_real[0]
-        self.waiting = []
-        return context.num_real
+        num_real = self.waiting.pop().num_real
+        self._num_read += num_real[0]
+        return num_real
 
 
 @dataclass
@@ -448,10 +447,8 @@ class Decoder:
             return 0  # the last token needs no drafter
         longest = max(len(one.prompt_ids) + len(one.new_ids) for one in self.sequences if not one.is_done)
         if longest > request.max_length:
-            logger.warning_once(
-                f"The text is longer than the target's {request.max_length} positions, so its quality may drop: lower "
-                "max_new_tokens or shorten the prompt."
-            )
+            remedy = "lower max_new_tokens or shorten the prompt"
+            logger.warning_once(f"The text is longer than the target's {request.max_length} positions: {remedy}.")
         return max(0, request.max_length - longest - 1)
 
     def read_prompt(self) -> list[Block]:

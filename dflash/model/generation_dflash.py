@@ -110,17 +110,16 @@ def _check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_sequence
     why = f"{num_sequences} sequences of different lengths" if num_sequences > 1 else "a draft tree"
     for name, model in (("target", target), ("drafter", drafter)) if num_sequences > 1 else (("target", target),):
         if attention_of(model) not in ("sdpa", "eager"):
-            raise ValueError(
-                f"The {name}'s attn_implementation={attention_of(model)!r} takes no 4-D mask, which {why} need: load the {name} "
-                "with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree."
-            )
+            remedy = "load it with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree"
+            given = f"The {name}'s attn_implementation={attention_of(model)!r}"
+            raise ValueError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = types - {"full_attention", "sliding_attention", *(() if draft_tree else LINEAR_TYPES)}
     if others:
-        raise ValueError(
-            f"{type(target).__name__} has layers of type {', '.join(sorted(others))}, which take no masks for {why}: "
-            "pass one prompt at a time, and no draft_tree."
+        given = (
+            f"{type(target).__name__} has layers of type {', '.join(sorted(others))}, which take no masks for {why}"
         )
+        raise ValueError(f"{given}: pass one prompt at a time, and no draft_tree.")
 
 
 def _check_tree(request: Request) -> None:
@@ -149,10 +148,8 @@ def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> di
         return {}
     named = ", ".join(sorted(inputs))
     if target.config.model_type not in IMAGE_FAMILIES:
-        raise ValueError(
-            f"{type(target).__name__} was given more than token ids ({named}), and its text after that is not known to be "
-            "exact here: leave it out, or use target.generate."
-        )
+        given = f"{type(target).__name__} was given more than token ids ({named})"
+        raise ValueError(f"{given}, and its text after that is not known to be exact: use target.generate.")
     if num_sequences > 1 or (mask is not None and not bool(mask.all())):
         raise ValueError(f"{named} came with {num_sequences} prompts or with padding: pass one prompt, unpadded.")
     if request.chunk_size is not None:
@@ -335,6 +332,10 @@ class DFlashOutput(ModelOutput):
         scores (`tuple[torch.Tensor]`, *optional*): With `output_scores=True`, processed scores of each new position, of shape
             `(B, V)` each; 0 after a sequence's end.
         logits (`tuple[torch.Tensor]`, *optional*): With `output_logits=True`, the target's logits, in the same form.
+
+    Example:
+        >>> output = drafter.spec_generate(input_ids, target=target, return_dict_in_generate=True)
+        >>> text_ids, tau = output.sequences, output.tau
     """
 
     sequences: torch.Tensor | None = None
@@ -418,6 +419,10 @@ def generate_blocks(
 
     Raises:
         ValueError: as [`spec_generate`].
+
+    Example:
+        >>> blocks = generate_blocks(drafter, target, input_ids, max_new_tokens=64)
+        >>> text = "".join(tokenizer.decode(block.token_ids) for block in blocks)
     """
     for name in ("streamer", "return_dict_in_generate"):
         if kwargs.get(name):
@@ -511,7 +516,8 @@ class Request:
         request.temperature = float(config.temperature or 1.0) if config.do_sample else 1.0
         request.chunk_size = getattr(config, "prefill_chunk_size", None)
         request.keeping = {name for name in ("scores", "logits") if getattr(config, f"output_{name}", False)}
-        _check_settings({**own, "prefill_chunk_size": request.chunk_size})
+        temperature = config.temperature if config.do_sample else None
+        _check_settings({**own, "prefill_chunk_size": request.chunk_size, "temperature": temperature})
         _check_prepared(config, request)
         request.prompt_inputs = _read_prompt_inputs(request, asked)
         drafter, num_sequences, draft_tree = request.drafter, len(input_ids), request.draft_tree

@@ -196,6 +196,10 @@ class LatencyCurve:
 
     Raises:
         ValueError: if widths and times do not belong together, or a time is not positive.
+
+    Example:
+        >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
+        >>> text_ids = drafter.spec_generate(input_ids, target=target, latency_curve=curve)
     """
 
     widths: tuple[int, ...]

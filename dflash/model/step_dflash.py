@@ -1,8 +1,7 @@
 """The forward of the target and the forward of the drafter, run eagerly or compiled.
 
-`verify` and `draft` are the two forwards. Layers are tapped only in `tapped_forward`; masks by layer type are made only in
-`Layout.masks` and `DFlashDraftModel.step_masks`. `Pair` runs the forwards for a request. `CompiledPair` compiles them, and
-`whole_step`: draft, verify and accept in one function whose lengths and anchors stay on the device.
+`verify` and `draft` are the two forwards. `Pair` runs them for a request. `CompiledPair` compiles them, and `whole_step`:
+draft, verify and accept in one function whose lengths and anchors stay on the device.
 
 On a device with a queue there are few shapes, and the pair lends the storage of both caches to one text after another, so a
 second text records nothing. Elsewhere one compilation serves all lengths. A function that does not compile, or computes
@@ -17,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -311,9 +311,8 @@ def whole_step(
 ) -> tuple[torch.Tensor, ...]:
     """Drafts a block for each sequence, verifies and accepts it.
 
-    Returns the numbers of accepted proposals, the target's choices, the proposals, the drafter's hidden states, the context
-    features and the logits of the choices. With `compared` outputs, their proposals are verified and the logits of their
-    choices returned, because near-ties may be decided differently.
+    Returns numbers of accepted proposals, choices, proposals, the drafter's hidden states, context features, and logits of the
+    choices. With `compared` outputs, their proposals and choices are used: near-ties may be decided differently.
     """
     target, drafter, layout = models
     hidden_states = draft_lent(drafter, target, shape.block_size, state, storages[1])
@@ -401,10 +400,9 @@ class CompiledPair:
         return self.is_active and self._device.type in ASYNCHRONOUS
 
     def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
-        """Starts compiling under "auto" once eager steps have lost as much time as compiling is expected to take.
+        """Starts compiling under "auto" once eager steps have lost the time of compiling: at most twice the optimal cost.
 
-        This costs at most twice the optimum ("ski rental"). `seconds` is the duration of an eager step; `None`: a text begins.
-        Within a text, the `num_left` steps that it may still take have to pay for compiling.
+        `seconds` is the duration of an eager step; `None`: a text begins. Within a text, `num_left` steps have to pay, too.
         """
         cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
         if seconds is not None:
@@ -456,8 +454,7 @@ class CompiledPair:
     def run(self, models: Any, key: Any, function: Callable[..., Any], given: Callable[[Any], Sequence[Any]]) -> Any:
         """The output of `function`, compiled, for arguments `given(None)`; NotCompiledError if it can only run eagerly.
 
-        `key` names the function and its shapes. The `COMPARED_CALLS` are compared with an eager run for `given(output)`. Both
-        runs write the same slots of lent storage, so running twice is harmless.
+        `key` names function and shapes. `COMPARED_CALLS` are compared with an eager run, which writes the same slots again.
         """
         if not self.is_active or _is_watched(*models):
             raise NotCompiledError(key)
@@ -583,6 +580,7 @@ class Pair:
         self._mixers = linear_mixers(layers, getattr(config, "layer_types", None) or ())
         self._prompt_inputs = dict(prompt_inputs or {})
         self._rope: Any = _rope_of_images(target)
+        self.head = partial(head, target)  # takes the drafter's hidden states
         self._lag = 0  # number of tokens minus position, after an image
 
     def new_cache(self, capacity: int, num_sequences: int = 1, num_allocated: int | None = None) -> PreallocatedCache:
@@ -594,10 +592,6 @@ class Pair:
         embed: Any = self.drafter.embed  # may scale them
         return embed(token_ids, self.target.get_input_embeddings()).to(self.drafter.device)
 
-    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
-        return head(self.target, hidden_states)
-
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -608,8 +602,8 @@ class Pair:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the last `num_logits` columns of token_ids [B, S], and context features of all, on the drafter's device.
 
-        A single sequence uses the target's own masks. In a ragged cache is_real [B, S] marks the columns that are tokens, and
-        `num_real` counts them; default: all. Linear layers can roll the columns back only if all logits are requested.
+        In a ragged cache is_real [B, S] marks the columns that are tokens, and `num_real` counts them; default: all. Linear
+        layers can roll the columns back only if all logits are requested.
         """
         width, start = token_ids.shape[1], cache.get_seq_length()
         placed: dict[str, Any] = {}

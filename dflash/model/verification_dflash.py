@@ -183,8 +183,7 @@ def choose_greedy(logits: torch.Tensor) -> torch.Tensor:
 def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The target's choice for every position, [B, N] of logits [B, N, V] and uniforms [B, N]: inverse transform sampling.
 
-    Chunks of the vocabulary are summed in float32. The sums, and the chunk that a uniform falls into, are read in float64, so
-    the tail of the distribution is not lost, and a token of probability zero is never picked.
+    Chunks are summed in float32; the sums and the chunk that a uniform falls into are read in float64, to keep the tail.
     """
     if logits.device.type == "mps":  # MPS has no float64
         return choose_sampled(logits.cpu(), uniforms.cpu()).to(logits.device)
@@ -261,10 +260,7 @@ class _Drawn:
 
 
 def verify_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
-    """Speculative sampling, token by token, of n proposals by the target's processed logits, scores [B, n + 1, V].
-
-    uniforms [B, n + 1], float64 and not used before, are one for each proposal and one for the token after them.
-    """
+    """Speculative sampling by the target's scores [B, n + 1, V], with fresh uniforms [B, n + 1] for each proposal and one more."""
     drawn = _Drawn(proposals, scores)
     num_accepted = (uniforms[:, :-1] * drawn.q_of < drawn.p_of).long().cumprod(dim=1).sum(dim=1)
     return drawn.verdict(num_accepted, torch.ones_like(uniforms), uniforms[:, -1])
