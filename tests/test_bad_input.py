@@ -195,8 +195,10 @@ def test_positions_count_rope_scaling(length: int, is_refused: bool) -> None:
         (torch.tensor([[1, 96]]), ["96", "vocabulary of 96", "tokenizer"]),
         (torch.tensor([[1, -3, 2]]), ["-3", "vocabulary of 96", "tokenizer"]),
     ],
-    ids=["batch and streamer", "no prompt", "one dimension", "floats", "list", "text"]
-    + ["bools", "list of bools", "list of floats", "flat floats", "id too large", "negative id"],
+    ids=[
+        *("batch and streamer", "no prompt", "one dimension", "floats", "list", "text", "bools", "list of bools"),
+        *("list of floats", "flat floats", "id too large", "negative id"),
+    ],
 )
 def test_prompts_that_are_none(
     tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, input_ids: Any, phrases: list[str]
@@ -309,7 +311,7 @@ def test_a_target_of_nan_is_named(tiny_drafter: DFlashDraftModel, asked: dict[st
     """Promise: broken weights give one sentence, greedily and sampled, and no text."""
     target = make_target()
     target.get_output_embeddings().weight.data.fill_(float("nan"))
-    with pytest.raises(ValueError, match="target's logits are NaN or infinite .*check its weights"):
+    with pytest.raises(ValueError, match=r"target's logits are NaN or infinite .*check its weights"):
         tiny_drafter.spec_generate(make_prompt(), target, max_new_tokens=4, **asked)
 
 

@@ -562,7 +562,9 @@ def test_texts_are_the_same_on_a_late_device(late: Late, mode: str) -> None:
     expected = list(late.pair.blocks(lengths, compile=False, **asked))
     found = list(late.pair.blocks(lengths, **asked))
     for row in range(len(lengths)):
-        texts = [[t for block in blocks if block.sequence == row for t in block.token_ids] for blocks in (found, expected)]
+        texts = [
+            [t for block in blocks if block.sequence == row for t in block.token_ids] for blocks in (found, expected)
+        ]
         last = (
             -1 if mode == "rejection" else None
         )  # drawn by what is proposed, which is nothing for a last token alone

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.model.verification_dflash import UNIFORMS_CHUNK, PositionUniforms, accept_prefix, choose_greedy, choose_sampled
+from dflash.model.verification_dflash import (
+    UNIFORMS_CHUNK,
+    PositionUniforms,
+    accept_prefix,
+    choose_greedy,
+    choose_sampled,
+)
 
 
 @given(

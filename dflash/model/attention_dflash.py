@@ -161,8 +161,7 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """As `chunk_attention`, but with a mask [B or 1, 1, S, K] keys and values are not repeated for each head of a group.
 
-    The queries [B, H, S, E] of a group are stacked as queries of one head of the keys [B, G, K, E]. The output [B, S, H, E] is
-    the same up to rounding. With a block mask, flex attention is used.
+    The queries [B, H, S, E] of a group are stacked as queries of one head. With a block mask, flex attention is used.
     """
     if isinstance(attention_mask, BlockMask):
         return flex_step_attention(module, query, key, value, attention_mask, **kwargs)

@@ -206,10 +206,7 @@ class DFlashConfig(Qwen3Config):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def check(self) -> None:
-        """Raises ValueError for a field that no drafter can run with. Missing fields are refused by the model instead.
-
-        `transformers` builds a default instance of every configuration class, in which they are `None`.
-        """
+        """Raises ValueError for a wrong field; `None` is allowed, since transformers builds configs without arguments."""
         for name, (is_right, what) in KINDS.items():
             value = getattr(self, name, None)
             if value is not None and not is_right(value):

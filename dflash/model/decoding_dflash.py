@@ -76,8 +76,7 @@ class Block:
 class Conversation:
     """The caches of one text, kept from call to call, so that a shared beginning is computed once.
 
-    Pass the whole text each time: `spec_generate(..., conversation=conversation)`. The longest prefix that the caches hold is
-    reused, and the rest of them is dropped. The new text is the same as without a conversation.
+    Pass the whole text each time. The longest prefix that the caches hold is reused; the new text does not depend on it.
 
     Attributes:
         token_ids (`list[int]`): The text that the caches hold.
@@ -190,10 +189,7 @@ class Conversation:
         return True
 
     def commit(self, features: torch.Tensor, num_kept: list[int], text: list[int], columns: list[int] | None) -> None:
-        """Keeps each sequence's first `num_kept` columns of a step (of a tree, of `columns`), features [B, 1 + n, L * D].
-
-        These are the anchor and the kept tokens except the last. `text` holds all new tokens of the first sequence.
-        """
+        """Keeps each sequence's first `num_kept` columns of a step, or of a tree's `columns`; `text`: the first's new tokens."""
         width = features.shape[1]
         if columns is None:
             self.target_cache.rollback([width - kept for kept in num_kept])

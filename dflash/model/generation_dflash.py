@@ -1,8 +1,7 @@
 """The API: what `spec_generate` and `generate_blocks` take, refuse and return.
 
-The target's own `generate` prepares everything around the loop (generation config, logits processors, stopping criteria,
-special tokens) and runs the loop as its `custom_generate`. A request that cannot be run exactly is refused before any forward,
-in one sentence with the value and the remedy.
+The target's own `generate` prepares the generation config, logits processors and stopping criteria, and runs the loop as its
+`custom_generate`. A request that cannot be run exactly is refused before any forward, with the value and the remedy.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in floa
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 # For each setting: whether a value is valid, and the remedy.
@@ -77,7 +76,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
     "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
     "temperature": (
-        lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= value < float("inf")),
+        lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
         f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
     ),
     "top_p": (lambda value: 0 < value <= 1, "use a probability above 0 and up to 1 (1 keeps every token)"),
@@ -175,11 +174,7 @@ def max_positions(target: PreTrainedModel) -> int | None:
 def read_prompt(
     input_ids: Any, attention_mask: torch.Tensor | None = None, target: PreTrainedModel | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids [B, S] and their mask, from a tensor, a tokenizer's output, a list of ids, or a list of prompts.
-
-    Raises:
-        ValueError: if it is none of these, is empty, or its mask does not fit.
-    """
+    """Ids [B, S] and their mask, from any form of `Prompts`. Raises ValueError for others, empty ones, and wrong masks."""
     if isinstance(input_ids, Mapping):
         fields = dict(input_ids)
         if "input_ids" not in fields:
@@ -696,10 +691,7 @@ text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)
 
 
 def write_card(config: Any, name: str, target: str | None = None) -> str:
-    """The README.md of a drafter that is loaded by `name`: what it is and how to load it.
-
-    `target` is its target's id on the Hub, or a folder, of which the card keeps only the name.
-    """
+    """The README.md of a drafter that is loaded by `name`; `target` is its target's id on the Hub or a folder."""
     is_id = target is not None and not os.path.isdir(target)
     of_target = "" if target is None else f" for `{target if is_id else os.path.basename(os.path.normpath(target))}`"
     base = f"base_model: {target}\n" if is_id else ""

@@ -163,8 +163,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 class CandidateSelector(nn.Module):
     """DFlash2: chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A candidate's score is its logit plus a term for following the previous token, given the position's hidden state:
-    <predecessor[previous] * projected(hidden), successor[candidate]>.
+    A candidate's score is its logit plus <predecessor[previous token] * projected(hidden state), successor[candidate]>.
     """
 
     def __init__(self, config: DFlashConfig) -> None:

@@ -138,10 +138,7 @@ RETRY_AFTER = 16  # a source that lost is tried again at every such opportunity
 
 
 class PromptLookup:
-    """Proposes the tokens that followed the latest earlier occurrence of the text's last `ngram_size` tokens.
-
-    They are used while at least as many are accepted as of the drafter's, by a running mean; else one in `RETRY_AFTER`.
-    """
+    """Proposes the tokens that followed the last `ngram_size` tokens where they last occurred, while these are accepted."""
 
     def __init__(self, num_tokens: int, ngram_size: int) -> None:
         self.num_tokens, self.ngram_size = num_tokens, ngram_size
@@ -355,10 +352,7 @@ class Habits:
 
 
 class Pacer:
-    """Chooses the width of each step by a latency curve and the drafter's confidence, calibrated by what was accepted.
-
-    Each step commits at least one token per sequence. `widths` are the allowed numbers of columns; empty: any.
-    """
+    """Chooses the width of each step by a latency curve and the drafter's confidence; `widths`: allowed ones, or any."""
 
     def __init__(
         self, curve: LatencyCurve, num_sequences: int = 1, habits: Habits | None = None, widths: Sequence[int] = ()

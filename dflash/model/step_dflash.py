@@ -556,12 +556,9 @@ class CompiledPair:
 
 
 class Pair:
-    """The two forwards of a target and its drafter for one request.
+    """The two forwards of a target and its drafter for one request; ValueError if `check_pair` refuses the models.
 
     `prompt_inputs` are further inputs of a single prompt's forward, such as images. Without `compiled` steps run eagerly.
-
-    Raises:
-        ValueError: if the models do not belong together, or the target cannot be verified exactly.
     """
 
     def __init__(

@@ -298,10 +298,7 @@ def verify_tree(tree: DraftTree, choices: torch.Tensor, best: torch.Tensor) -> V
 
 
 class Verifier:
-    """Processes blocks of logits as plain `generate` does, for `batch_size` sequences, and accepts proposals.
-
-    Greedy decoding always uses "match". "auto" is "block" for drawn proposals and "match" for others.
-    """
+    """Processes logits as plain `generate` does and accepts proposals; "auto" is "block" for drawn ones, else "match"."""
 
     def __init__(
         self, processors: Any, batch_size: int, uniforms_of: Any, verification: str, keeps_scores: bool
