@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .attention_dflash import additive_mask, draft_sees, grouped_attention, step_mask, written_out
+from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
 from .configuration_dflash import DFlashConfig
 
 
@@ -96,12 +96,12 @@ class DFlashAttn(Qwen3Attention):
         if attention_mask is None and self.sliding_window is None and not self.is_block_causal:
             return None
         # Slots replace positions: the block follows its context without a gap, so distances are equal.
-        (width, num_keys), device = (query.shape[2], key.shape[2]), key.device
-        start = torch.full((1,), num_keys - width, device=device)
-        predicate = draft_sees(self.config, self.layer_idx, start, width)
-        visible = written_out(predicate, 1, width, num_keys, device)[:, None]
+        slots, start = torch.arange(key.shape[2], device=key.device), key.shape[2] - query.shape[2]
+        blocks = torch.where(slots < start, -1, 0)
+        queries = slots[start:, None], blocks[start:, None]
+        visible = sees(queries, (slots, blocks), start, self.is_block_causal, self.sliding_window)[None, None]
         if attention_mask is not None:
-            visible = visible & attention_mask[:, None, None, -num_keys:].bool()
+            visible = visible & attention_mask[:, None, None, -len(slots) :].bool()
         return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
 
 
