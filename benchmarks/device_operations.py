@@ -254,7 +254,7 @@ def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int]
         with watch:
             blocks: Any = custom_generate(target, input_ids, processors, stopping, config, drafter=drafter, **options)
             for block in blocks:
-                if block.row == 0:
+                if block.sequence == 0:
                     marks.append((watch.counts.total(), gate.num_waits))
                 if len(marks) == SETTLED.start:
                     watch.faults = Faults()

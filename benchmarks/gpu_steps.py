@@ -152,7 +152,7 @@ def time_blocks(
     begin, previous = clock.mark(), num_sequences
     groups: list[dict[str, Any]] = []  # of one step each
     for block in blocks:
-        mark, sequence = clock.mark(), block.row
+        mark, sequence = clock.mark(), block.sequence
         if sequence <= previous:  # blocks of one step come in the order of the sequences
             wanted = max_new_tokens - max(map(len, token_ids))
             groups.append({"tokens": 0, "sequences": 0, "is_whole": wanted >= block_size})

@@ -57,7 +57,7 @@ def show_blocks(blocks: Iterable[Block], tokenizer: Any) -> Page:
     """
     stream, spans, plain, lengths = TextStream(tokenizer), [], [], []
     for block in blocks:
-        if block.row:
+        if block.sequence:
             continue
         title = "the prompt's forward"
         if not block.is_prefill:

@@ -25,7 +25,7 @@ from dflash import Conversation, LatencyCurve, generate_blocks, spec_generate
 from dflash.model import decoding_dflash, step_dflash
 from dflash.model.cache_dflash import to_device, to_host
 from dflash.model.decoding_dflash import Block
-from dflash.model.proposals_dflash import Row, machine
+from dflash.model.proposals_dflash import TextSequence, machine
 from dflash.model.step_dflash import CompiledPair
 
 
@@ -39,11 +39,11 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "sto
 
 def same_blocks(found: list[Block], expected: list[Block]) -> bool:
     """Whether blocks are equal, but for what was proposed in each row's last step: eagerly nothing for a last token."""
-    last = {block.row: place for place, block in enumerate(expected)}
+    last = {block.sequence: place for place, block in enumerate(expected)}
     if len(found) != len(expected):
         return False
     for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        if place == last[theirs.row] and mine.token_ids == theirs.token_ids and mine.row == theirs.row:
+        if place == last[theirs.sequence] and mine.token_ids == theirs.token_ids and mine.sequence == theirs.sequence:
             continue
         if mine != theirs:
             return False
@@ -98,7 +98,7 @@ def pair(_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     monkeypatch.setattr(step_dflash, "BACKEND", "eager")
     monkeypatch.setattr(step_dflash, "ASYNCHRONOUS", ("cuda", "cpu"))
     for module in (step_dflash, decoding_dflash):
-        monkeypatch.setattr(module, "ROW_CLASSES", (1, 4, 16))  # fewer to capture
+        monkeypatch.setattr(module, "SEQUENCE_CLASSES", (1, 4, 16))  # fewer to capture
     if not CompiledPair.of(_pair.target, _pair.drafter)._num_calls:
         for num_rows in (1, 3):  # what never ran is compared with eager first, and not launched ahead
             list(_pair.blocks(_pair.prompts(num_rows)))
@@ -145,7 +145,7 @@ def test_the_same_blocks_at_every_acceptance(pair: Pair, num_rows: int, script: 
     assert num_ahead(pair) > 1
     for row in range(num_rows):
         start = LENGTHS[row]
-        written = [token_id for block in blocks if block.row == row for token_id in block.token_ids]
+        written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
         assert written == pair.text[0, start : start + NEW_TOKENS].tolist()
 
 
@@ -155,8 +155,8 @@ def sampled_texts(pair: Pair, prompts: list[torch.Tensor], **asked: Any) -> list
     ends = [prompt.shape[1] for prompt in prompts]
     batch = prompts[0] if len(prompts) == 1 else [prompt[0] for prompt in prompts]
     for block in pair.blocks(batch, compile=False, texts=texts, **asked):
-        texts[block.row][0, ends[block.row] :][: len(block.token_ids)] = torch.tensor(block.token_ids)
-        ends[block.row] += len(block.token_ids)
+        texts[block.sequence][0, ends[block.sequence] :][: len(block.token_ids)] = torch.tensor(block.token_ids)
+        ends[block.sequence] += len(block.token_ids)
     return texts
 
 
@@ -181,7 +181,7 @@ def test_greedy_rows_of_different_texts(pair: Pair) -> None:
     blocks = pair.both([prompt[0] for prompt in prompts], texts=texts)
     assert num_ahead(pair) > 3
     for row, prompt in enumerate(prompts):
-        written = [token_id for block in blocks if block.row == row for token_id in block.token_ids]
+        written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
         truth = greedy(pair.target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
         assert written == truth[0, prompt.shape[1] :].tolist()
 
@@ -210,9 +210,9 @@ def test_never_behind_the_last_position(pair: Pair, num_rows: int, num_left: int
         pair.target.config.max_position_embeddings = limit
     written: list[list[int]] = [[] for _ in range(num_rows)]
     for block in blocks:
-        end = LENGTHS[block.row] + len(written[block.row]) + block.num_proposals
+        end = LENGTHS[block.sequence] + len(written[block.sequence]) + block.num_proposals
         assert end <= longest + num_left
-        written[block.row] += block.token_ids
+        written[block.sequence] += block.token_ids
     for row, new_ids in enumerate(written):
         assert new_ids == pair.text[0, LENGTHS[row] :][:num_left].tolist()
 
@@ -225,7 +225,7 @@ def test_stop_tokens_inside_a_block(pair: Pair, num_rows: int, place: int) -> No
     blocks = pair.both(pair.prompts(num_rows), stop_token_ids=stop_token_ids, script=[5, 3])
     assert blocks[-1].token_ids[-1] in stop_token_ids or num_rows > 1
     for row in range(num_rows):
-        written = [token_id for block in blocks if block.row == row for token_id in block.token_ids]
+        written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
         truth = pair.text[0, LENGTHS[row] :][:NEW_TOKENS].tolist()
         is_stopped = stop_token_ids[0] in truth
         assert written == (truth[: truth.index(stop_token_ids[0]) + 1] if is_stopped else truth)
@@ -237,18 +237,18 @@ def test_rows_that_are_done_leave_once_a_smaller_class_fits(pair: Pair, monkeypa
 
     def noted(*args: Any) -> Any:
         loan = lend(*args)
-        sizes.append(loan.num_rows)
+        sizes.append(loan.num_sequences)
         return loan
 
     monkeypatch.setattr(CompiledPair, "lend", noted)
     for module in (step_dflash, decoding_dflash):
-        monkeypatch.setattr(module, "ROW_CLASSES", (1, 2, 4, 8, 16))
+        monkeypatch.setattr(module, "SEQUENCE_CLASSES", (1, 2, 4, 8, 16))
     stop_token_id, lengths = int(pair.text[0, 60]), [58, 40, 52, 46, 34]  # all stop at one place, at different steps
     blocks = pair.both(
         [pair.text[0, :length] for length in lengths], stop_token_ids=[stop_token_id], script=[0, 1, 0, 2]
     )
     for row, length in enumerate(lengths):
-        written = [token_id for block in blocks if block.row == row for token_id in block.token_ids]
+        written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
         truth = pair.text[0, length:].tolist()
         assert written == truth[: truth.index(stop_token_id) + 1]
     assert sizes == [8, 4, 2, 1]
@@ -258,18 +258,18 @@ def test_rows_that_are_done_leave_once_a_smaller_class_fits(pair: Pair, monkeypa
 @pytest.mark.parametrize("place", [19, 24, 31])
 def test_stop_strings_inside_a_block(pair: Pair, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: they are looked for on the host, while the device goes on."""
-    text, on_host, rows_on_host = Row.text, Row.on_host.func, list[Row]()
+    text, on_host, rows_on_host = TextSequence.text, TextSequence.on_host.func, list[TextSequence]()
 
-    def noted(row: Row) -> Row:
+    def noted(row: TextSequence) -> TextSequence:
         rows_on_host.append(on_host(row))
         return rows_on_host[-1]
 
-    def text_on_host(row: Row) -> torch.Tensor:
+    def text_on_host(row: TextSequence) -> torch.Tensor:
         assert any(row is one for one in rows_on_host)
         return text(row)
 
-    monkeypatch.setattr(Row, "on_host", property(noted))
-    monkeypatch.setattr(Row, "text", text_on_host)
+    monkeypatch.setattr(TextSequence, "on_host", property(noted))
+    monkeypatch.setattr(TextSequence, "text", text_on_host)
     tokenizer: PreTrainedTokenizerBase = make_tokenizer()
     string = "".join(tokenizer.convert_ids_to_tokens(pair.text[0, place - 2 : place].tolist()))
     blocks = pair.both(pair.prompts(1), stop_strings=string, tokenizer=tokenizer, script=[4])
@@ -651,7 +651,7 @@ def test_a_draft_is_launched_ahead_where_the_host_chooses_how_much_to_verify(pai
     blocks = list(pair.blocks(pair.prompts(num_rows), **asked))
     assert pair.events.count("draft ahead") > 3
     for row in range(num_rows):
-        written = [token_id for block in blocks if block.row == row for token_id in block.token_ids]
+        written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
         assert written == pair.text[0, LENGTHS[row] :][:NEW_TOKENS].tolist()
 
 

@@ -23,6 +23,7 @@ from tiny_models import (
 )
 from transformers import (
     BertConfig,
+    BertLMHeadModel,
     BertModel,
     PreTrainedModel,
     Qwen3Config,
@@ -33,6 +34,9 @@ from transformers import (
 )
 
 from dflash import DFlashConfig, DFlashDraftModel, custom_generate, generate_blocks
+
+
+BERT = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32)
 
 
 class _Streamer:
@@ -107,11 +111,16 @@ def test_target_that_is_no_causal_language_model(tiny_drafter: DFlashDraftModel,
     elif kind == "classifier":
         target = Qwen3ForSequenceClassification(config)
     else:
-        bert = BertConfig(
-            vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32
-        )
-        target = BertModel(bert)
+        target = BertModel(BERT)
     assert_refused(target, tiny_drafter, [type(target).__name__, "causal language model", "AutoModelForCausalLM"])
+
+
+@pytest.mark.parametrize("hidden_size", [32, 64])
+def test_an_encoder_with_a_head_is_said_to_be_one(tiny_drafter: DFlashDraftModel, hidden_size: int) -> None:
+    """Promise: BERT is named as no decoder-only model, whatever its size, and not by a size that differs."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
+    target = BertLMHeadModel(BertConfig(vocab_size=96, hidden_size=hidden_size, **sizes))
+    assert_refused(target, tiny_drafter, ["BertLMHeadModel", "decoder-only"])
 
 
 @pytest.mark.parametrize("target", [None, "some/target"], ids=["none", "a name"])
@@ -179,10 +188,17 @@ def test_positions_count_rope_scaling(length: int, is_refused: bool) -> None:
         (torch.ones(1, 5), ["input_ids", "token ids"]),
         ([["a", "prompt"]], ["list", "token ids"]),
         ("a prompt", ["str", "tensor"]),
+        (torch.ones(1, 5, dtype=torch.bool), ["torch.bool", "token ids"]),
+        ([[True, False]], ["torch.bool", "token ids"]),
+        ([[1.5, 2.0]], ["torch.float32", "token ids"]),
+        ([1.5, 2.0], ["torch.float32", "token ids"]),
         (torch.tensor([[1, 96]]), ["96", "vocabulary of 96", "tokenizer"]),
         (torch.tensor([[1, -3, 2]]), ["-3", "vocabulary of 96", "tokenizer"]),
     ],
-    ids=["batch and streamer", "no prompt", "one dimension", "floats", "list", "text", "id too large", "negative id"],
+    ids=[
+        *("batch and streamer", "no prompt", "one dimension", "floats", "list", "text", "bools", "list of bools"),
+        *("list of floats", "flat floats", "id too large", "negative id"),
+    ],
 )
 def test_prompts_that_are_none(
     tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, input_ids: Any, phrases: list[str]
@@ -197,8 +213,10 @@ def test_prompts_that_are_none(
         (torch.ones(1, 7, dtype=torch.long), ["(1, 7)", "(1, 9)"]),
         (torch.tensor([[1] * 8 + [0]]), ["padding", "left"]),
         (torch.zeros(1, 9, dtype=torch.long), ["padding"]),
+        (torch.tensor([[float("nan")] + [1.0] * 8]), ["attention_mask holds nan", "1 for tokens"]),
+        (torch.tensor([[2] * 9]), ["attention_mask holds 2", "0 for padding"]),
     ],
-    ids=["shape", "right padding", "all padding"],
+    ids=["shape", "right padding", "all padding", "nan", "numbers"],
 )
 def test_masks_that_do_not_fit(
     tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, mask: torch.Tensor, phrases: list[str]
@@ -212,6 +230,16 @@ def test_batch_encoding_without_ids(tiny_target: PreTrainedModel, tiny_drafter: 
     assert_refused(tiny_target, tiny_drafter, ["input_ids"], {"attention_mask": torch.ones(1, 3)})
 
 
+@pytest.mark.parametrize("wrap", [lambda ids: ids, lambda ids: {"input_ids": ids, "attention_mask": [1] * len(ids)}])
+def test_a_flat_list_of_ids_is_one_prompt(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, wrap: Any
+) -> None:
+    """Promise: what a tokenizer returns without `return_tensors` is one prompt, and not one prompt for each token."""
+    ids = make_prompt()[0].tolist()
+    text = tiny_drafter.spec_generate(wrap(ids), tiny_target, max_new_tokens=6, temperature=0.0)
+    assert torch.equal(text, greedy(tiny_target, make_prompt(), max_new_tokens=6))
+
+
 # Requests.
 
 
@@ -222,6 +250,12 @@ def test_batch_encoding_without_ids(tiny_target: PreTrainedModel, tiny_drafter: 
         ({"max_new_tokens": -5}, ["max_new_tokens=-5", "at least one"]),
         ({"temperature": -0.5}, ["temperature=-0.5", "0 for greedy"]),
         ({"temperature": float("nan")}, ["temperature=nan"]),
+        ({"temperature": float("inf")}, ["temperature=inf", "finite"]),
+        ({"temperature": 1e-38}, ["temperature=1e-38", "0 for greedy"]),
+        ({"max_new_tokens": 1.5}, ["max_new_tokens=1.5", "whole number"]),
+        ({"max_new_tokens": True}, ["max_new_tokens=True", "whole number"]),
+        ({"block_size": 4.5}, ["block_size=4.5", "2 to 6"]),
+        ({"draft_tree": 10**6}, ["draft_tree=1000000", "up to 1024"]),
         ({"temperature": 0.0, "do_sample": True}, ["temperature=0.0", "do_sample=True"]),
         ({"temperature": 1.0, "top_p": 0.0}, ["top_p=0.0", "above 0"]),
         ({"temperature": 1.0, "top_p": 1.5}, ["top_p=1.5", "up to 1"]),
@@ -247,6 +281,55 @@ def test_requests_that_cannot_be_run(
 ) -> None:
     """Promise: the value and the remedy."""
     assert_refused(tiny_target, tiny_drafter, phrases, **kwargs)
+
+
+def test_a_streamer_that_is_none(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: refused before any forward, and not when the first token is written."""
+    with counted_forwards(tiny_target) as calls:
+        with pytest.raises(ValueError, match="streamer=5: pass a streamer"):
+            tiny_drafter.spec_generate(make_prompt(), tiny_target, streamer=5, max_new_tokens=4)
+        assert not calls
+
+
+def test_a_text_beyond_the_targets_positions_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: as `generate` does, and only for a text that gets there; the text is the target's all the same."""
+    target, drafter, prompt = make_target("qwen3", max_position_embeddings=37), make_drafter(), make_prompt(30)
+    drafter.spec_generate(prompt, target, max_new_tokens=7, temperature=0.0, stop_token_ids=[])
+    assert "positions" not in caplog.text
+    asked: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "stop_token_ids": []}
+    text = drafter.spec_generate(prompt, target, **asked)
+    assert torch.equal(text, greedy(target, prompt, max_new_tokens=20, eos_token_id=None))
+    drafter.spec_generate(prompt, target, **asked)
+    assert caplog.text.count("longer than the target's 37 positions") == 1
+    assert "lower max_new_tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 0}], ids=str
+)
+def test_a_target_of_nan_is_named(tiny_drafter: DFlashDraftModel, asked: dict[str, Any]) -> None:
+    """Promise: broken weights give one sentence, greedily and sampled, and no text."""
+    target = make_target()
+    target.get_output_embeddings().weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"target's logits are NaN or infinite .*check its weights"):
+        tiny_drafter.spec_generate(make_prompt(), target, max_new_tokens=4, **asked)
+
+
+def test_deprecated_names_still_work_and_say_so(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
+    """Promise: `Block.row` and `noise_generator` for one release."""
+    prompts = [make_prompt(5)[0], make_prompt(7)[0]]
+    blocks = list(generate_blocks(tiny_drafter, tiny_target, prompts, max_new_tokens=3, temperature=0.0))
+    with pytest.warns(DeprecationWarning, match=r"use Block\.sequence"):
+        assert [block.row for block in blocks] == [block.sequence for block in blocks]
+    assert {block.sequence for block in blocks} == {0, 1}
+
+    def sampled(name: str) -> torch.Tensor:
+        asked: Any = {name: torch.Generator().manual_seed(3), "drafter": tiny_drafter, "do_sample": True}
+        return tiny_target.generate(make_prompt(), custom_generate=custom_generate, max_new_tokens=8, **asked)
+
+    with pytest.warns(DeprecationWarning, match="use uniforms_generator"):
+        old = sampled("noise_generator")
+    assert torch.equal(old, sampled("uniforms_generator"))
 
 
 def test_assistant_model_inside(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
@@ -311,6 +394,7 @@ def test_a_target_in_training_that_keeps_no_cache(tiny_drafter: DFlashDraftModel
         {"block_size": 99},
         {"compile": "yes"},
         {"max_draft_tokens": -1},
+        {"token_streamer": 5},
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from tiny_models import (
     make_prompt,
     make_target,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TextStreamer
 
 from dflash import generate_blocks, spec_generate
 from dflash.model.cache_dflash import PreallocatedCache
@@ -186,7 +186,7 @@ def test_blocks_name_their_row() -> None:
         scripted(target, prompts), target, ids, attention_mask=mask, max_new_tokens=10, temperature=0.0
     ):
         assert len(block.token_ids) <= block.acceptance_length
-        texts[block.row] += block.token_ids
+        texts[block.sequence] += block.token_ids
     for text, prompt in zip(texts, prompts, strict=True):
         assert text == greedy(target, prompt, max_new_tokens=10)[0, prompt.shape[1] :].tolist()
 
@@ -212,7 +212,7 @@ def test_a_ragged_cache_equals_lists_of_rows() -> None:
         for place, row in enumerate(rows):
             assert keys[place, 0, : len(row), 0].tolist() == row
             assert torch.equal(cache.layers[0].values[place, 0, : len(row), 0], -torch.tensor(row))
-    cache.keep_rows([2])
+    cache.keep_sequences([2])
     assert not cache.is_ragged
     keys, _ = cache.layers[0].update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
     assert keys[0, 0, :, 0].tolist() == [*rows[2], 1.0]
@@ -231,7 +231,7 @@ def test_attention_without_a_4d_mask_is_refused_for_batches(which: str, monkeypa
 def test_a_streamer_takes_one_prompt() -> None:
     with pytest.raises(ValueError, match="one prompt at a time"):
         spec_generate(
-            make_drafter(), make_target(), torch.cat(prompts_of([5, 5])), streamer=object(), max_new_tokens=4
+            make_drafter(), make_target(), torch.cat(prompts_of([5, 5])), streamer=TextStreamer(None), max_new_tokens=4
         )
 
 

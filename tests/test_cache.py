@@ -173,7 +173,7 @@ def test_rows_of_their_own_length() -> None:
     alive = [0, 1, 2]
     for step, (width, counts) in enumerate([(5, [5, 2, 3]), (4, [4, 4, 4]), (3, [0, 3, 1]), (6, [6, 2]), (4, [1, 4])]):
         if len(counts) < len(alive):
-            cache.keep_rows([0, 2])
+            cache.keep_sequences([0, 2])
             kept = [[rows[0], rows[2]] for rows in kept]
             alive = [0, 2]
         # Padding on the left (a prompt) in even steps, on the right in odd ones.

@@ -245,7 +245,7 @@ def test_auto_compiles_once_eager_steps_have_lost_what_it_costs(announced: _Anno
     assert pair._lost_seconds == lost  # none of its steps ran eagerly
     assert len(pair_of(target, drafter)._num_calls) == 1
     (line,) = announced.log
-    assert "Qwen3ForCausalLM and DFlashDraftModel are compiled" in line
+    assert "Qwen3ForCausalLM and DFlashDraftModel are being compiled" in line
     assert "25 s" in line
     assert announced.bars == ["Compiling a step of one sequence (once)"]
 
@@ -451,6 +451,16 @@ def test_a_pair_is_not_kept_alive() -> None:
     del target, drafter
     gc.collect()
     assert [ref() for ref in left] == [None, None]
+
+
+def test_a_compilation_is_announced_once_where_no_bar_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    """Known trap: `compile=True` was silent for half a minute where stderr is no terminal: a warning says what it does."""
+    target, drafter, prompt = small_target(), small_drafter(), make_prompt(9, seed=3)
+    for _ in range(2):
+        spec_generate(drafter, target, prompt, compile=True, max_new_tokens=8, temperature=0.0)
+    (said,) = [record for record in caplog.records if "are being compiled" in record.message]
+    assert said.levelno == logging.WARNING
+    assert "compile=False avoids it" in said.message
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 2])

@@ -78,7 +78,7 @@ class Pair:
         """The blocks are the target's own text."""
         written: list[list[int]] = [[] for _ in lengths]
         for block in blocks:
-            written[block.row] += block.token_ids
+            written[block.sequence] += block.token_ids
         for length, new_ids in zip(lengths, written, strict=True):
             assert new_ids == self.text[0, length : length + num_new].tolist()
 
@@ -140,7 +140,7 @@ def write_eight(pair: Pair) -> list[int]:
     lengths, asked = eight(pair)
     written: list[list[int]] = [[] for _ in lengths]
     for block in pair.blocks(lengths, max_new_tokens=80, **asked):
-        written[block.row] += block.token_ids
+        written[block.sequence] += block.token_ids
     last = lengths[0] + 7
     assert written == [pair.text[0, length : last + 1].tolist() for length in lengths]
     return [len(new_ids) for new_ids in written]
@@ -456,8 +456,8 @@ def sampled_text(pair: Pair, lengths: Sequence[int], **asked: Any) -> torch.Tens
     """The text, written over by what is sampled after its beginnings: those have to lie far from each other."""
     text, ends = pair.text.clone(), list(lengths)
     for block in pair.blocks(lengths, compile=False, max_new_tokens=90, **asked):
-        text[0, ends[block.row] :][: len(block.token_ids)] = torch.tensor(block.token_ids)
-        ends[block.row] += len(block.token_ids)
+        text[0, ends[block.sequence] :][: len(block.token_ids)] = torch.tensor(block.token_ids)
+        ends[block.sequence] += len(block.token_ids)
     return text
 
 
@@ -562,7 +562,9 @@ def test_texts_are_the_same_on_a_late_device(late: Late, mode: str) -> None:
     expected = list(late.pair.blocks(lengths, compile=False, **asked))
     found = list(late.pair.blocks(lengths, **asked))
     for row in range(len(lengths)):
-        texts = [[t for block in blocks if block.row == row for t in block.token_ids] for blocks in (found, expected)]
+        texts = [
+            [t for block in blocks if block.sequence == row for t in block.token_ids] for blocks in (found, expected)
+        ]
         last = (
             -1 if mode == "rejection" else None
         )  # drawn by what is proposed, which is nothing for a last token alone

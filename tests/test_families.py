@@ -179,18 +179,18 @@ def test_a_rewound_state_equals_one_that_never_saw_the_rest(name: str) -> None:
     target = hybrid_target(name, seed=3)
     tapped = Pair(target, small_drafter())
     prompts, block = make_prompt(15, vocab_size=32).view(3, 5), make_prompt(18, seed=5, vocab_size=32).view(3, 6)
-    cache = tapped.new_cache(32, num_rows=3)
+    cache = tapped.new_cache(32, num_sequences=3)
     with torch.no_grad():
         tapped.forward(prompts, cache, num_logits=1)
         tapped.forward(block, cache, num_logits=6)
         cache.rollback([0, 2, 6])
-        cache.keep_rows([0, 1, 2])
+        cache.keep_sequences([0, 1, 2])
         for row, kept in enumerate([6, 4, 0]):
             fresh = tapped.new_cache(32)
             tapped.forward(torch.cat([prompts[row], block[row, :kept]])[None], fresh, num_logits=1)
             for ours, theirs in zip(states_of(cache), states_of(fresh), strict=True):
                 torch.testing.assert_close(ours[row], theirs[0], rtol=0, atol=1e-4)
-        cache.keep_rows([1])
+        cache.keep_sequences([1])
         expected = target(torch.cat([prompts[1], block[1, :4], block[0]])[None]).logits[:, -6:]
         got, _ = tapped.forward(block[:1], cache, num_logits=6)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)

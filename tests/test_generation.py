@@ -41,7 +41,7 @@ from transformers import (
 
 from dflash import DFlashOutput, generate_blocks, spec_generate
 from dflash.model import decoding_dflash, verification_dflash
-from dflash.model.verification_dflash import PositionNoise, choose_sampled
+from dflash.model.verification_dflash import PositionUniforms, choose_sampled
 
 
 N = BLOCK_SIZE
@@ -636,7 +636,7 @@ def sampled_plainly(
     row: int = 0,
 ) -> torch.Tensor:
     """The oracle: one token per forward, no cache, the noise of that row of a batch, transformers' processors."""
-    noise = PositionNoise(row + 1, torch.Generator().manual_seed(seed))
+    noise = PositionUniforms(row + 1, torch.Generator().manual_seed(seed))
     processors = _processors(options)
 
     def pick(scores: torch.Tensor, text: torch.Tensor, index: int) -> int:
@@ -802,7 +802,7 @@ def test_blocks_name_their_row(tiny_target: PreTrainedModel) -> None:
         generate_blocks(drafter, tiny_target, padded, attention_mask=mask, temperature=0.0, max_new_tokens=20)
     )
     for row, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
-        own = [block for block in blocks if block.row == row]
+        own = [block for block in blocks if block.sequence == row]
         assert [block.is_prefill for block in own] == [True] + [False] * (len(own) - 1)
         written = [token for block in own for token in block.token_ids]
         assert written == truth[0, prompt.shape[1] : prompt.shape[1] + 20].tolist()

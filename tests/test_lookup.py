@@ -9,11 +9,11 @@ import torch
 from tiny_models import ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
 
 from dflash import generate_blocks, spec_generate
-from dflash.model.proposals_dflash import RETRY_AFTER, PromptLookup, Row
+from dflash.model.proposals_dflash import RETRY_AFTER, PromptLookup, TextSequence
 
 
-def row_of(prompt: list[int], new: list[int] | None = None) -> Row:
-    return Row(0, torch.tensor(prompt), new or [])
+def row_of(prompt: list[int], new: list[int] | None = None) -> TextSequence:
+    return TextSequence(0, torch.tensor(prompt), new or [])
 
 
 def test_it_proposes_what_followed_the_latest_earlier_occurrence() -> None:

@@ -539,6 +539,18 @@ def test_weights_that_do_not_fill_the_network_are_refused(tmp_path: Path, change
     assert str(tmp_path) in str(error.value)
 
 
+def test_many_wrong_weights_are_counted_and_three_are_named(tmp_path: Path) -> None:
+    """Known trap: a sentence of 5 kB that listed every tensor of a checkpoint of another kind."""
+    count = len(write_published_checkpoint(tmp_path))
+    _spoil(tmp_path, lambda w: [w.update({f"other.{name}": w.pop(name)}) for name in list(w)])
+    with pytest.raises(ValueError, match="does not fill") as error:
+        DFlashDraftModel.from_pretrained(tmp_path)
+    message = str(error.value).replace(str(tmp_path), "")
+    assert f"{count} missing keys: fc.weight, hidden_norm.weight, layers.0." in message
+    assert f"{count} unexpected keys: other.fc.weight" in message
+    assert len(message) < 600
+
+
 def test_prefixed_names_load_right(tmp_path: Path) -> None:
     """Promise: weights saved under "model." (as a training wrapper writes them) fill the same network."""
     weights = write_published_checkpoint(tmp_path)

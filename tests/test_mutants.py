@@ -197,10 +197,12 @@ def test_a_sequence_near_its_end_does_not_narrow_the_blocks_of_the_others(script
         for block in generate_blocks(
             drafter, target, ids, attention_mask=mask, max_new_tokens=max_new_tokens, compile=False, **GREEDY
         ):
-            if not block.is_prefill and left[block.row] > WHOLE:  # of a block's tokens the last is the target's own
+            if (
+                not block.is_prefill and left[block.sequence] > WHOLE
+            ):  # of a block's tokens the last is the target's own
                 assert block.num_proposals == WHOLE
-                num_near += 0 < left[1 - block.row] <= WHOLE
-            left[block.row] -= len(block.token_ids)
+                num_near += 0 < left[1 - block.sequence] <= WHOLE
+            left[block.sequence] -= len(block.token_ids)
     assert num_near > 4, "no sequence had room while the other was near its end"
 
 

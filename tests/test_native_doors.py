@@ -122,7 +122,7 @@ def test_custom_generate_samples_what_spec_generate_samples() -> None:
         spec_generate(drafter, target, prompt, generator=torch.Generator().manual_seed(3), **options),
         target.generate(
             prompt, custom_generate=custom_generate, drafter=drafter,
-            noise_generator=torch.Generator().manual_seed(3), **options,
+            uniforms_generator=torch.Generator().manual_seed(3), **options,
         ),
     ]  # fmt: skip
     assert torch.equal(*texts)

@@ -90,7 +90,7 @@ def test_a_character_of_two_blocks_is_shown_once(tokenizer: Any) -> None:
 
 def test_other_sequences_of_a_batch_are_left_out(tokenizer: Any) -> None:
     mine, other = words(tokenizer, "apples"), words(tokenizer, "pens")
-    page = show_blocks([block(mine, []), block(other, [], row=1)], tokenizer)
+    page = show_blocks([block(mine, []), block(other, [], sequence=1)], tokenizer)
     assert "".join(run for *_, run in spans(page.html)) == "apples"
     assert "1 steps" in page.html
 

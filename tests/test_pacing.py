@@ -89,7 +89,7 @@ def test_confidence_is_held_to_what_came_of_it() -> None:
                 pacer.record(count, min(count, round(stood * sum([0.5, 0.25, 0.125, 0.06, 0.03][:count]))))
             else:
                 pacer.record(0, 0)
-        pacer._habits.drafts.left = 0
+        pacer.habits.drafts.left = 0
         widths[stood] = pacer.choose([0.5, 0.25, 0.125, 0.06, 0.03])[0]
     assert widths[0.0] <= widths[0.5] <= widths[2.0]
     assert widths[0.0] < widths[2.0]
@@ -301,7 +301,7 @@ def test_a_width_that_pays_never_chooses_among_drawn_tokens() -> None:
 
 
 def test_rows_that_leave_do_not_make_drafts_look_dear() -> None:
-    alone, left = Pacer(USUAL), Pacer(USUAL, num_rows=32)
+    alone, left = Pacer(USUAL), Pacer(USUAL, num_sequences=32)
     for pacer, rows in ((alone, 1), (left, 32)):
         for _ in range(20):
             pacer.wants_draft(rows)

@@ -21,10 +21,10 @@ def test_an_anchor_row_that_proposes(tiny_target: PreTrainedModel, script: list[
     drafter = ScriptedDrafter(tiny_target, truths, script, sample_from_anchor=True)
     blocks = list(generate_blocks(drafter, tiny_target, [p[0] for p in prompts], max_new_tokens=26, temperature=0.0))
     for row, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
-        mine = [block for block in blocks if block.row == row]
+        mine = [block for block in blocks if block.sequence == row]
         assert [t for block in mine for t in block.token_ids] == truth[0, prompt.shape[1] :].tolist()
         assert mine[1].num_proposals == BLOCK_SIZE
-    accepted = [block.num_accepted for block in blocks if block.row == 0 and not block.is_prefill]
+    accepted = [block.num_accepted for block in blocks if block.sequence == 0 and not block.is_prefill]
     assert accepted[: len(script)] == script[: len(accepted)]
 
 

@@ -165,7 +165,7 @@ def test_the_targets_own_generate_runs_the_loop(tiny_target: PreTrainedModel) ->
 
 
 class _Nothing(LogitsProcessor):
-    """Leaves no token possible behind 12 tokens."""
+    """Leaves no token possible after 12 tokens."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.full_like(scores, self.value) if input_ids.shape[1] == 12 else scores
@@ -178,7 +178,7 @@ class _Nothing(LogitsProcessor):
 def test_a_processor_that_leaves_no_token_is_named(tiny_target: PreTrainedModel, value: float) -> None:
     """Promise: no text is made up out of NaN."""
     processors = LogitsProcessorList([_Nothing(value)])
-    with pytest.raises(ValueError, match=r"\(_Nothing\) left no token possible behind 12 tokens"):
+    with pytest.raises(ValueError, match=r"\(_Nothing\) left no token possible after 12 tokens"):
         spec_generate(
             make_drafter(), tiny_target, make_prompt(), max_new_tokens=9, temperature=0.0, logits_processor=processors
         )
@@ -276,7 +276,7 @@ def test_pad_id_inside_a_prompt_needs_a_mask(tiny_target: PreTrainedModel) -> No
     prompt = make_prompt()
     prompt[0, 4] = 50
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "pad_token_id": 50}
-    with pytest.raises(ValueError, match="Row 0 of the prompt holds the pad id 50 at column 4"):
+    with pytest.raises(ValueError, match="Prompt 0 holds the pad id 50 at column 4"):
         spec_generate(make_drafter(), tiny_target, prompt, **options)
     mask = torch.ones_like(prompt)
     text = spec_generate(make_drafter(), tiny_target, prompt, attention_mask=mask, **options)

@@ -260,7 +260,7 @@ def test_a_stop_inside_a_path_ends_the_text() -> None:
     [
         ({"draft_tree": -1}, "draft_tree=-1"),
         ({"draft_tree": 2.5}, "draft_tree=2.5"),
-        ({"draft_tree": 8, "temperature": 1.0, "verification": "block"}, "walked along the target's own choices"),
+        ({"draft_tree": 8, "temperature": 1.0, "verification": "block"}, "verified by the target's own choices"),
     ],
 )
 def test_what_a_tree_cannot_be(asked: dict[str, Any], message: str) -> None:

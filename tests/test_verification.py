@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.model.verification_dflash import NOISE_CHUNK, PositionNoise, accept_prefix, choose_greedy, choose_sampled
+from dflash.model.verification_dflash import (
+    UNIFORMS_CHUNK,
+    PositionUniforms,
+    accept_prefix,
+    choose_greedy,
+    choose_sampled,
+)
 
 
 @given(
@@ -101,26 +107,26 @@ def seeded(seed: int) -> torch.Generator:
 
 def test_noise_is_the_same_whatever_the_chunking() -> None:
     """Promise: position t's number depends neither on how many are asked for at a time nor in what order."""
-    end = 2 * NOISE_CHUNK + 9
+    end = 2 * UNIFORMS_CHUNK + 9
     for row in range(2):
-        whole = PositionNoise(2, seeded(5))(row, 0, end)
-        for steps in ([1] * 12, [5, 16, 3], [NOISE_CHUNK, 1, NOISE_CHUNK, 2], [end]):
-            noise, start = PositionNoise(2, seeded(5)), 0
+        whole = PositionUniforms(2, seeded(5))(row, 0, end)
+        for steps in ([1] * 12, [5, 16, 3], [UNIFORMS_CHUNK, 1, UNIFORMS_CHUNK, 2], [end]):
+            noise, start = PositionUniforms(2, seeded(5)), 0
             for step in steps:
                 assert torch.equal(noise(row, start, step), whole[start : start + step])
                 start += step
-        noise = PositionNoise(2, seeded(5))
-        assert torch.equal(noise(row, NOISE_CHUNK + 3, 2), whole[NOISE_CHUNK + 3 : NOISE_CHUNK + 5])
+        noise = PositionUniforms(2, seeded(5))
+        assert torch.equal(noise(row, UNIFORMS_CHUNK + 3, 2), whole[UNIFORMS_CHUNK + 3 : UNIFORMS_CHUNK + 5])
         # Asked again, as for a position that was drafted, rejected and drafted anew.
         assert torch.equal(noise(row, 2, 2), whole[2:4])
 
 
 def test_noise_of_a_row_does_not_depend_on_the_batch() -> None:
     """Promise: row r's stream depends on the seed and on r alone, so a text is the same in any batch."""
-    wide = PositionNoise(40, seeded(6))
+    wide = PositionUniforms(40, seeded(6))
     rows = [wide(row, 0, 20) for row in reversed(range(40))][::-1]
     for batch_size in (1, 2, 4, 17):
-        noise = PositionNoise(batch_size, seeded(6))
+        noise = PositionUniforms(batch_size, seeded(6))
         for row in range(batch_size):
             assert torch.equal(noise(row, 0, 20), rows[row])
     assert len({tuple(row.tolist()) for row in rows}) == 40
@@ -128,7 +134,7 @@ def test_noise_of_a_row_does_not_depend_on_the_batch() -> None:
 
 def test_noise_is_uniform_in_double_precision() -> None:
     """Promise: numbers in [0, 1), with more bits than a float has, so that a large vocabulary's tail can be drawn."""
-    drawn = PositionNoise(1, seeded(7))(0, 0, 20000)
+    drawn = PositionUniforms(1, seeded(7))(0, 0, 20000)
     assert drawn.dtype == torch.float64
     assert ((drawn >= 0) & (drawn < 1)).all()
     assert not torch.equal(drawn, drawn.float().double())
@@ -142,14 +148,14 @@ def test_noise_from_the_global_seed() -> None:
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        drawn.append(PositionNoise(1)(0, 0, 4))
+        drawn.append(PositionUniforms(1)(0, 0, 4))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
 
 def test_noise_does_not_disturb_the_global_stream_as_it_is_read() -> None:
     """Promise: after the seed is drawn, reading noise leaves torch's global generator alone."""
-    noise = PositionNoise(1)
+    noise = PositionUniforms(1)
     state = torch.get_rng_state()
-    noise(0, 0, 3 * NOISE_CHUNK)
+    noise(0, 0, 3 * UNIFORMS_CHUNK)
     assert torch.equal(torch.get_rng_state(), state)

@@ -120,11 +120,11 @@ def timed_blocks(
     began = time.perf_counter()
     for block in generate_blocks(drafter, target, input_ids, **kwargs):
         seconds += time.perf_counter() - began
-        texts.setdefault(block.row, []).extend(block.token_ids)
+        texts.setdefault(block.sequence, []).extend(block.token_ids)
         if block.is_prefill:
             seconds_to_first_token = seconds_to_first_token or seconds
         else:
-            num_steps[block.row] += 1
+            num_steps[block.sequence] += 1
             lengths.append(block.acceptance_length)
         if on_block is not None:
             on_block(block)

@@ -1,7 +1,7 @@
-"""Who sees whom, and how a block attends: one rule for decoding and training.
+"""Attention masks and functions, the same for decoding and training.
 
-A mask is a predicate `(batch, head, query, key) -> bool` over tensors of indices. It is written out densely for SDPA, or
-handed to flex attention, which evaluates it inside its kernel and takes the length of the context from the device.
+A mask is a predicate `(batch, head, query, key) -> bool` over index tensors. SDPA gets it as a dense tensor. Flex attention
+evaluates it inside its kernel and reads the length of the context on the device.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 
-# What `config._attn_implementation` says while a step of ours runs, in place of "sdpa". No name may hold the word "flash":
-# transformers takes each one that does for a kernel without masks.
+# `config._attn_implementation` during a step, in place of "sdpa". The names must not contain "flash": transformers would take
+# them for kernels without masks.
 GROUPED, CHUNK = "step_grouped", "step_chunk"
 
-# Keys that flex attention skips or reads together.
+# Number of keys that flex attention reads or skips together.
 KEY_BLOCK = 128
 
-# Over at most so many keys flex attention runs as one kernel a layer. Its own choice for few queries divides the keys among
-# more processors, and then launches four kernels, which write partial sums in float32.
+# Up to this number of keys, flex attention runs as one kernel per layer. Its default for few queries divides the keys among
+# more processors and launches four kernels, which write partial sums in float32.
 MOST_KEYS_UNDIVIDED = 4096
 UNDIVIDED: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
 
 
-# `(batch, head, query, key) -> bool`, of index tensors that broadcast.
+# `(batch, head, query, key) -> bool` over index tensors that broadcast.
 Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _lock = threading.Lock()
-_inside: dict[int, list[str]] = {}  # by a config's identity: the attention of the forwards that run on it
+_inside: dict[int, list[str]] = {}  # by id of a config: the attention of the forwards that run on it
 
 
 def sees(
@@ -47,11 +47,10 @@ def sees(
     is_causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Whether a row sees a key, of tensors that broadcast.
+    """Whether a query sees a key, for tensors that broadcast.
 
-    A row sees the context strictly before its anchor and the rows of its own block (only those not after it, if
-    `is_causal`), and of these the ones less than `window` positions away (DFlash paper, section 4.2; the per-row rule
-    `q - k < W` of the engines).
+    A query sees the context strictly before its anchor and its own block (if `is_causal`, only positions up to its own), in
+    both only keys less than `window` positions away (DFlash paper, section 4.2; the engines' rule `q - k < W`).
     """
     (query_position, query_block), (key_position, key_block) = query, key
     in_context = (key_block < 0) & (key_position < anchor)
@@ -63,15 +62,13 @@ def sees(
 
 
 def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) -> Predicate:
-    """What a block of `width` rows from positions `starts` [B] on sees in layer `layer_idx`: key k stands at position k.
-
-    It asks of `starts` alone: the compiler cannot write what is put together of several tensors into the kernel.
-    """
+    """The mask in layer `layer_idx` of a block of `width` positions from starts [B]. Key k is at position k."""
+    # The predicate reads no other tensor: the compiler cannot inline an expression of several tensors into the kernel.
     is_causal, window = config.is_layer_causal(layer_idx), config.layer_window(layer_idx)
 
     def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         start = starts[batch]
-        # Neither context nor block: what an earlier forward left after the block.
+        # -2: neither context nor block, but keys of an earlier forward after the block.
         key_block = torch.where(key < start, -1, torch.where(key < start + width, 0, -2))
         return sees((start + query, 0), (key, key_block), start, is_causal, window)
 
@@ -79,10 +76,10 @@ def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) ->
 
 
 def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window: int | None) -> Predicate:
-    """What the target's columns at positions [B, S] see: key k at position k up to their own, less than `window` away.
+    """The mask of the target's columns at positions [B, S]: keys up to their own position, less than `window` away.
 
-    The columns of a tree lie at the keys from its anchor's position on, whatever their positions; each sees the text and,
-    of the tree, its `ancestors`: bool [S, S], itself included.
+    Key k is at position k. Only the columns of a tree are stored in order from its anchor's position, whatever their own
+    positions; each sees the text and its `ancestors`, bool [S, S], itself included.
     """
     starts, width = positions[:, 0], positions.shape[1]
 
@@ -103,13 +100,11 @@ def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window:
     return predicate
 
 
-def written_out(
-    predicate: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device
-) -> torch.Tensor:
-    """The predicate for every query and key, bool [B, S, K]."""
+def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """The predicate as a dense mask, bool [B, S, K]."""
     shape = batch_size, width, num_keys
     batch, query, key = (torch.arange(size, device=device) for size in shape)
-    return predicate(batch[:, None, None], None, query[:, None], key).expand(shape)
+    return mask(batch[:, None, None], None, query[:, None], key).expand(shape)
 
 
 def step_mask(
@@ -120,11 +115,11 @@ def step_mask(
     window: int | None,
     dtype: torch.dtype | None,
 ) -> Any:
-    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as flex attention's block mask."""
+    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as a block mask of flex attention."""
     if dtype is not None:
         return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
     indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)
-    # Blocks of keys that every query sees whole, then those that ask the predicate. Others are not read.
+    # Blocks of keys that every query sees, then blocks that need the predicate. Others are not read.
     num_whole = starts // KEY_BLOCK if window is None else torch.zeros_like(starts)
     first = num_whole if window is None else (starts - window + 1).clamp(min=0) // KEY_BLOCK
     num_partial = (starts + width - 1) // KEY_BLOCK - first + 1
@@ -137,21 +132,20 @@ def step_mask(
         BLOCK_SIZE=KEY_BLOCK,
         mask_mod=predicate,
         seq_lengths=(width, num_keys),
-        compute_q_blocks=False,  # they serve gradients alone
+        compute_q_blocks=False,  # needed only for gradients
     )
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where visible, the dtype's minimum elsewhere: the one form that SDPA and eager attention both read."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
+    """0 where visible, the dtype's minimum elsewhere: a mask that both SDPA and eager attention accept."""
+    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return zeros.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def chunk_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """As "sdpa", but without a mask the last keys are the queries' own: a prompt's later chunk needs no mask then."""
+    """As "sdpa", but causal attention without a mask is aligned to the last keys, so later chunks of a prompt need no mask."""
     width, num_keys = query.shape[2], key.shape[2]
     if attention_mask is not None or width == num_keys or kwargs.get("is_causal") is False:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
@@ -165,10 +159,9 @@ def chunk_attention(
 def grouped_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """As `chunk_attention`, but under a mask [B or 1, 1, S, K] keys and values are not copied for each head of a group.
+    """As `chunk_attention`, but with a mask [B or 1, 1, S, K] keys and values are not repeated for each head of a group.
 
-    The queries [B, H, S, E] of a group become more rows of one head of the keys [B, G, K, E]: [B, S, H, E], up to rounding.
-    A block mask makes it flex attention.
+    The queries [B, H, S, E] of a group are stacked as queries of one head. With a block mask, flex attention is used.
     """
     if isinstance(attention_mask, BlockMask):
         return flex_step_attention(module, query, key, value, attention_mask, **kwargs)
@@ -190,11 +183,11 @@ def grouped_attention(
 def flex_step_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention under a block mask, which reads the keys in use alone; to be compiled."""
+    """Attention with a block mask, which reads only the keys in use. To be compiled."""
     _, heads, width, size = query.shape
-    # The output takes the query's strides: token by token, as the next product reads it, there is nothing to copy.
-    rows = query.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    query = rows.as_strided(query.shape, (width * heads * size, size, heads * size, 1))
+    # The output inherits the query's strides. Stored token by token, it needs no copy for the output projection.
+    by_token = query.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    query = by_token.as_strided(query.shape, (width * heads * size, size, heads * size, 1))
     is_short = query.device.type == "cuda" and key.shape[2] <= MOST_KEYS_UNDIVIDED
     options, scale = UNDIVIDED if is_short else None, kwargs.get("scaling")
     output: Any = flex_attention(
@@ -204,7 +197,7 @@ def flex_step_attention(
 
 
 def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """No mask where it would be causal alone: without a window, padding or what an image adds."""
+    """`None` where the mask would be only causal: without a window, padding or images."""
     is_causal_alone = kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True)
     if local_size is None and is_causal_alone:
         return None
@@ -212,17 +205,14 @@ def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention that a model was loaded with, also while a step of another thread runs on it."""
+    """The attention that a model was loaded with, also during a step of another thread."""
     implementation = model.config._attn_implementation
     return "sdpa" if implementation in (GROUPED, CHUNK) else str(implementation)
 
 
 @contextmanager
 def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None]:
-    """Forwards of `model` inside attend by `grouped_attention` if they would by "sdpa"; `name` says how masks are made.
-
-    Threads may be inside at once, also with two names: under either a forward attends right by the mask that it has.
-    """
+    """Replaces "sdpa" by `grouped_attention` in forwards inside, of any thread; `name` selects how masks are made."""
     config = model.config.get_text_config(decoder=True)
     if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED, CHUNK):
         yield
@@ -243,6 +233,6 @@ def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
 ALL_ATTENTION_FUNCTIONS.register(CHUNK, grouped_attention)
-# An additive mask, made once per forward: SDPA would make one of a bool mask in every layer.
+# An additive mask is made once per forward; SDPA would convert a boolean one in every layer.
 ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 ALL_MASK_ATTENTION_FUNCTIONS.register(CHUNK, _chunk_mask)

@@ -1,11 +1,11 @@
-"""What a text leaves in both models: keys, values and running states, appended in place and taken back by moving a length.
+"""Caches of keys, values and running states. Appending writes in place, and a rollback moves a length.
 
-Every layer keeps every position, also where the model attends through a sliding window: the mask holds the window, and a
-rollback never misses a position that slid out. Sequences of one length append at the end. In a ragged cache each forward is
-told the slots of its new columns: real ones right after the sequence's last, padding after them, to be overwritten.
+Every layer keeps every position, also with a sliding window, which the mask applies. A single sequence appends at the end. In
+a ragged cache each forward is given the slots of its new columns: tokens directly after the sequence's last one, then padding,
+which the next forward overwrites.
 
-A linear mixer (gated delta net, delta attention, short convolution) folds every column into a state of fixed size. After a
-rollback it alone takes its state from before the step and reads the columns that stand once more.
+A linear mixer (gated delta net, delta attention, short convolution) folds each column into a state of fixed size. A rollback
+restores its state from before the step and replays the columns that were kept.
 """
 
 from __future__ import annotations
@@ -25,71 +25,68 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 4 has none
 
-# What an element of `layer_types` calls a layer with a running state of a kind that is replayed here.
+# The `layer_types` whose running states can be replayed.
 LINEAR_TYPES = ("linear_attention", "conv")
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Storage [B, G, capacity, E] of one layer, of which the first `length` positions are in use.
-
-    `slots` [B, S] say where the next columns go; `None`: to the end.
-    """
+    """Storage [B, G, capacity, E] of one layer, `length` positions in use. New columns go to `slots` [B, S] or the end."""
 
     keys: torch.Tensor
     values: torch.Tensor
     is_croppable = True
 
-    def __init__(self, capacity: int, num_rows: int | None = None) -> None:
+    def __init__(self, capacity: int, num_sequences: int | None = None) -> None:
         super().__init__()
         self.capacity = capacity
-        self.num_rows = num_rows  # None: those of the first keys
+        self.num_sequences = num_sequences  # None: as many as the first keys have
         self.length = 0
         self.slots: torch.Tensor | None = None
 
     @classmethod
     def lent(cls, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> PreallocatedLayer:
-        """Storage that another layer owns: the next columns go to `slots`, and the first `num_keys` come out."""
+        """A layer over storage that another one owns. `update` writes to `slots` and returns the first `num_keys` positions."""
         layer = cls(capacity=num_keys)
         layer.keys, layer.values, layer.is_initialized = keys, values, True
         layer.slots, layer.length = slots, num_keys - slots.shape[1]
         return layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
-        """Allocates on the device and in the dtype of the first keys; values may have another head size."""
+        """Allocates the storage on the device and in the dtype of the first keys. Values may have another head size."""
         self.dtype, self.device = key_states.dtype, key_states.device
 
         def zeros(states: torch.Tensor) -> torch.Tensor:
-            # Zeros, because a masked slot has weight 0, and 0 times NaN is NaN.
-            shape = (self.num_rows or len(states), states.shape[1], self.capacity, states.shape[3])
+            # Zeros: a masked slot has weight 0, and 0 times NaN is NaN.
+            shape = (self.num_sequences or len(states), states.shape[1], self.capacity, states.shape[3])
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-        with torch.inference_mode(False):  # it may be written after inference mode has ended
+        with torch.inference_mode(False):  # the storage may be written after inference mode has ended
             self.keys, self.values = zeros(key_states), zeros(key_states if value_states is None else value_states)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes [B, G, S, E] in place and returns views of all that is in use, [B, G, length, E]."""
+        """Writes keys and values [B, G, S, E] in place and returns views [B, G, length, E] of all positions in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[2]
-        self.length = end  # read no more here: after flex attention, torch's compiler may forget that it was set
+        self.length = end  # not read again here: after flex attention, Dynamo may lose an attribute that was set
         self.reserve(end)
-        rows = len(key_states)
+        batch_size = len(key_states)
         if self.slots is None:
-            self.keys[:rows, :, start:end] = key_states
-            self.values[:rows, :, start:end] = value_states
+            self.keys[:batch_size, :, start:end] = key_states
+            self.values[:batch_size, :, start:end] = value_states
         else:
-            # Assigned, which compiled code does in place: of `scatter_` it makes a copy of the storage, there and back.
+            # An indexed assignment is compiled in place; `scatter_` would copy the whole storage twice.
             slots = self.slots.to(key_states.device)
-            index = torch.arange(rows, device=slots.device)[:, None]
+            index = torch.arange(batch_size, device=slots.device)[:, None]
             self.keys.transpose(1, 2)[index, slots] = key_states.transpose(1, 2)
             self.values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
-        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+        return self.keys[:batch_size, :, :end], self.values[:batch_size, :, :end]
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` positions at least, doubling it: then appending is linear in all."""
+        """Makes room for at least `length` positions. Capacity doubles, so appending takes linear time in total."""
         if length > self.capacity:
             added = max(length - self.capacity, self.capacity)
             with torch.inference_mode(False):
@@ -98,11 +95,11 @@ class PreallocatedLayer(CacheLayerMixin):
             self.capacity += added
 
     def crop(self, max_length: int) -> None:
-        """The spelling of transformers: keeps `max_length` positions or, if negative, drops so many. 0 changes nothing."""
+        """Keeps `max_length` positions or, if negative, drops that many; 0 changes nothing (the API of transformers)."""
         self.length = min(self.length, max_length) if max_length > 0 else max(0, self.length + max_length)
 
     def reset(self) -> None:
-        """Forgets everything; the storage stays."""
+        """Empties the layer; the storage stays allocated."""
         self.length, self.slots = 0, None
 
     def get_seq_length(self, *args: Any) -> int:
@@ -110,23 +107,18 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query: int | torch.Tensor, *args: Any) -> tuple[int, int]:
-        """`(keys, offset)` for a mask over what is in use and a query that comes next (4.57 passes its positions)."""
+        """`(keys, offset)` of a mask for the next query, an int or, in transformers 4.57, its positions."""
         return self.length + (query if isinstance(query, int) else query.shape[0]), 0
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
+        """-1: the layer grows without limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name of transformers 4
 
 
-def is_supported() -> bool:
-    """Whether this transformers has a common form of running states."""
-    return LinearAttentionLayer is not None
-
-
 def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int, nn.Module]:
-    """The modules with a running state, by index of their decoder layer; ValueError if a layer does not show exactly one."""
+    """The modules with a running state, by decoder layer. Raises ValueError if a linear layer does not have exactly one."""
     mixers = {}
     for index, layer_type in enumerate(layer_types):
         if layer_type not in LINEAR_TYPES:
@@ -136,6 +128,11 @@ def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int
             raise ValueError(f"Layer {index}, a {layer_type}, shows {len(found)} states, not 1: use target.generate.")
         mixers[index] = found[0]
     return mixers
+
+
+def is_supported() -> bool:
+    """Whether the installed transformers has a common class for running states."""
+    return LinearAttentionLayer is not None
 
 
 class RunningState:
@@ -148,27 +145,26 @@ class RunningState:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of what was kept and recorded: the call holds the cache, which would keep itself alive."""
+        """Drops the kept state and the recorded call, which refers to the cache and would keep it alive."""
         self._before: list[dict[int, torch.Tensor | None]] = []
         self._call: dict[str, Any] = {}
 
     def keep(self) -> None:
-        """Keeps the state as it is now. Copies, because mixers write some of it in place."""
+        """Copies the current state: mixers write parts of it in place."""
         self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
 
     def record(self, thread: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook: keeps what `thread` calls the mixer with. Another may generate on the model too."""
+        """A forward pre-hook that keeps the arguments of `thread`'s call. Other threads may use the model too."""
         if threading.get_ident() == thread:
             self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
 
     @torch.no_grad()
     def rewind(self, num_kept: Sequence[int]) -> None:
-        """As if each row had been given only its first `num_kept` columns in the recorded step."""
+        """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
         inputs = self._call["hidden_states"]  # [B, S, D]
         after = [dict(held) for held in self._states]
-        for count in sorted(set(num_kept) - {inputs.shape[1]}):  # rows that keep equally many are replayed together
-            rows = [row for row, kept in enumerate(num_kept) if kept == count]
-            index = to_device(torch.tensor(rows), inputs.device)
+        for count in sorted(set(num_kept) - {inputs.shape[1]}):  # sequences with equal counts are replayed together
+            index = to_device(torch.tensor([i for i, kept in enumerate(num_kept) if kept == count]), inputs.device)
             for held, before in zip(self._states, self._before, strict=True):
                 held.update(before)
             self.layer.reorder_cache(index)
@@ -185,9 +181,9 @@ class RunningState:
 class PreallocatedCache(Cache):
     """`past_key_values` of any model whose layers attend by softmax or are linear mixers (`linear_mixers`).
 
-    It has room for `capacity` positions, which doubles when a text outgrows it, of `num_rows` rows or those of the first
-    forward. With a `batch_size` above 1 each row has a length of its own. With mixers, a forward that may be rolled back
-    runs inside `recording()`, and a rollback right behind it takes back any number of its columns, of each row.
+    It has room for `capacity` positions, which doubles when a text outgrows it, of `num_sequences` sequences (default: those
+    of the first forward). With a `batch_size` above 1 each sequence has its own length. With mixers, a forward that may be
+    rolled back runs inside `recording()`, and a rollback directly after it drops any number of its columns per sequence.
     """
 
     def __init__(
@@ -195,60 +191,57 @@ class PreallocatedCache(Cache):
         num_layers: int,
         capacity: int,
         batch_size: int = 1,
-        num_rows: int | None = None,
+        num_sequences: int | None = None,
         mixers: Mapping[int, nn.Module] | None = None,
     ) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity, num_rows) for _ in range(num_layers)])
-        self._row_lengths = [0] * batch_size
+        super().__init__(layers=[PreallocatedLayer(capacity, num_sequences) for _ in range(num_layers)])
+        self._lengths = [0] * batch_size
         self._running = {index: RunningState(mixer) for index, mixer in (mixers or {}).items()}
         for index, running in self._running.items():
             self.layers[index] = running.layer
-        # Columns that mixers can take back; None: a forward has not come to its end.
+        # Columns that mixers can roll back; None: a forward did not finish.
         self._num_recorded: int | None = 0
 
     def _storage(self) -> list[PreallocatedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Takes the first `lengths` positions of the storage for the text, whatever was there."""
-        self._row_lengths = list(lengths)
+        """Declares the first `lengths` positions of the storage as the text."""
+        self._lengths = list(lengths)
         for layer in self._storage():
             layer.slots, layer.length = None, max(lengths)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether rows have lengths of their own, so that every forward needs slots, positions and a mask."""
-        return len(self._row_lengths) > 1
+        """Whether each sequence has its own length, so that every forward needs slots, positions and a mask."""
+        return len(self._lengths) > 1
 
     @property
     def lengths(self) -> list[int]:
-        """Valid positions of each row."""
-        return list(self._row_lengths) if self.is_ragged else [self.get_seq_length()]
+        """Valid positions of each sequence."""
+        return list(self._lengths) if self.is_ragged else [self.get_seq_length()]
 
     def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
-        """Slots [B, S], which are positions too, of the next forward's columns, of which is_real [B, S] join their rows.
-
-        `num_real` are its row sums, as the host knows them.
-        """
-        host = torch.tensor([list(num_real), self._row_lengths])[..., None]
+        """Slots, which are positions too, of the next forward's columns. Appends those that is_real [B, S] marks."""
+        host = torch.tensor([list(num_real), self._lengths])[..., None]
         counts, starts = to_device(host, is_real.device).unbind()  # [B, 1] each
         slots = starts + torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
-        self.place(slots, max(self._row_lengths) + slots.shape[1])
-        self._row_lengths = [held + count for held, count in zip(self._row_lengths, num_real, strict=True)]
+        self.place(slots, max(self._lengths) + slots.shape[1])
+        self._lengths = [held + count for held, count in zip(self._lengths, num_real, strict=True)]
         return slots
 
     def place(self, slots: torch.Tensor, num_keys: int) -> None:
-        """Gives the next forward its columns' slots [B, S] and its number of keys; lengths stay as they are until `advance`."""
+        """Sets the slots [B, S] and the number of keys of the next forward. Lengths do not change until `advance`."""
         for layer in self._storage():
             layer.slots, layer.length = slots, num_keys - slots.shape[1]
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Counts what a forward wrote into the storage after each row's end as part of the row."""
+        """Adds `counts` columns that a forward has written after each sequence's end to the sequence."""
         self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
 
     @contextmanager
     def recording(self, num_columns: int) -> Iterator[None]:
-        """Makes the forward inside the `with`, of `num_columns` columns, one that can be rolled back; 0: none of it can."""
+        """Makes the forward of `num_columns` columns inside the `with` one that can be rolled back; 0: it cannot."""
         self._num_recorded = None
         handles = []
         for running in self._running.values():
@@ -265,13 +258,13 @@ class PreallocatedCache(Cache):
         self._num_recorded = num_columns
 
     def rollback(self, counts: int | Sequence[int]) -> None:
-        """Forgets the last `counts` positions of each row or of all; ValueError for more than it holds or has recorded."""
+        """Drops the last `counts` positions of each sequence; ValueError for more than it has or linear layers recorded."""
         lengths, num_recorded = self.lengths, self._num_recorded or 0
         counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
         if self._running and max(counts) > num_recorded:
             raise ValueError(f"Cannot roll back {counts} positions: linear layers recorded {num_recorded}.")
         if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
-            raise ValueError(f"Cannot roll back {counts} of {lengths} positions: give each row a count up to that.")
+            raise ValueError(f"Cannot roll back {counts} of {lengths} positions: give one count up to each of these.")
         self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
         self._num_recorded = None
         for running in self._running.values():
@@ -281,75 +274,75 @@ class PreallocatedCache(Cache):
         self._num_recorded = 0
 
     def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Keys and values of all layers, each with room for `capacity` positions at least."""
+        """Keys and values of all layers, each with room for at least `capacity` positions."""
         for layer in self._storage():
             layer.reserve(capacity)
         return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
 
-    def copy_rows(self, other: PreallocatedCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Takes `rows` of another cache, of which `lengths` positions each are in use, as all it holds."""
+    def copy_sequences(self, other: PreallocatedCache, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """Replaces the content by the first `lengths` positions of another cache's `sequences`."""
         used = slice(max(lengths))
         for layer, theirs in zip(self._storage(), other._storage(), strict=True):
             if not theirs.is_initialized:
                 continue
             if not layer.is_initialized:
                 layer.lazy_initialization(theirs.keys, theirs.values)
-            for row, source in enumerate(rows):
-                layer.keys[row, :, used] = theirs.keys[source, :, used]
-                layer.values[row, :, used] = theirs.values[source, :, used]
+            for i, source in enumerate(sequences):
+                layer.keys[i, :, used] = theirs.keys[source, :, used]
+                layer.values[i, :, used] = theirs.values[source, :, used]
         self.set_lengths(lengths)
 
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
-        """Of the last `width` positions of a single row keeps those in `columns` (rising), moved together."""
+        """Keeps the given `columns` (rising) of a single sequence's last `width` positions, moved together."""
         start = self.get_seq_length() - width
         index = torch.tensor([start + column for column in columns])
         kept = slice(start, start + len(columns))
         for layer in self._storage():
-            if layer.is_initialized:  # else it reads another layer's
+            if layer.is_initialized:  # else the layer reads the keys of another one
                 index = to_device(index, layer.keys.device)
                 layer.keys[:, :, kept] = layer.keys.index_select(2, index)
                 layer.values[:, :, kept] = layer.values.index_select(2, index)
         self.rollback(width - len(columns))
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Forgets all rows of the batch but `rows`; a single one goes on without slots or mask."""
-        index = torch.tensor(rows)
+    def keep_sequences(self, sequences: Sequence[int]) -> None:
+        """Drops all sequences of the batch except these. A single one needs no slots and no mask."""
+        index = torch.tensor(sequences)
         for layer in self._storage():
             if layer.is_initialized:
                 index = to_device(index, layer.keys.device)
                 layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
         for running in self._running.values():
             running.forget()
-            running.layer.reorder_cache(torch.tensor(rows))
+            running.layer.reorder_cache(torch.tensor(sequences))
         self._num_recorded = None if self._num_recorded is None else 0
-        self.set_lengths([self.lengths[row] for row in rows])
+        self.set_lengths([self.lengths[i] for i in sequences])
 
     def reusable(self, length: int) -> int:
-        """How many of a single row's first `length` positions `truncate` can go back to: all, but running states have none."""
+        """How many of a single sequence's first `length` positions `truncate` can keep: with running states all or none."""
         is_whole = self._num_recorded is not None and self.lengths == [length]
         return length if is_whole or not self._running else 0
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of a single row, also after a failed forward; ValueError if not `reusable`."""
+        """Keeps a single sequence's first `length` positions, also after a failed forward; ValueError if not `reusable`."""
         if self.reusable(length) != length:
             raise ValueError(f"Running states of {self.lengths} positions cannot go back to {length}: use a new one.")
         self.set_lengths([length])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on `device`. From memory that is not pinned CUDA would copy it once all else is done."""
+    """A tensor of the host on `device`. Pinned first: otherwise the copy would wait for all work queued on CUDA."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def chosen(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
-    """Some of a tensor's places, named by the host: a list as an index would be copied once all else is done."""
+    """`tensor.index_select` by indices of the host, which indexing by a list would copy after all queued work."""
     return tensor.index_select(dim, to_device(torch.tensor(indices, dtype=torch.long), tensor.device))
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], Any]:
-    """Begins to copy a tensor to the host: `read()`, its numbers as lists, waits for them and for nothing launched since."""
+    """Starts to copy a tensor to the host. The returned `read()` waits for this copy alone and gives nested lists."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     copy = tensor.to("cpu", non_blocking=True)

@@ -1,8 +1,7 @@
-"""What a DFlash drafter is: its shape, its block, and which of the target's layers it reads.
+"""The configuration of a DFlash drafter: its shape, its block, and the layers of the target that it reads.
 
-The configuration keeps `model_type: "qwen3"`, the published form that every serving engine reads, and holds the
-fields of a drafter twice where engines disagree about the place (top level and `dflash_config`). It knows nothing
-about tensors.
+`model_type` is "qwen3", the published form that every serving engine reads. Fields that some engines read at the top level
+and others in `dflash_config` are written in both.
 """
 
 from __future__ import annotations
@@ -19,28 +18,24 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 # Engines read these at the top level or in `dflash_config`.
 DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
 
-# Doubled too, but only where they say something: the value beside a field is the one that means "absent".
+# Written in both, too, unless they have the value given here, which means "absent".
 OPTIONAL_FIELDS: dict[str, Any] = {
     "sample_from_anchor": False,
     **dict.fromkeys(("draft_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
 }
 
-# Fields that change what a drafter computes and that this class does not compute: running without them would be
-# silently wrong, so each is refused by name. The values beside a field are those that mean "absent".
+# Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
+# unless they have one of the values given here, which mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (None, 1, 1.0),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
+    **dict.fromkeys(("partial_rotary_factor", "attention_value_scale"), (None, 1, 1.0)),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (None, True)),
+    **dict.fromkeys(("attention_sink_bias", "enable_confidence_head", "shift_label"), (None, False)),
     "projector_type": (None,),
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1, 1.0),
     "markov_rank": (None, 0),
-    "enable_confidence_head": (None, False),
-    "shift_label": (None, False),
 }
 
-# Fields of other tools' forms, which have no meaning in this one.
+# Fields of other tools' formats, which have no meaning in this one.
 DIALECT_FIELDS = ("use_swa", "swa_window_size", "transformer_layer_config", "aux_hidden_state_layer_ids")
 
 
@@ -55,10 +50,10 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
-    """The paper's spread of tapped layers: from the second layer to the third from the end, strictly ascending.
+    """The default `target_layer_ids`: spread evenly from the second layer to the third from the end, ascending.
 
-    A target with fewer than `num_taps` such layers gives as many distinct ids as it has (DFlash paper, section 4;
-    z-lab/dflash `build_target_layer_ids`).
+    This is the paper's choice (section 4; `build_target_layer_ids` of z-lab/dflash): `[1, 9, 17, 25, 33]` for 36 layers. A
+    target with fewer than `num_taps` such layers gets one id for each. Raises ValueError for fewer than 2 layers.
     """
     if num_target_layers < 2:
         raise ValueError(f"num_target_layers={num_target_layers}: the last layer is never tapped, so use at least 2.")
@@ -69,7 +64,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[
     return sorted({round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)})
 
 
-# What a field has to be if it is there, and what is said of another value.
+# For each field: whether a value is valid, and what is wrong with another one.
 _WHOLE = (is_whole_number, "not a whole number: write it without quotes")
 _COUNT = (lambda value: is_whole_number(value) and value > 0, "not a whole number above 0: leave it out for none")
 _NUMBER = (is_number, "not a number: write it without quotes, or leave it out")
@@ -77,49 +72,53 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers"), _WHOLE),
     "is_causal": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
     "target_layer_ids": (
-        lambda value: all(map(is_whole_number, value)),
-        "not a list of layer numbers: write it as [1, 9, 17]",
+        lambda ids: all(map(is_whole_number, ids)),
+        "not a list of layer numbers: write it as [1, 9]",
     ),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size"), _COUNT),
     **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size"), _COUNT),
     **dict.fromkeys(("input_embedding_scale", "output_multiplier"), _NUMBER),
     "final_logit_softcapping": (
-        lambda value: is_number(value) and value > 0,
-        "not a number above 0: write it without quotes, or leave it out",
+        lambda cap: is_number(cap) and cap > 0,
+        "not a number above 0: write it without quotes",
     ),
 }
 
 
 class DFlashConfig(Qwen3Config):
-    """Configuration of a [`DFlashDraftModel`]: a Qwen3 decoder's dimensions plus the block and the taps.
+    """The configuration of a [`DFlashDraftModel`]: the dimensions of a Qwen3 decoder, the block, and the layers to read.
 
     Args:
-        block_size: Rows of a block, anchor included (N).
-        mask_token_id: Id of the target's vocabulary that fills the block after the anchor; it never occurs in text.
-        target_layer_ids: Tapped layers of the target, 0-based and ascending: id i is `hidden_states[i + 1]`.
-        num_target_layers: Depth of the target, over which `target_layer_ids` spread by default. The last is never tapped.
-        is_causal: Causality inside the block. `None` (the published default): sliding layers are causal, full ones are not.
-        dflash_config: The nested copy of the above that published checkpoints hold. Read, checked, and written back.
-        rope_theta: Base of the rotary embedding, the spelling of transformers 4.
-        rope_scaling: Scaling of the rotary embedding, the spelling of transformers 4.
-        rope_parameters: Both of them in the spelling of transformers 5, which wins where both are given.
-        kwargs: Fields of `Qwen3Config` (`vocab_size` is the target's; 0: unknown), and those of `OPTIONAL_FIELDS`:
+        block_size (`int`, defaults to 16): Positions of a block, anchor included (N).
+        mask_token_id (`int`): Id that fills the block after the anchor. It must not occur in text.
+        target_layer_ids (`list[int]`): Layers of the target that the drafter reads, 0-based and ascending: id i is
+            `hidden_states[i + 1]`. Default: `default_target_layer_ids(num_target_layers)`.
+        num_target_layers (`int`, *optional*): Number of the target's layers. The last one cannot be read.
+        is_causal (`bool`, *optional*): Causality inside the block. `None`: sliding layers are causal, full ones are not.
+        dflash_config (`dict[str, Any]`, *optional*): A nested copy of the above, as in published checkpoints.
+        rope_theta (`float`, *optional*): Base of the rotary embedding, as in transformers 4.
+        rope_scaling (`dict[str, Any]`, *optional*): Scaling of the rotary embedding, as in transformers 4.
+        rope_parameters (`dict[str, Any]`, *optional*): Both, as in transformers 5. They take precedence.
+        kwargs: Fields of `Qwen3Config` (`vocab_size` is the target's, or 0 if unknown), and:
 
-            - `sample_from_anchor`: Every row, the anchor's too, proposes the token after it; else the token at its place.
-            - `draft_vocab_size`: Tokens that the drafter's own head can say, if it has one.
-            - `input_embedding_scale`: The drafter reads raw embedding rows times this; else what the embedding gives.
-            - `output_multiplier`, `final_logit_softcapping`: What is done to the head's logits, in this order.
-            - `conv_kernel_size`, `conv_group_size`: DFlash2's convolutions inside the block.
-            - `selector_rank`, `selector_top_k`: DFlash2's choice among the most probable tokens.
+            - **sample_from_anchor** (`bool`, defaults to `False`): Each position, the anchor's too, proposes the next token.
+              Otherwise each position after the anchor proposes its own token.
+            - **draft_vocab_size** (`int`): Size of the drafter's own head, if it has one.
+            - **input_embedding_scale** (`float`): Factor of the target's raw embeddings. Default: its embedding module.
+            - **output_multiplier**, **final_logit_softcapping** (`float`): Applied to the logits, in this order.
+            - **conv_kernel_size**, **conv_group_size** (`int`): DFlash2's convolutions inside the block.
+            - **selector_rank**, **selector_top_k** (`int`): DFlash2's selector among the most probable tokens.
 
     Raises:
-        ValueError: for a value that no drafter can run with, with the value and the remedy.
+        ValueError: for a value that no drafter can run with, naming the value and the remedy.
+
+    Example:
+        >>> config = DFlashConfig(block_size=16, mask_token_id=151669, num_target_layers=36, num_hidden_layers=5)
     """
 
     model_type = "qwen3"
-    reader: ClassVar[Any] = (
-        None  # of the forms that other tools write: `dflash.checkpoints.dialects`, which the package puts here
-    )
+    # The reader of other tools' formats, `dflash.checkpoints.dialects`; `None` in shipped copies.
+    reader: ClassVar[Any] = None
 
     if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
         layer_types: list[str]
@@ -184,7 +183,7 @@ class DFlashConfig(Qwen3Config):
         if self.draft_vocab_size is not None:
             self.tie_word_embeddings = False  # its head is its own, and it has no embedding to tie it to
         if self.conv_kernel_size is not None and self.input_embedding_scale is None:
-            self.input_embedding_scale = 1.0  # DFlash2 reads raw rows
+            self.input_embedding_scale = 1.0  # DFlash2 reads raw embeddings
         self.dialect = dialect
         self.dflash_config = {**nested, **self._doubled()}
         self.check()
@@ -203,14 +202,11 @@ class DFlashConfig(Qwen3Config):
 
     @property
     def num_proposals(self) -> int:
-        """Tokens that one draft forward proposes: one per row, but none for the anchor's unless it predicts too."""
+        """Tokens that one draft proposes: one per position, except the anchor's unless `sample_from_anchor`."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def check(self) -> None:
-        """Raises ValueError for a field that no drafter can run with. Fields that are still `None` are not looked at.
-
-        `transformers` builds a default instance of every configuration class, so absence is the model's to refuse.
-        """
+        """Raises ValueError for a wrong field; `None` is allowed, since transformers builds configs without arguments."""
         for name, (is_right, what) in KINDS.items():
             value = getattr(self, name, None)
             if value is not None and not is_right(value):
@@ -218,9 +214,9 @@ class DFlashConfig(Qwen3Config):
         if self.num_proposals < 1:
             raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
+            remedy = "choose an id of the target's embedding that never occurs in text"
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: choose an id of the "
-                "target's embedding that never occurs in text."
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: {remedy}."
             )
         ids, depth = self.target_layer_ids, self.num_target_layers
         if ids is not None:
@@ -229,9 +225,7 @@ class DFlashConfig(Qwen3Config):
                 raise ValueError(f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats.")
             # The last layer's output is normed in transformers and raw in engines.
             if depth is not None and ids[-1] >= depth - 1:
-                raise ValueError(
-                    f"target_layer_ids={ids} reaches the last of {depth} target layers: use ids up to {depth - 2}."
-                )
+                raise ValueError(f"target_layer_ids={ids} reaches the last of {depth} layers: use up to {depth - 2}.")
         self._check_variants()
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if unknown:
@@ -264,7 +258,7 @@ class DFlashConfig(Qwen3Config):
             )
 
     def _doubled(self) -> dict[str, Any]:
-        """The fields that are written in both places, as they are now."""
+        """The current values of the fields that are written twice."""
         said = [name for name, absent in OPTIONAL_FIELDS.items() if getattr(self, name) != absent]
         return {name: getattr(self, name) for name in (*DOUBLED_FIELDS, *said)}
 
@@ -274,7 +268,7 @@ class DFlashConfig(Qwen3Config):
         return self.layer_types[layer_idx] == "sliding_attention" if declared is None else bool(declared)
 
     def layer_window(self, layer_idx: int) -> int | None:
-        """The window W of layer `layer_idx` (a row sees keys less than W positions away), `None` for a full layer."""
+        """The window W of layer `layer_idx` (queries see keys less than W positions away), `None` for a full layer."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -306,9 +300,7 @@ def _agreed(name: str, top_level: Any, nested: dict[str, Any]) -> Any:
     inner = nested.get(name)
     top_level, inner = (list(value) if isinstance(value, tuple) else value for value in (top_level, inner))
     if top_level is not None and inner is not None and top_level != inner:
-        raise ValueError(
-            f"{name} is {top_level} at the top level and {inner} in dflash_config: write one value in both."
-        )
+        raise ValueError(f"{name} is {top_level} at the top level and {inner} in dflash_config: write one value.")
     return inner if top_level is None else top_level
 
 
@@ -325,9 +317,8 @@ def _rope_fields(
         scaling = None
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
     if kind is not None and kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(
-            f"rope_type={kind!r} is unknown: use one of default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
-        )
+        known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
+        raise ValueError(f"rope_type={kind!r} is unknown: use one of default, {known}.")
     return (10000.0 if theta is None else float(theta)), scaling
 
 
@@ -337,9 +328,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
             raise ValueError(f"{name}={fields[name]!r} is another tool's: read it by the package's from_pretrained.")
     for name, absent in UNSUPPORTED_FIELDS.items():
         if fields.get(name) not in absent:
-            raise ValueError(
-                f"{name}={fields[name]!r} is not supported: serve this drafter with an engine that reads it."
-            )
+            raise ValueError(f"{name}={fields[name]!r} is not supported: use an engine that reads it.")
 
 
 DFlashConfig.register_for_auto_class()

@@ -1,16 +1,17 @@
-"""How a request is put: what `spec_generate` and `generate_blocks` take, refuse and return.
+"""The API: what `spec_generate` and `generate_blocks` take, refuse and return.
 
-Everything around the loop (the generation config, logits processors, stopping criteria, expansion, special tokens) is
-prepared by the target's own `generate`, which runs the loop as its `custom_generate`. What cannot be run exactly is refused
-before any compute, in one sentence with the value and the remedy.
+The target's own `generate` prepares the generation config, logits processors and stopping criteria, and runs the loop as its
+`custom_generate`. A request that cannot be run exactly is refused before any forward, with the value and the remedy.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +19,43 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from .attention_dflash import attention_of
 from .cache_dflash import LINEAR_TYPES
 from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_ahead, decode_blocks
-from .proposals_dflash import LatencyCurve, make_cutter, token_limit
+from .proposals_dflash import LatencyCurve, make_cutter
 from .step_dflash import Pair, check_pair, compiled_pair
-from .verification_dflash import VERIFICATIONS, PositionNoise, Verifier
+from .verification_dflash import VERIFICATIONS, PositionUniforms, Verifier
 
 
 logger = logging.get_logger(__name__)
 
-# Token ids [B, S], what a tokenizer returns, or a list of prompts' ids.
+# Token ids [B, S], a tokenizer's output, or a list: the ids of one prompt, or of several.
 Prompts = torch.Tensor | Mapping[str, Any] | list[Any]
 
-# Multimodal targets whose text behind an image is known to be exact, by the model_type of their config.
+# Multimodal targets whose text after an image is known to be exact, by model_type.
 IMAGE_FAMILIES = {"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 
-# What `generate` prepares for the forward of any model.
+# Inputs that `generate` prepares for the forward of any model.
 PREPARED = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
-# Logits processors of transformers that remember what they were shown.
+# Logits processors of transformers that keep a state.
 STATEFUL_PROCESSORS = {
     *("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     *("WhisperTimeStampLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor"),
 }
 
-# Arguments of `generate` that belong to other ways of decoding, or to a forward that is not ours to shape.
+# Arguments of `generate` that belong to other ways of decoding, or to the target's forward.
 NO_MEANING_HERE = (
     *("assistant_early_exit", "assistant_model", "assistant_tokenizer", "cache_implementation", "cache_position"),
     *("custom_generate", "inputs_embeds", "logits_to_keep", "negative_prompt_attention_mask", "negative_prompt_ids"),
     *("past_key_values", "position_ids", "speculation_type", "synced_gpus", "use_mtp"),
 )
 
-# Fields of a generation config that ask for another way of decoding or another output, and the values that do not.
+# Fields of a generation config that select another way of decoding or another output, and their neutral values.
 OTHER_DECODING = (
     *(("num_beams", 1), ("penalty_alpha", None), ("dola_layers", None), ("force_words_ids", None)),
     *(("constraints", None), ("guidance_scale", 1), ("watermarking_config", None), ("output_attentions", False)),
@@ -62,18 +63,33 @@ OTHER_DECODING = (
 )
 
 
-# What a setting has to be if it is given, and what to give otherwise.
+MOST_NODES = 1024  # of a draft tree: its mask grows with their square
+COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+# For each setting: whether a value is valid, and the remedy.
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: value > 0, "ask for at least one new token"),
-    "max_length": (lambda value: value > 0, "ask for at least one new token"),
-    "temperature": (lambda value: value >= 0, "use 0 for greedy decoding or a number above 0 to sample"),
+    "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
+    "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
+    "temperature": (
+        lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
+        f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
+    ),
     "top_p": (lambda value: 0 < value <= 1, "use a probability above 0 and up to 1 (1 keeps every token)"),
-    "top_k": (lambda value: value >= 0, "use the number of tokens to keep, or 0 to keep every token"),
-    "prefill_chunk_size": (lambda n: type(n) is int and n >= 1, "use a number of tokens from 1 on, or leave it out"),
-    "prompt_lookup_num_tokens": (lambda n: type(n) is int and n >= 1, "use at least 1, or leave it out"),
-    "max_matching_ngram_size": (lambda n: type(n) is int and n >= 1, "use at least 1, or leave it out"),
-    "max_draft_tokens": (lambda n: type(n) is int and n >= 0, "use a number of tokens, or 0 to draft nothing"),
-    "draft_tree": (lambda n: isinstance(n, int) and n >= 0, "use a number of nodes, or True for as many as pay"),
+    "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
+    "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
+    "prompt_lookup_num_tokens": (_whole(1), "use at least 1, or leave it out"),
+    "max_matching_ngram_size": (_whole(1), "use at least 1, or leave it out"),
+    "max_draft_tokens": (_whole(0), "use a number of tokens, or 0 to draft nothing"),
+    "draft_tree": (
+        lambda value: isinstance(value, bool) or (_whole(0)(value) and value <= MOST_NODES),
+        f"use a number of nodes up to {MOST_NODES}, or True for as many as pay",
+    ),
+    "token_streamer": (lambda value: hasattr(value, "put"), "pass a streamer of transformers"),
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
     "adaptive": (lambda value: isinstance(value, bool), "use True or False"),
     "compile": (lambda value: isinstance(value, bool) or value == "auto", "use True, False or 'auto'"),
@@ -88,43 +104,42 @@ def _check_settings(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}: {remedy}.")
 
 
-def _check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_rows: int, draft_tree: Any) -> None:
-    """Refuses models that do not take the masks that rows of different lengths, or a draft tree, need."""
-    why = f"{num_rows} rows of different lengths" if num_rows > 1 else "a draft tree"
-    for name, model in (("target", target), ("drafter", drafter)) if num_rows > 1 else (("target", target),):
+def _check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_sequences: int, draft_tree: Any) -> None:
+    """Refuses models that do not accept the masks of several sequences or of a draft tree."""
+    why = f"{num_sequences} sequences of different lengths" if num_sequences > 1 else "a draft tree"
+    for name, model in (("target", target), ("drafter", drafter)) if num_sequences > 1 else (("target", target),):
         if attention_of(model) not in ("sdpa", "eager"):
-            raise ValueError(
-                f"The {name}'s attn_implementation={attention_of(model)!r} takes no 4-D mask, which {why} need: load the {name} "
-                "with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree."
-            )
+            remedy = "load it with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree"
+            given = f"The {name}'s attn_implementation={attention_of(model)!r}"
+            raise ValueError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = types - {"full_attention", "sliding_attention", *(() if draft_tree else LINEAR_TYPES)}
     if others:
-        raise ValueError(
-            f"{type(target).__name__} has layers of type {', '.join(sorted(others))}, which take no masks for {why}: "
-            "pass one prompt at a time, and no draft_tree."
+        given = (
+            f"{type(target).__name__} has layers of type {', '.join(sorted(others))}, which take no masks for {why}"
         )
+        raise ValueError(f"{given}: pass one prompt at a time, and no draft_tree.")
 
 
 def _check_tree(request: Request) -> None:
-    """Refuses a draft tree that cannot be verified choice by choice."""
-    rule, num_rows = request.verification, len(request.input_ids)
-    if num_rows > 1:
-        raise ValueError(f"draft_tree takes one prompt at a time, not {num_rows}: pass them one by one.")
+    """Refuses a draft tree that cannot be verified exactly."""
+    rule, num_sequences = request.verification, len(request.input_ids)
+    if num_sequences > 1:
+        raise ValueError(f"draft_tree takes one prompt at a time, not {num_sequences}: pass them one by one.")
     if rule not in ("auto", "match"):
-        raise ValueError(f"verification={rule!r}: a draft_tree is walked along the target's own choices, use 'match'.")
+        raise ValueError(f"verification={rule!r}: a draft_tree is verified by the target's own choices, use 'match'.")
     if request.drafter.config.selector_rank is not None:
         raise ValueError("draft_tree cannot be used, because this drafter has a candidate selector: leave it out.")
     if request.prompt_inputs:
         named = ", ".join(sorted(request.prompt_inputs))
-        raise ValueError(f"draft_tree came with {named}: it knows token ids alone, leave it out.")
+        raise ValueError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
 
 
 def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the prompt's forward gets beside ids and mask: images, refused where they are not known to be exact."""
-    inputs, num_rows, mask, target = {}, len(request.input_ids), request.attention_mask, request.target
+    """Further inputs of the prompt's forward, such as images. Refuses those that are not known to be exact."""
+    inputs, num_sequences, mask, target = {}, len(request.input_ids), request.attention_mask, request.target
     for name, value in model_inputs.items():
-        # Types that are all zero mean text; transformers 5 passes an empty dict of encoded images where there is none.
+        # All-zero types mean text. transformers 5 passes an empty dict where no image is encoded.
         is_text = name.endswith("token_type_ids") and value is not None and not bool(value.any())
         if name not in PREPARED and value is not None and not is_text and not (isinstance(value, dict) and not value):
             inputs[name] = value
@@ -132,23 +147,21 @@ def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> di
         return {}
     named = ", ".join(sorted(inputs))
     if target.config.model_type not in IMAGE_FAMILIES:
-        raise ValueError(
-            f"{type(target).__name__} was given more than token ids ({named}), and its text behind that is not known to be "
-            "exact here: leave it out, or use target.generate."
-        )
-    if num_rows > 1 or (mask is not None and not bool(mask.all())):
-        raise ValueError(f"{named} came with {num_rows} rows or with padding: pass one prompt at a time, unpadded.")
+        given = f"{type(target).__name__} was given more than token ids ({named})"
+        raise ValueError(f"{given}, and its text after that is not known to be exact: use target.generate.")
+    if num_sequences > 1 or (mask is not None and not bool(mask.all())):
+        raise ValueError(f"{named} came with {num_sequences} prompts or with padding: pass one prompt, unpadded.")
     if request.chunk_size is not None:
         raise ValueError(f"{named} came with prefill_chunk_size: an image cannot be cut, leave the size out.")
     if request.conversation is not None:
-        raise ValueError(f"{named} came with a conversation, which knows token ids alone: leave the conversation out.")
-    if model_inputs.get("position_ids") is not None:  # of three axes, where an image has them
+        raise ValueError(f"{named} came with a conversation, which supports only token ids: leave one of them out.")
+    if model_inputs.get("position_ids") is not None:  # with three axes for images
         inputs["position_ids"] = model_inputs["position_ids"]
     return inputs
 
 
 def max_positions(target: PreTrainedModel) -> int | None:
-    """How many positions the target can tell apart, rope scaling counted in; `None` where its config does not say."""
+    """The target's number of positions, including rope scaling; `None` if its config does not say."""
     config = target.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -161,11 +174,7 @@ def max_positions(target: PreTrainedModel) -> int | None:
 def read_prompt(
     input_ids: Any, attention_mask: torch.Tensor | None = None, target: PreTrainedModel | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ids [B, S] and their mask, out of a tensor, of what a tokenizer returns, or of a list of prompts.
-
-    Raises:
-        ValueError: if it is none of these, is empty, or its mask does not fit.
-    """
+    """Ids [B, S] and their mask, from any form of `Prompts`. Raises ValueError for others, empty ones, and wrong masks."""
     if isinstance(input_ids, Mapping):
         fields = dict(input_ids)
         if "input_ids" not in fields:
@@ -174,15 +183,18 @@ def read_prompt(
         for name, values in fields.items():
             if name != "token_type_ids" or any(bool(torch.as_tensor(leaf).any()) for leaf in tree_leaves(values)):
                 raise ValueError(f"The prompt holds {name}, which this loop cannot feed to the target: leave it out.")
-        # A list of prompts is padded here, where lengths tell what is padding.
+        # Lists are padded here, where their lengths are known.
         if attention_mask is None and isinstance(input_ids, torch.Tensor):
             attention_mask = mask
     if isinstance(input_ids, (list, tuple)) and len(input_ids) and not isinstance(input_ids[0], str):
         if attention_mask is not None:
             raise ValueError("A list of prompts needs no attention_mask: leave it out, or pass a padded tensor.")
+        if all(isinstance(token_id, Integral) for token_id in input_ids):  # one prompt, as a tokenizer returns it
+            input_ids = [input_ids]
         input_ids, attention_mask = _pad_prompts(input_ids, target)
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        shown = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not _are_ids(input_ids):
+        is_tensor = isinstance(input_ids, torch.Tensor)
+        shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
         raise ValueError(f"input_ids is {shown}: pass a tensor of token ids [B, S] or a list of prompts' token ids.")
     shape = tuple(input_ids.shape)
     if 0 in shape:
@@ -199,18 +211,25 @@ def read_prompt(
 def _pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of any lengths, each a list or tensor of ids, padded on the left: ids and mask, both [B, S]."""
     try:
-        rows = [torch.as_tensor(prompt, dtype=torch.long).flatten() for prompt in prompts]
-    except (TypeError, ValueError) as error:
+        sequences = [torch.as_tensor(prompt).flatten() for prompt in prompts]
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"The list of prompts holds something else than token ids ({error}).") from error
-    empty = [index for index, row in enumerate(rows) if not len(row)]
-    if empty:
-        raise ValueError(f"Prompt {empty[0]} of the list is empty: give at least one token, for example bos_token_id.")
+    for index, sequence in enumerate(sequences):
+        if not len(sequence):
+            raise ValueError(f"Prompt {index} of the list is empty: give at least one token, such as bos_token_id.")
+        if not _are_ids(sequence):
+            raise ValueError(f"Prompt {index} of the list holds {sequence.dtype}: pass token ids.")
+    sequences = [sequence.long() for sequence in sequences]
     config = getattr(target, "generation_config", None)
     pad = _first_given(getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None), 0)
-    pad = pad[0] if isinstance(pad, list) else pad  # masked: it only has to be some token
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-    masks = [torch.ones_like(row) for row in rows]
+    pad = pad[0] if isinstance(pad, list) else pad  # masked, so any token will do
+    input_ids = pad_sequence(sequences, batch_first=True, padding_value=pad, padding_side="left")
+    masks = [torch.ones_like(sequence) for sequence in sequences]
     return input_ids, pad_sequence(masks, batch_first=True, padding_side="left")
+
+
+def _are_ids(tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _first_given(*values: Any) -> Any:
@@ -218,7 +237,7 @@ def _first_given(*values: Any) -> Any:
 
 
 def _check_request(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses, with the value and the remedy, what cannot be run exactly."""
+    """Refuses prompts and keywords that cannot be run exactly."""
     vocab_size, limit = target.config.get_text_config(decoder=True).vocab_size, max_positions(target)
     smallest, largest, length = int(prompt_ids.min()), int(prompt_ids.max()), prompt_ids.shape[1]
     if largest >= vocab_size or smallest < 0:
@@ -235,71 +254,83 @@ def _check_request(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any,
     for name in NO_MEANING_HERE:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
-    for name in ("prompt_lookup_num_tokens", "stop_strings"):  # `generate` would act upon them itself
+    for name in ("prompt_lookup_num_tokens", "stop_strings"):  # `generate` would act on them itself
         configs = kwargs.get("generation_config"), target.generation_config
         if any(getattr(config, name, None) is not None for config in configs):
             raise ValueError(f"A generation config holds {name}: pass it to spec_generate (strings with tokenizer=…).")
 
 
 def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses a pad id inside a prompt without a mask, which `generate` would hide; says when a prompt ends in a stop."""
+    """Refuses a pad id inside a prompt without a mask, which `generate` would mask. Warns if a prompt ends in a stop token."""
     config, prompt_ids = kwargs.get("generation_config") or target.generation_config, prompt_ids.cpu()
     stops = kwargs.get("stop_token_ids"), kwargs.get("eos_token_id"), getattr(config, "eos_token_id", None)
     stop_ids = torch.as_tensor(_first_given(*stops, []), dtype=torch.long).flatten()
     pad = _first_given(kwargs.get("pad_token_id"), getattr(config, "pad_token_id", None))
     if mask is None and pad is not None and pad not in stop_ids:
         check_padding(prompt_ids != pad)
-        is_text = (prompt_ids != pad).long().cumsum(dim=1) > 0  # from the first token that is not padding on
+        is_text = (prompt_ids != pad).long().cumsum(dim=1) > 0  # from the first token that is not padding
         inside = ((prompt_ids == pad) & is_text).nonzero()
         if len(inside):
-            row, column = inside[0].tolist()
+            index, column = inside[0].tolist()
             raise ValueError(
-                f"Row {row} of the prompt holds the pad id {pad} at column {column} and no attention_mask was given, so "
-                "generate would hide that token: pass attention_mask (all ones if it is a token like others)."
+                f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given, so generate "
+                "would mask that token: pass attention_mask (all ones if it is a token like others)."
             )
     ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
     if ended:
         logger.warning(
-            f"Row {ended[0]} of the prompt already ends in the stop token {int(prompt_ids[ended[0], -1])}: the text goes on "
-            "behind it, as in generate. Did the tokenizer append it?"
+            f"Prompt {ended[0]} already ends in the stop token {int(prompt_ids[ended[0], -1])}: the text continues after it, as "
+            "in generate. Did the tokenizer append it?"
         )
 
 
 def _check_prepared(config: Any, request: Request) -> None:
-    """Refuses what `generate` has prepared and speculation by blocks cannot do exactly or does not return."""
-    num_rows, block_size, largest = len(request.input_ids), request.block_size, request.drafter.config.block_size
-    if request.conversation is not None and num_rows > 1:
-        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_rows}: give each its own.")
+    """Refuses settings of the prepared generation config that block speculation does not support."""
+    num_sequences, block_size, largest = len(request.input_ids), request.block_size, request.drafter.config.block_size
+    if request.conversation is not None and num_sequences > 1:
+        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_sequences}: give each its own.")
     if config.use_cache is False:
-        raise ValueError("use_cache=False: speculation verifies behind cached keys and values; leave it out.")
+        raise ValueError("use_cache=False: speculation needs cached keys and values; leave it out.")
     for name, plain in OTHER_DECODING:
         value = getattr(config, name, None)
         if value is not None and value != plain:
             raise ValueError(f"{name}={value!r} is not supported: leave it at {plain}, or use target.generate.")
-    if block_size is not None and not 2 <= block_size <= largest:
+    if block_size is not None and not (_whole(2)(block_size) and block_size <= largest):
         raise ValueError(f"block_size={block_size}: use 2 to {largest}, the block that the drafter was trained for.")
-    if request.token_streamer is not None and num_rows > 1:
-        raise ValueError(f"A streamer takes one prompt at a time, not {num_rows}: read generate_blocks instead.")
+    if request.token_streamer is not None and num_sequences > 1:
+        raise ValueError(f"A streamer takes one prompt at a time, not {num_sequences}: read generate_blocks instead.")
     check_padding(request.attention_mask)
 
 
 def check_padding(attention_mask: torch.Tensor | None) -> None:
-    """Raises ValueError if a prompt ends in padding: its last column could not choose a token."""
-    if attention_mask is not None and not attention_mask[:, -1].all():
+    """Raises ValueError if a mask holds anything but 0 and 1, or a prompt ends in padding."""
+    if attention_mask is None:
+        return
+    is_other = (attention_mask != 0) & (attention_mask != 1)
+    has_other, ends_in_padding = torch.stack([is_other.any(), (attention_mask[:, -1] == 0).any()]).tolist()
+    if has_other:
+        other = attention_mask[is_other][0].item()
+        raise ValueError(f"attention_mask holds {other}: use 1 for tokens and 0 for padding.")
+    if ends_in_padding:
         raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
 
 
 @dataclass
 class DFlashOutput(ModelOutput):
-    """What `spec_generate(return_dict_in_generate=True)` returns.
+    """The output of `spec_generate(return_dict_in_generate=True)`.
 
     Attributes:
-        sequences: Prompts and new tokens, [B, S + new], padded on the right behind the rows that stopped first.
-        acceptance_lengths: For each row, per verify step: accepted proposals + 1, before stop and length cuts.
-        tau: Their mean over all rows and steps, as the DFlash paper and the engines count it; NaN without a step.
-        tokens_per_step: Tokens kept, without the prefill's, per row and verify step: what a speed-up rests on.
-        scores: With `output_scores=True`, the processed scores of each new position, [B, V] each; 0 behind a row's end.
-        logits: With `output_logits=True`, the target's logits of each new position, in the same form.
+        sequences (`torch.Tensor` of shape `(B, S + new)`): Prompts and new tokens, padded on the right after early stops.
+        acceptance_lengths (`list[list[int]]`): Accepted proposals + 1, before cuts, for each sequence and verify step.
+        tau (`float`): Mean of `acceptance_lengths`, as the DFlash paper and the engines count it; NaN without a step.
+        tokens_per_step (`float`): Kept tokens, without the prompt's first one, per sequence and verify step.
+        scores (`tuple[torch.Tensor]`, *optional*): With `output_scores=True`, processed scores of each new position, of shape
+            `(B, V)` each; 0 after a sequence's end.
+        logits (`tuple[torch.Tensor]`, *optional*): With `output_logits=True`, the target's logits, in the same form.
+
+    Example:
+        >>> output = drafter.spec_generate(input_ids, target=target, return_dict_in_generate=True)
+        >>> text_ids, tau = output.sequences, output.tau
     """
 
     sequences: torch.Tensor | None = None
@@ -313,25 +344,30 @@ class DFlashOutput(ModelOutput):
 def spec_generate(
     drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Prompts, *, streamer: Any = None, **kwargs: Any
 ) -> torch.Tensor | DFlashOutput:
-    """The target's own continuation of a prompt, in fewer forwards of the target.
+    """Generates the target's own continuation of a prompt, in fewer forwards of the target.
 
-    Greedy text equals that of `target.generate(do_sample=False)` token for token wherever one forward over a block and
-    one forward per token agree on the argmax: always in fp32 as far as we have tested; in bf16 a near-tie can flip,
-    and every token is still the argmax of the forward that committed it. Sampled text has the distribution of
+    Greedy text equals that of `target.generate(do_sample=False)` token for token, if a forward over a block and a forward for
+    each token have the same argmax. In float32 they always had in our tests. In bfloat16 a near-tie may be decided differently;
+    each token is still the argmax of the forward that committed it. Sampled text has the distribution of
     `target.generate(do_sample=True)`.
 
     Args:
-        drafter: A `DFlashDraftModel` trained for `target`.
-        target: Any decoder-only `AutoModelForCausalLM`.
-        input_ids: Token ids [B, S], what a tokenizer returns (with its mask), or a list of prompts of any lengths.
-        streamer: A `transformers` streamer; it gets the prompt, then the tokens as blocks commit. One prompt only.
-        kwargs: Those of [`generate_blocks`], and through it those of `target.generate`.
+        drafter (`DFlashDraftModel`): A drafter trained for `target`.
+        target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
+        input_ids (`torch.Tensor` of shape `(B, S)`, a tokenizer's output, or a list): The prompt or prompts. A list holds the
+            ids of one prompt, or one list or tensor of ids for each prompt, of any lengths.
+        streamer (`BaseStreamer`, *optional*): Gets the prompt, then the tokens as blocks are committed. One prompt only.
+        kwargs: The keywords of [`generate_blocks`], and with them those of `target.generate`.
 
     Returns:
-        Prompts and new tokens [B, S + new], or with `return_dict_in_generate=True` a [`DFlashOutput`] that holds them.
+        `torch.Tensor` of shape `(B, S + new)`: Prompts and new tokens. With `return_dict_in_generate=True`, a [`DFlashOutput`].
 
     Raises:
-        ValueError: for anything that cannot be run exactly, before any compute.
+        ValueError: for anything that cannot be run exactly, before any forward, and for logits that are NaN or infinite.
+
+    Example:
+        >>> inputs = tokenizer("The capital of France is", return_tensors="pt")
+        >>> text_ids = drafter.spec_generate(**inputs, target=target, max_new_tokens=64, temperature=0.0)
     """
     return _through_generate(drafter, target, input_ids, {"token_streamer": streamer, **kwargs})
 
@@ -339,40 +375,49 @@ def spec_generate(
 def generate_blocks(
     drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Prompts, **kwargs: Any
 ) -> Iterator[Block]:
-    """Yields the target's continuation block by block, each as soon as it is committed, one per row and step.
+    """Yields the target's continuation as [`Block`] objects, one for each sequence and step, as soon as it is committed.
 
-    Nothing is computed before the first `next`. Closing the generator early leaves the target as it was.
+    Nothing is computed before the first `next`. The generator can be closed early; the target is not changed.
 
     Args:
-        drafter: A `DFlashDraftModel` trained for `target`.
-        target: Any decoder-only `AutoModelForCausalLM`.
-        input_ids: Token ids [B, S], padded on the left, what a tokenizer returns, or a list of prompts of any lengths.
-        kwargs: Any keyword of `target.generate` (`max_new_tokens`, `top_p`, `repetition_penalty`, `stop_strings` with
-            `tokenizer`, `generation_config`, …); what cannot be exact is refused by name. And these:
+        drafter (`DFlashDraftModel`): A drafter trained for `target`.
+        target (`PreTrainedModel`): A decoder-only model, loaded by `AutoModelForCausalLM`.
+        input_ids (`torch.Tensor` of shape `(B, S)`, a tokenizer's output, or a list): As for [`spec_generate`].
+        kwargs: Any keyword of `target.generate`, such as `max_new_tokens`, `top_p`, `repetition_penalty`, `generation_config`,
+            or `stop_strings` with `tokenizer`. Keywords that cannot be exact are refused by name. Additional keywords:
 
-            - `attention_mask`: 1 for real tokens, 0 for padding, [B, S].
-            - `temperature`: 0 decodes greedily, above 0 samples. Default: the target's generation config decides.
-            - `do_sample`: as in `generate`. Default: whether `temperature` is above 0, else the target's config.
-            - `stop_token_ids`: ids that end the text, [] for none. Default: the target config's `eos_token_id`.
-            - `generator`: source of the sampling noise, or one for each prompt. With "match" the text depends on its seed
-              alone, not on the block size.
-            - `block_size`: tokens in a block, anchor included, if fewer than the drafter was trained for.
-            - `verification`: "match", "rejection" or "block" (see `verification_dflash`), or "auto": "match" for
-              drafters that propose one token per row, "block" for those that draw.
-            - `conversation`: a [`Conversation`] whose caches are used and kept; one prompt only.
-            - `max_draft_tokens`: proposals verified per step at most; 0 drafts nothing.
-            - `adaptive`: verifies as many proposals as pay, by the drafter's confidence and by how long the forwards take
-              here, which is measured once per pair. A useless drafter then costs next to nothing.
-            - `latency_curve`: a [`LatencyCurve`] measured before, for `adaptive`.
-            - `draft_tree`: verifies a tree of the drafter's likeliest paths instead of one: its number of nodes, or True
-              for as many as pay. One prompt at a time.
-            - `compile`: True compiles both forwards once per pair, False never, "auto" once the pair's eager steps have
-              lost as much time as that takes. What cannot be compiled runs eagerly, and one warning says why.
-            - `prompt_lookup_num_tokens`: lets proposals of that length, found earlier in the text, compete with the
-              drafter's; `max_matching_ngram_size` (3) is how many tokens must have occurred.
+            - **attention_mask** (`torch.Tensor` of shape `(B, S)`): 1 for tokens, 0 for padding, which is on the left.
+            - **temperature** (`float`): 0 decodes greedily, above 0 samples. Default: the target's generation config.
+            - **do_sample** (`bool`): As in `generate`. Default: `temperature > 0` if given, else the target's config.
+            - **stop_token_ids** (`list[int]`): Ids that end the text, `[]` for none. Default: the config's `eos_token_id`.
+            - **generator** (`torch.Generator` or a list of one for each prompt): Source of the uniforms for sampling. With
+              "match" the text depends only on its seed, not on the block size.
+            - **block_size** (`int`): Tokens in a block, anchor included; at most, and by default, that of the training.
+            - **verification** (`str`, defaults to `"auto"`): "match", "rejection" or "block" (see `verification_dflash`).
+              "auto" is "block" for drafters that draw their proposals and "match" for others.
+            - **conversation** ([`Conversation`]): Its caches are reused and kept. One prompt only.
+            - **max_draft_tokens** (`int`): Most proposals to verify in a step; 0 drafts nothing.
+            - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the drafter's confidence and
+              by the durations of the forwards, which are measured once for each pair.
+            - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
+            - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
+              number of nodes, or `True` for as many as pay. One prompt only.
+            - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
+              to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes. A pair
+              that was compiled once is also compiled under "auto" for new kinds of shapes, such as two prompts after one.
+              What cannot be compiled runs eagerly, and one warning gives the reason.
+            - **prompt_lookup_num_tokens** (`int`): Length of proposals from the text itself, which compete with the
+              drafter's. **max_matching_ngram_size** (`int`, defaults to 3) tokens have to match.
+
+    Returns:
+        `Iterator[Block]`: The blocks. Each sequence's first one holds one token, which the prompt's forward gives.
 
     Raises:
-        ValueError: for anything that cannot be run exactly, before any compute.
+        ValueError: as [`spec_generate`].
+
+    Example:
+        >>> blocks = generate_blocks(drafter, target, input_ids, max_new_tokens=64)
+        >>> text = "".join(tokenizer.decode(block.token_ids) for block in blocks)
     """
     for name in ("streamer", "return_dict_in_generate"):
         if kwargs.get(name):
@@ -382,14 +427,14 @@ def generate_blocks(
 
 # Keywords that `generate` keeps for itself, and their names in a [`Request`].
 GENERATES_OWN = {
-    "generator": "noise_generator",
+    "generator": "uniforms_generator",
     "prompt_lookup_num_tokens": "num_looked_up",
     "max_matching_ngram_size": "ngram_size",
 }
 
 
 def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, asked: dict[str, Any]) -> Any:
-    """Checks what was asked, says it in `generate`'s words, and lets `generate` prepare it for [`custom_generate`]."""
+    """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
     check_pair(target, drafter)
     prompt_ids, attention_mask = read_prompt(input_ids, asked.pop("attention_mask", None), target)
     _check_request(target, prompt_ids, attention_mask, asked)
@@ -397,16 +442,16 @@ def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_i
     temperature, do_sample = asked.pop("temperature", None), asked.pop("do_sample", None)
     if temperature is not None:
         do_sample = temperature > 0 if do_sample is None else do_sample
-        # Greedy choices do not depend on these, and a target's sampling defaults would only be warned about.
+        # Greedy decoding ignores these, and `generate` would warn about the target's defaults.
         asked.update({"temperature": temperature} if temperature else dict.fromkeys(("temperature", "top_p", "top_k")))
     if do_sample is not None:
         asked["do_sample"] = do_sample
     stop_token_ids = asked.pop("stop_token_ids", None)
     if stop_token_ids is not None:
-        asked["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # nothing stops it
+        asked["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # no token stops the text
     criteria = StoppingCriteriaList(asked.pop("stopping_criteria", None) or ())
-    # Made here, because `generate` hands no tokenizer on where a callable decodes; one for each string, because one
-    # that can never match would hide the others.
+    # Made here, because `generate` does not pass the tokenizer to a custom loop. One criterion for each string, because one
+    # that can never match would disable the others.
     stop_strings, tokenizer = asked.pop("stop_strings", None), asked.pop("tokenizer", None)
     for stop_string in [stop_strings] if isinstance(stop_strings, str) else stop_strings or ():
         if tokenizer is None or not stop_string:
@@ -414,17 +459,17 @@ def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_i
             raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: {remedy}.")
         criteria.append(StopStringCriteria(tokenizer, stop_string))
     asked = {GENERATES_OWN.get(name, name): value for name, value in asked.items()}
-    # Ids of a target whose embedding is offloaded ("meta" between calls) stay where they are.
+    # Ids are not moved for a target whose embedding is offloaded ("meta" between calls).
     device = prompt_ids.device if target.device.type == "meta" else target.device
     attention_mask = None if attention_mask is None else attention_mask.to(device)
     asked |= {"attention_mask": attention_mask, "stopping_criteria": criteria, "drafter": drafter}
-    generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
+    generate: Any = target.generate  # not in the type of PreTrainedModel
     return generate(prompt_ids.to(device), custom_generate=custom_generate, **asked)
 
 
 @dataclass
 class Request:
-    """What was asked for, checked once. The arguments are the keywords of [`custom_generate`]."""
+    """A checked request. The arguments are the keywords of [`custom_generate`]."""
 
     drafter: PreTrainedModel
     block_size: Any = None  # tokens in a block, anchor included; by default as many as the drafter was trained for
@@ -437,24 +482,28 @@ class Request:
     compile: bool | str = "auto"
     num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
     ngram_size: int = 3  # its `max_matching_ngram_size`
-    noise_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
+    uniforms_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
+    noise_generator: Any = None  # deprecated name of `uniforms_generator`
     token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit
-    as_blocks: bool = False  # return what `generate_blocks` returns
+    as_blocks: bool = False  # whether to return the iterator of `generate_blocks`
     target: Any = field(init=False)
     input_ids: torch.Tensor = field(init=False)  # [B, S]
     attention_mask: torch.Tensor | None = field(init=False)
     config: Any = field(init=False)  # the generation config
     max_new_tokens: int = field(init=False)
-    max_length: float = field(init=False)  # positions that the target can tell apart
-    temperature: float = field(init=False)  # of the draws; 1 where nothing is drawn
+    max_length: float = field(init=False)  # positions of the target
+    temperature: float = field(init=False)  # 1 for greedy decoding
     chunk_size: int | None = field(init=False)  # columns of a prompt that run at a time; `None`: all
-    keeping: set[str] = field(init=False)  # what comes back beside the tokens, of "scores" and "logits"
-    prompt_inputs: Mapping[str, Any] = field(init=False)  # what the prompt's forward gets beside its ids: images
+    keeping: set[str] = field(init=False)  # further outputs: "scores", "logits"
+    prompt_inputs: Mapping[str, Any] = field(init=False)  # further inputs of the prompt's forward, such as images
 
     @classmethod
     def of(cls, target: PreTrainedModel, input_ids: torch.Tensor, config: Any, asked: dict[str, Any]) -> Request:
-        """What `generate` has prepared; what cannot be run exactly raises ValueError with the value and the remedy."""
+        """The request that `generate` has prepared. Raises ValueError if it cannot be run exactly."""
         own: dict[str, Any] = {name: value for name in KEYWORDS if (value := asked.pop(name, None)) is not None}
+        if "noise_generator" in own:
+            warnings.warn("noise_generator is deprecated: use uniforms_generator.", DeprecationWarning, stacklevel=2)
+            own.setdefault("uniforms_generator", own.pop("noise_generator"))
         request = cls(**own)
         request.target, request.input_ids, request.config = target, input_ids, config
         request.attention_mask = asked.get("attention_mask")
@@ -462,14 +511,15 @@ class Request:
         request.temperature = float(config.temperature or 1.0) if config.do_sample else 1.0
         request.chunk_size = getattr(config, "prefill_chunk_size", None)
         request.keeping = {name for name in ("scores", "logits") if getattr(config, f"output_{name}", False)}
-        _check_settings({**own, "prefill_chunk_size": request.chunk_size})
+        temperature = config.temperature if config.do_sample else None
+        _check_settings({**own, "prefill_chunk_size": request.chunk_size, "temperature": temperature})
         _check_prepared(config, request)
         request.prompt_inputs = _read_prompt_inputs(request, asked)
-        drafter, num_rows, draft_tree = request.drafter, len(input_ids), request.draft_tree
+        drafter, num_sequences, draft_tree = request.drafter, len(input_ids), request.draft_tree
         if draft_tree:
             _check_tree(request)
-        if draft_tree or num_rows > 1:
-            _check_masks(target, drafter, num_rows, draft_tree)
+        if draft_tree or num_sequences > 1:
+            _check_masks(target, drafter, num_sequences, draft_tree)
         if request.latency_curve is not None:
             request.latency_curve.check(target, drafter, bool(draft_tree))
         if request.conversation is not None:
@@ -491,35 +541,49 @@ def custom_generate(
     generation_config: Any,
     **asked: Any,
 ) -> torch.Tensor | DFlashOutput | Iterator[Block]:
-    """The loop as the target's own `generate` runs it: `target.generate(ids, custom_generate=custom_generate, drafter=drafter)`.
+    """The decoding loop for the target's own `generate`. The output is the same as that of [`spec_generate`].
 
-    `generate` keeps `streamer`, `tokenizer` and with them `stop_strings` for itself: pass a streamer as
-    `token_streamer`, and use [`spec_generate`] for stop strings. `asked` holds the keywords of a [`Request`], and what
-    `generate` has prepared for the target's forward.
+    `generate` does not pass on `streamer`, `generator`, `tokenizer` and `stop_strings`: use `token_streamer` and
+    `uniforms_generator`, and [`spec_generate`] for stop strings.
+
+    Args:
+        target: The model whose `generate` calls this function and passes the following four arguments.
+        input_ids: The prompts, of shape `(B, S)`.
+        logits_processor: As prepared.
+        stopping_criteria: As prepared.
+        generation_config: As prepared.
+        asked: The keywords of a [`Request`], of which `drafter` is required, and the prepared inputs of the target's forward.
+
+    Returns:
+        As [`spec_generate`], which also documents the errors.
+
+    Example:
+        >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
     """
-    request, num_rows = Request.of(target, input_ids, generation_config, asked), len(input_ids)
+    request, num_sequences = Request.of(target, input_ids, generation_config, asked), len(input_ids)
     for name in STATEFUL_PROCESSORS & {type(processor).__name__ for processor in logits_processor}:
-        raise ValueError(f"{name} keeps a state, which drafts would spoil: leave it out, or use target.generate.")
-    request.max_new_tokens = token_limit(stopping_criteria, input_ids.shape[1])
-    noise = PositionNoise(num_rows, request.noise_generator) if generation_config.do_sample else None
-    verifier = Verifier(logits_processor, num_rows, noise, request.verification, "scores" in request.keeping)
+        raise ValueError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
+    longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
+    request.max_new_tokens = longest - input_ids.shape[1]
+    uniforms = PositionUniforms(num_sequences, request.uniforms_generator) if generation_config.do_sample else None
+    verifier = Verifier(logits_processor, num_sequences, uniforms, request.verification, "scores" in request.keeping)
     verifier.ends = lambda text_ids: bool(stopping_criteria(text_ids, None).all())
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)
-    memory = request.conversation or Conversation()
-    decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), memory)
-    blocks = _guarded(decode_blocks(decoder) if compiled is None else decode_ahead(decoder), request, memory)
+    conversation = request.conversation or Conversation()
+    decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), conversation)
+    blocks = _guarded(decode_blocks(decoder) if compiled is None else decode_ahead(decoder), request, conversation)
     return blocks if request.as_blocks else _collect(blocks, request)
 
 
-# `generate` hands a callable the keywords that its signature names.
+# `generate` passes a custom loop the keywords in its signature.
 *_given, _asked = inspect.signature(custom_generate).parameters.values()
 _keywords = [keyword.replace(kind=keyword.KEYWORD_ONLY) for keyword in KEYWORDS.values()]
 custom_generate.__signature__ = inspect.Signature([*_given, *_keywords, _asked])  # type: ignore[attr-defined]
 
 
-def _guarded(blocks: Iterator[Block], request: Request, memory: Conversation) -> Iterator[Block]:
-    """The blocks; after an error the caches hold nothing. Running out of memory is said with what would have needed less."""
+def _guarded(blocks: Iterator[Block], request: Request, conversation: Conversation) -> Iterator[Block]:
+    """The blocks. An error empties the caches, and running out of memory is reported with remedies."""
     has_failed = True
     try:
         yield from blocks
@@ -536,34 +600,34 @@ def _guarded(blocks: Iterator[Block], request: Request, memory: Conversation) ->
         ) from error
     finally:
         if has_failed or request.conversation is None:
-            memory.close(has_failed)
+            conversation.close(has_failed)
 
 
 def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlashOutput:
-    """The blocks as what `generate` returns, streamed on the way."""
+    """Collects the blocks into the output of `generate`, and streams them."""
     input_ids, streamer = request.input_ids, request.token_streamer
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    of_rows: list[list[Block]] = [[] for _ in input_ids]
+    of_sequences: list[list[Block]] = [[] for _ in input_ids]
     for block in blocks:
-        of_rows[block.row].append(block)
+        of_sequences[block.sequence].append(block)
         if streamer is not None:
             for token_id in block.token_ids:
                 streamer.put(torch.tensor([token_id]))
     if streamer is not None:
         streamer.end()
 
-    new_ids = [torch.tensor([token_id for block in row for token_id in block.token_ids]) for row in of_rows]
+    new_ids = [torch.tensor([token_id for block in one for token_id in block.token_ids]) for one in of_sequences]
     pad_token = getattr(request.config, "_pad_token_tensor", None)
-    pad_token_id = 0 if pad_token is None else int(pad_token)  # without one no row stops before another
+    pad_token_id = 0 if pad_token is None else int(pad_token)  # without one all sequences stop together
     padded = pad_sequence(new_ids, batch_first=True, padding_value=pad_token_id)
     sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
     if not request.config.return_dict_in_generate:
         return sequences
-    lengths = [[block.acceptance_length for block in row if not block.is_prefill] for row in of_rows]
+    lengths = [[block.acceptance_length for block in sequence if not block.is_prefill] for sequence in of_sequences]
     by_position: dict[str, Any] = {}
     for name in request.keeping:
-        scores = [torch.cat([getattr(block, name) for block in row]) for row in of_rows]  # [new, V] each
+        scores = [torch.cat([getattr(block, name) for block in one]) for one in of_sequences]  # [new, V] each
         by_position[name] = pad_sequence(scores).unbind(dim=0)
     num_steps, num_new = sum(map(len, lengths)) or float("nan"), sum(map(len, new_ids))
     return DFlashOutput(
@@ -576,13 +640,13 @@ def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlash
 
 
 def generate(model: Any, inputs: Any = None, drafter: Any = None, **kwargs: Any) -> Any:
-    """Lets a target's own `generate` run the loop of the DFlash checkpoint that this file lies in.
+    """Runs the loop of the DFlash checkpoint that contains this file in a target's own `generate`.
 
         drafter = AutoModel.from_pretrained("org/drafter", trust_remote_code=True)
         target.generate(**inputs, custom_generate="org/drafter", trust_remote_code=True, drafter=drafter)
 
-    `drafter` is the model of that checkpoint, all other arguments are those of `generate`. A missing drafter, and what
-    cannot be exact, raises ValueError.
+    `drafter` is the model of that checkpoint; all other arguments are those of `generate`. Raises ValueError if the drafter is
+    missing or the request cannot be exact.
     """
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
@@ -600,11 +664,11 @@ def write_door(folder: str | os.PathLike[str]) -> None:
     """Puts `custom_generate/generate.py` into `folder`, where `target.generate(custom_generate=…)` looks for it."""
     path = Path(folder, "custom_generate", "generate.py")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # transformers uploads a folder only if it is newer than it was
+    path.unlink(missing_ok=True)  # transformers uploads only files that are new
     path.write_text(door_source(), encoding="utf-8")
 
 
-# The title of the card that transformers writes where a repository has none.
+# Title of the card that transformers writes for a repository without one.
 BLANK = "# Model Card for Model ID"
 
 CARD = """---
@@ -627,10 +691,7 @@ text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)
 
 
 def write_card(config: Any, name: str, target: str | None = None) -> str:
-    """The README.md of a drafter, loaded by `name`: what it is and how it is loaded, and no number that was not measured.
-
-    `target` is its target's id on the Hub, or a folder, of which the card keeps the name alone.
-    """
+    """The README.md of a drafter that is loaded by `name`; `target` is its target's id on the Hub or a folder."""
     is_id = target is not None and not os.path.isdir(target)
     of_target = "" if target is None else f" for `{target if is_id else os.path.basename(os.path.normpath(target))}`"
     base = f"base_model: {target}\n" if is_id else ""
@@ -638,7 +699,7 @@ def write_card(config: Any, name: str, target: str | None = None) -> str:
 
 
 def complete_upload(folder: str | os.PathLike[str], config: Any, name: str) -> None:
-    """Adds to a folder that is about to be uploaded what transformers leaves out or blank: the door and the card."""
+    """Adds the door and the card to a folder before it is uploaded."""
     write_door(folder)
     card = Path(folder, "README.md")
     if BLANK in card.read_text(encoding="utf-8"):

@@ -1,14 +1,14 @@
 """The DFlash drafter: a few Qwen3 layers whose keys and values also hold the target's own hidden states.
 
-Dimensions: B batch, C new context positions, N block rows (anchor included), K keys seen, S positions, L tapped layers,
-D hidden size, H/G heads and key/value heads, E head size, W window, V vocabulary, R rows that propose. For training, N
-counts the rows of all blocks of a sequence and `attention_mask` says who sees whom; there is no other difference.
+Dimensions: B batch, C new context positions, N block positions (anchor included), K visible keys, S positions, L tapped
+layers, D hidden size, H/G heads and key/value heads, E head size, W window, V vocabulary, R positions that propose. In
+training, N counts the positions of all blocks of a sequence and `attention_mask` separates them; nothing else differs.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,12 @@ from .configuration_dflash import DFlashConfig
 
 
 class DFlashAttn(Qwen3Attention):
-    """Attention of the block's rows over [context, block]. Context rows enter as keys and values alone."""
+    """Attention of the block over [context, block]. Context positions enter only as keys and values."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        # Attention functions take causality from this attribute when no mask is given. A block that is causal or
-        # windowed says so in its mask, so here the answer is no.
+        # Attention functions read causality from this attribute when there is no mask. Causal or windowed blocks always
+        # have a mask, so it is False.
         self.is_causal = False
         self.is_block_causal = config.is_layer_causal(layer_idx)
 
@@ -52,19 +52,19 @@ class DFlashAttn(Qwen3Attention):
         implementation: str,
         **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
-        """What the block's rows read from [cached context, new context, block]."""
-        num_rows = hidden_states.shape[1]
+        """Attends from the block to [cached context, new context, block]."""
+        width = hidden_states.shape[1]
         key, value = self.keys_and_values(torch.cat([context, hidden_states], dim=1), position_embeddings)
         cos, sin = position_embeddings
-        query = self._rotated(self.q_norm, self.q_proj(hidden_states), (cos[:, -num_rows:], sin[:, -num_rows:]))
+        query = self._rotated(self.q_norm, self.q_proj(hidden_states), (cos[:, -width:], sin[:, -width:]))
         query = query.to(value.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
         attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-        if implementation == "sdpa" and past_key_values is not None:  # one block behind all that it has cached
+        if implementation == "sdpa" and past_key_values is not None:  # one block after its cached context
             attend = grouped_attention
-        if "flash" in implementation:  # these kernels take a causal block and a window as arguments, and no 4-D mask
+        if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
             kwargs.update(is_causal=self.is_block_causal, sliding_window=self.sliding_window)
         else:
             attention_mask = self._decoding_mask(attention_mask, query, key)
@@ -76,43 +76,40 @@ class DFlashAttn(Qwen3Attention):
     def keys_and_values(
         self, states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What rows [B, S, D] of context and block are seen by, [B, G, S, E] each."""
+        """Keys and values [B, G, S, E] of states [B, S, D] of context and block."""
         value = self.v_proj(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        # Under autocast norms come out in their weights' dtype, and not every attention takes two.
+        # Under autocast norms return their weights' dtype, and some attention functions need one dtype.
         return self._rotated(self.k_norm, self.k_proj(states), position_embeddings).to(value.dtype), value
 
     def _rotated(
         self, norm: nn.Module, projected: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """Heads [B, H, S, E] of projected [B, S, H * E], normed and turned by their positions."""
+        """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
         heads = norm(projected.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, S, E]
         return heads * cos + rotate_half(heads) * sin
 
     def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-        """The additive mask of one block behind its context; `None`: every row sees every key.
-
-        A 4-D `attention_mask` is taken as it is. A 2-D one may be longer than the keys, whose last ones it then describes.
-        """
+        """The additive mask of a block after its context, within a 2-D `attention_mask` of its last keys; a 4-D one stays."""
         if attention_mask is not None and len(attention_mask.shape) == 4:  # a tensor, or flex attention's block mask
             return attention_mask
         if attention_mask is None and self.sliding_window is None and not self.is_block_causal:
             return None
-        # Slots stand for positions: the block follows its context without a gap, so distances are the same.
+        # Slots replace positions: the block follows its context without a gap, so distances are equal.
         slots, start = torch.arange(key.shape[2], device=key.device), key.shape[2] - query.shape[2]
         blocks = torch.where(slots < start, -1, 0)
-        rows, own = slots[start:, None], blocks[start:, None]
-        visible = sees((rows, own), (slots, blocks), start, self.is_block_causal, self.sliding_window)[None, None]
+        queries = slots[start:, None], blocks[start:, None]
+        visible = sees(queries, (slots, blocks), start, self.is_block_causal, self.sliding_window)[None, None]
         if attention_mask is not None:
             visible = visible & attention_mask[:, None, None, -len(slots) :].bool()
         return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
 
 
 class GroupedDynamicCausalConv(nn.Module):
-    """DFlash2: mixes each row of a block with the rows just before it, once before a sublayer and once behind it.
+    """DFlash2: mixes each position of a block with the positions before it, once before a sublayer and once after it.
 
-    Row i becomes the sum over taps t of (base[t] + delta[i, t]) * row i - t, channel by channel; nothing stands before a
-    block's first row. The deltas of both sides come from the sublayer's input, and a group's channels share them.
+    Position i becomes the sum over taps t of (base[t] + delta[i, t]) * position i - t, channel by channel, with zeros before
+    a block. The deltas of both convolutions come from the sublayer's input and are shared by the channels of a group.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -123,22 +120,22 @@ class GroupedDynamicCausalConv(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, config.hidden_size))
         self.kernel_projection = nn.Linear(config.hidden_size, num_deltas, bias=False)
 
-    def forward(self, rows: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`sublayer` of the mixed rows [B, N, D], mixed again."""
-        deltas = self.kernel_projection(rows).unflatten(-1, (2, self.kernel_size, -1))
-        before, behind = (self.base_kernel + deltas.repeat_interleave(self.group_size, dim=-1)).unbind(dim=2)
-        return self._mixed(sublayer(self._mixed(rows, before)), behind)
+    def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
+        deltas = self.kernel_projection(hidden).unflatten(-1, (2, self.kernel_size, -1))
+        before, after = (self.base_kernel + deltas.repeat_interleave(self.group_size, dim=-1)).unbind(dim=2)
+        return self._mixed(sublayer(self._mixed(hidden, before)), after)
 
-    def _mixed(self, rows: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        """The sum over taps of rows [B, N, D] times kernel [B, N, taps, D], block by block."""
-        blocks = rows.unflatten(1, (-1, min(rows.shape[1], self.block_size)))  # [B, blocks, N, D]
+    def _mixed(self, hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        """The sum over taps of shifted hidden [B, N, D] times kernel [B, N, taps, D], block by block."""
+        blocks = hidden.unflatten(1, (-1, min(hidden.shape[1], self.block_size)))  # [B, blocks, N, D]
         width = blocks.shape[2]
         taps = [F.pad(blocks, (0, 0, tap, 0))[:, :, :width].flatten(1, 2) for tap in range(self.kernel_size)]
         return (torch.stack(taps, dim=2) * kernel).sum(dim=2)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
-    """A Qwen3 layer over the block. The context skips `input_layernorm`: `hidden_norm` has already normed it."""
+    """A Qwen3 layer over the block. The context is already normed by `hidden_norm` and skips `input_layernorm`."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
@@ -151,23 +148,22 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """The block's rows [B, N, D] after attention and MLP, each with its residual; `inputs` are the attention's."""
+        """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
 
-        def attend(rows: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(rows, context, *inputs, **kwargs)
+        def attend(hidden: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(hidden, context, *inputs, **kwargs)
 
-        rows = self.input_layernorm(hidden_states)
-        rows = attend(rows) if self.attention_conv is None else self.attention_conv(rows, attend)
-        hidden_states = hidden_states + rows
-        rows = self.post_attention_layernorm(hidden_states)
-        return hidden_states + (self.mlp(rows) if self.mlp_conv is None else self.mlp_conv(rows, self.mlp))
+        hidden = self.input_layernorm(hidden_states)
+        hidden = attend(hidden) if self.attention_conv is None else self.attention_conv(hidden, attend)
+        hidden_states = hidden_states + hidden
+        hidden = self.post_attention_layernorm(hidden_states)
+        return hidden_states + (self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp))
 
 
 class CandidateSelector(nn.Module):
-    """DFlash2: walks from the anchor through the most probable tokens of each row, so that they agree with each other.
+    """DFlash2: chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A candidate's score is its logit plus how well it follows the token before it, given the row's hidden state:
-    <predecessor[previous] * projected(hidden), successor[candidate]>.
+    A candidate's score is its logit plus <predecessor[previous token] * projected(hidden state), successor[candidate]>.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -185,34 +181,39 @@ class CandidateSelector(nn.Module):
         anchors: torch.Tensor,  # [B, 1]
         choose: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The path's tokens [B, R], the candidates and their scores [B, R, K]; `choose` takes scores [B, K] and the row."""
+        """The path's tokens [B, R], candidates and scores [B, R, K]. `choose` takes scores [B, K] and the index of the position."""
         logits, candidate_ids = (part.to(hidden_states.device) for part in logits.topk(self.top_k, dim=-1))
         projected = self.hidden_projection(hidden_states)  # [B, R, rank]
         previous, path, scores = anchors[:, 0].to(hidden_states.device), [], []
-        for row, candidates in enumerate(candidate_ids.unbind(dim=1)):  # [B, K]
-            scores.append(self.scores(projected[:, row], logits[:, row], candidates, previous))
-            previous = candidates.gather(1, choose(scores[-1], row)[:, None])[:, 0]
+        for i, candidates in enumerate(candidate_ids.unbind(dim=1)):  # [B, K]
+            scores.append(self.scores(projected[:, i], logits[:, i], candidates, previous))
+            previous = candidates.gather(1, choose(scores[-1], i)[:, None])[:, 0]
             path.append(previous)
         return torch.stack(path, dim=1), candidate_ids, torch.stack(scores, dim=1)
 
     def scores(
         self, projected: torch.Tensor, logits: torch.Tensor, candidate_ids: torch.Tensor, previous: torch.Tensor
     ) -> torch.Tensor:
-        """Scores [B, K] of candidates with logits [B, K] behind tokens previous [B], given projected [B, rank]."""
+        """Scores [B, K] of candidates with logits [B, K] after tokens previous [B], given projected [B, rank]."""
         state = self.predecessor_codebook[previous] * projected
         return logits + (self.successor_codebook[candidate_ids] * state[:, None]).sum(dim=-1)
 
 
 class DFlashDraftModel(PreTrainedModel):
-    """The drafter of DFlash (arXiv 2602.06036): one forward turns an anchor and masks into a block of proposals.
+    """The DFlash drafter (arXiv 2602.06036). One forward turns an anchor and mask tokens into a block of proposals.
 
-    It owns no embedding and, but for checkpoints with a reduced vocabulary, no head: `noise_embeds` are rows of the
-    target's embedding, and the target's head reads `last_hidden_state`. Tensor names and shapes are those of the
-    published `z-lab/*-DFlash` checkpoints.
+    The model uses the target's embedding and head; only checkpoints with a reduced vocabulary have a head of their own. Names
+    and shapes of its tensors are those of the published `z-lab/*-DFlash` checkpoints.
+
+    Args:
+        config (`DFlashConfig`): The configuration. `mask_token_id` and `target_layer_ids` are required.
+
+    Raises:
+        ValueError: if the config has no `mask_token_id` or `target_layer_ids`, or an invalid field.
 
     Example:
-        >>> draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
-        >>> output = draft.spec_generate(input_ids=input_ids, target=target, max_new_tokens=256, temperature=0.0)
+        >>> drafter = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        >>> text_ids = drafter.spec_generate(input_ids, target=target, max_new_tokens=256, temperature=0.0)
     """
 
     config: DFlashConfig
@@ -224,12 +225,12 @@ class DFlashDraftModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
-    _supports_flex_attn = True  # with a block mask, as training gives; decoding is not measured with it
+    _supports_flex_attn = True  # with a block mask, as in training; decoding is not measured with it
     _supports_attention_backend = True
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        config.check()  # fields may have been set after the config was made
+        config.check()  # fields may have been set after the config was created
         for name in ("mask_token_id", "target_layer_ids"):
             if getattr(config, name) is None:
                 raise ValueError(f"The drafter's config holds no {name}: write that of its training run.")
@@ -241,7 +242,7 @@ class DFlashDraftModel(PreTrainedModel):
         self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
         size = config.draft_vocab_size
         self.lm_head = None if size is None else nn.Linear(config.hidden_size, size, bias=False)
-        # The i-th token that the own head says is token i + d2t[i] of the target.
+        # Token i of the own head is token i + d2t[i] of the target.
         self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
         self.gradient_checkpointing = False
         if config.reader is not None:
@@ -250,7 +251,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As transformers does it; convolutions begin as the identity, which makes DFlash2 begin as DFlash."""
+        """Initialises convolutions as the identity, so that DFlash2 starts as DFlash, and the rest as transformers does."""
         super()._init_weights(module)
         if isinstance(module, GroupedDynamicCausalConv):
             module.base_kernel.zero_()[:, 0] = 1.0
@@ -272,23 +273,28 @@ class DFlashDraftModel(PreTrainedModel):
         target_hidden: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of the block's rows; row i, through the target's head, proposes the token at its position.
+        """Hidden states of the block. Those of position i, through the target's head, propose the token at that position.
 
         Args:
-            noise_embeds: The target's embedding rows of [anchor, mask, mask, …]; z-lab calls them `noise_embedding`.
-            context_hidden_states: The target's tapped hidden states of the positions that `past_key_values` does not hold
-                yet, concatenated in the order of `target_layer_ids`; z-lab calls them `target_hidden`.
-            position_ids: Of the new context, then of the block. Default: they follow what the cache holds.
-            attention_mask: `None` for one block that sees all keys its layer allows; 2-D [B, keys], 1 for a real token; or
-                4-D [B, 1, N, keys], boolean or additive, alone or by layer type, which is taken as it is.
-            past_key_values: Grows by C + N; the caller rolls the N rows of the block back.
-            attn_implementation: Of this forward alone; default: the one the drafter was loaded with.
-            noise_embedding: As `noise_embeds`.
-            target_hidden: As `context_hidden_states`.
-            kwargs: Passed on to the attention function.
+            noise_embeds (`torch.Tensor` of shape `(B, N, D)`): The target's embeddings of [anchor, mask, mask, …].
+            context_hidden_states (`torch.Tensor` of shape `(B, C, L * D)`): The target's tapped hidden states of the positions
+                that `past_key_values` does not hold yet, concatenated in the order of `target_layer_ids`.
+            position_ids (`torch.Tensor` of shape `(B, C + N)`, *optional*): Positions of the new context, then of the block.
+                By default they follow the cache.
+            attention_mask (`torch.Tensor` or `dict[str, torch.Tensor]`, *optional*): `None`: one block that sees all keys
+                that its layer allows; 2-D `(B, keys)`, 1 for a token; or 4-D `(B, 1, N, keys)`, boolean or additive, alone or
+                by layer type, used as it is.
+            past_key_values (`Cache`, *optional*): Grows by C + N; the caller rolls the block's N positions back.
+            attn_implementation (`str`, *optional*): For this forward only. Default: that of the model.
+            noise_embedding: z-lab's name of `noise_embeds`.
+            target_hidden: z-lab's name of `context_hidden_states`.
+            kwargs: Passed to the attention function.
+
+        Returns:
+            `BaseModelOutputWithPast`: `last_hidden_state` of shape `(B, N, D)` and `past_key_values`.
 
         Raises:
-            ValueError: if block or context are missing, or a 4-D mask meets an attention that takes none.
+            ValueError: if block or context are missing, or the attention does not support a 4-D mask.
         """
         noise_embeds = noise_embedding if noise_embeds is None else noise_embeds
         context_hidden_states = target_hidden if context_hidden_states is None else context_hidden_states
@@ -323,7 +329,7 @@ class DFlashDraftModel(PreTrainedModel):
         return masks
 
     def step_masks(self, starts: torch.Tensor, width: int, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
-        """The masks of a block of `width` rows from `starts` [B] on, by layer type: key k stands at position k."""
+        """The masks of a block of `width` positions from starts [B], by layer type. Key k is at position k."""
         config, dtype = self.config, None if is_flex else self.hidden_norm.weight.dtype
         masks: dict[str, Any] = {}
         for layer, layer_type in enumerate(config.layer_types):
@@ -333,7 +339,7 @@ class DFlashDraftModel(PreTrainedModel):
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, past_key_values: Cache) -> None:
-        """Puts keys and values of new context [B, C, L * D] at positions [B, C] into the cache, without a block."""
+        """Adds keys and values of new context [B, C, L * D] at positions [B, C] to the cache, without a block."""
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
         position_embeddings = self.rotary_emb(context, position_ids)
         for layer_idx, layer in enumerate(self.layers):
@@ -341,11 +347,11 @@ class DFlashDraftModel(PreTrainedModel):
             past_key_values.update(*attention.keys_and_values(context, position_embeddings), layer_idx)
 
     def get_input_embeddings(self) -> Any:
-        """`None`: the embedding is the target's. Quantisers ask, in order to leave it out."""
+        """`None`: the embedding is the target's."""
         return None
 
     def embed(self, token_ids: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
-        """The block's rows [B, N, D] of token_ids [B, N], out of the target's embedding as this drafter reads it."""
+        """Embeddings [B, N, D] of token_ids [B, N] by the target's `embedding`, scaled if the config says so."""
         scale = self.config.input_embedding_scale
         if scale is None:
             return embedding(token_ids)
@@ -354,10 +360,7 @@ class DFlashDraftModel(PreTrainedModel):
     def compute_logits(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits [B, R, V] over the target's vocabulary of rows [B, R, D] of `last_hidden_state`, by the target's `head`.
-
-        A checkpoint with a head of its own uses that one; tokens that it cannot say have -inf.
-        """
+        """Logits [B, R, V] of hidden_states [B, R, D] by the target's `head` or the drafter's own, with -inf where it has none."""
         logits = head(hidden_states) if self.lm_head is None else self.lm_head(hidden_states)
         if self.config.output_multiplier is not None:
             logits = logits * self.config.output_multiplier
@@ -380,13 +383,12 @@ class DFlashDraftModel(PreTrainedModel):
         uniforms: torch.Tensor | None = None,  # [B, R]
         with_confidences: bool = False,
     ) -> Any:
-        """The tokens that rows of `last_hidden_state` propose after their anchor: `verification_dflash.Proposals`.
+        """The tokens that a block's hidden states propose after the anchor, as `verification_dflash.Proposals`.
 
-        The rows are those of a block in order, without the anchor's unless `config.sample_from_anchor`. A drafter without
-        a selector proposes each row's argmax, at a temperature too. One with a selector walks from the anchor: greedily, or
-        drawing each token by its uniform in [0, 1), float64, where there are `uniforms`; the distribution, softmax(scores /
-        temperature) of the row's candidates, then comes back with the tokens. `with_confidences` also gives each one's
-        probability.
+        hidden_states [B, R, D] exclude the anchor's position unless `config.sample_from_anchor`. Without a selector, each
+        position proposes its argmax, also when sampling. A selector chooses greedily or, with `uniforms` (float64, in [0, 1)),
+        draws each token from softmax(scores / temperature) of its candidates, which is returned too. `with_confidences` adds
+        the probability of each token.
         """
         from .verification_dflash import Proposals, pick
 
@@ -394,7 +396,7 @@ class DFlashDraftModel(PreTrainedModel):
         if self.candidate_selector is None:
             token_ids = logits.argmax(dim=-1)
             best = logits.gather(-1, token_ids[..., None])
-            if with_confidences:  # the likeliest one's share, without a copy of the logits in float32
+            if with_confidences:  # the argmax's probability, without a float32 copy of the logits
                 confidences = (logits - best).exp().sum(dim=-1, dtype=torch.float32).reciprocal()
             is_finite = best.isfinite().all(dim=-1).all(dim=-1)
             return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
@@ -402,10 +404,10 @@ class DFlashDraftModel(PreTrainedModel):
         def chances(scores: torch.Tensor) -> torch.Tensor:
             return (scores.double() / temperature).softmax(dim=-1)
 
-        def choose(scores: torch.Tensor, row: int) -> torch.Tensor:
+        def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
             if uniforms is None:
                 return scores.argmax(dim=-1)
-            return pick(chances(scores), uniforms[:, row].to(scores.device))
+            return pick(chances(scores), uniforms[:, i].to(scores.device))
 
         path, candidate_ids, scores = self.candidate_selector(hidden_states, logits, anchors, choose)
         if with_confidences:
@@ -418,7 +420,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
-        # From a local folder, transformers 4.57 copies only the files that this one names; the loop needs them all.
+        # From a local folder, transformers 4.57 copies only the files that this one imports.
         from .cache_dflash import PreallocatedCache  # noqa: F401
         from .decoding_dflash import Block  # noqa: F401
         from .generation_dflash import spec_generate
@@ -429,7 +431,7 @@ class DFlashDraftModel(PreTrainedModel):
         return spec_generate(self, target, input_ids, **kwargs)
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        """How `push_to_hub` ends in transformers; here a card and the door of a target's `generate` go along."""
+        """Adds a card and `custom_generate/generate.py` to the upload of `push_to_hub`."""
         from .generation_dflash import complete_upload
 
         complete_upload(working_dir, self.config, repo_id)
@@ -437,28 +439,27 @@ class DFlashDraftModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `PreTrainedModel.from_pretrained`; weights are read from a pickle only with `weights_only=True`.
+        """Loads a drafter as `PreTrainedModel.from_pretrained` does. Pickles are read only with `weights_only=True`.
 
         Raises:
-            ValueError: for missing, unexpected or misshapen tensors (a drafter with random tensors would run and
-                propose nothing), and for a file that cannot be read.
-            OSError: for a folder that holds no checkpoint.
+            ValueError: for missing, unexpected or misshapen tensors, because a drafter with random tensors would run and
+                propose nothing useful, and for a file that cannot be read.
+            OSError: for a folder without a checkpoint.
         """
         name = str(pretrained_model_name_or_path)
         if not kwargs.get("weights_only"):
             kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # so that they are listed, and refused below
+        kwargs["ignore_mismatched_sizes"] = True  # listed and refused below
         if cls.config_class.reader is not None:
             cls.config_class.reader.check_folder(name, kwargs.get("subfolder") or "", kwargs.get("weights_only"))
             kwargs.setdefault("key_mapping", dict(cls.config_class.reader.TENSOR_NAMES))
         try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
+            kwargs["output_loading_info"] = True
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except Exception as error:
             kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
-            # What reading a malformed checkpoint raises where nobody expected it.
+            # Errors of transformers that a malformed checkpoint causes.
             malformed = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
             if not isinstance(error, malformed) and not kind.startswith(("StrictDataclass", "SafetensorError")):
                 raise
@@ -467,12 +468,12 @@ class DFlashDraftModel(PreTrainedModel):
                 "fetch it again. `dflash check` says what is wrong with it."
             ) from error
         model, info = loaded
-        if getattr(model, "_weight_conversions", None):  # transformers 5 would save under the names that it read
+        if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
             kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
             model._weight_conversions = kept
         keys = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
         if keys:
-            listed = "; ".join(f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}" for key in keys)
+            listed = "; ".join(f"{len(info[key])} {key.replace('_', ' ')}: {_first_three(info[key])}" for key in keys)
             raise ValueError(
                 f"{name} does not fill a DFlash drafter exactly ({listed}): it is another kind of checkpoint, or its "
                 "config.json does not belong to its weights."
@@ -480,5 +481,10 @@ class DFlashDraftModel(PreTrainedModel):
         return (model, info) if wants_info else model
 
 
-# In remote code too, so that a model loaded from a checkpoint ships its code again when saved.
+def _first_three(names: Iterable[Any]) -> str:
+    listed = sorted(map(str, names))
+    return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
+
+
+# Also in remote code, so that a model loaded from a checkpoint ships its code again when saved.
 DFlashDraftModel.register_for_auto_class("AutoModel")

@@ -1,10 +1,10 @@
-"""What is put before the target: rows of text, draft trees, lookups in the text's past, and how many proposals pay.
+"""What the target verifies: sequences, draft trees, prompt lookup, and how many proposals are worth their time.
 
-Trees (DDTree, arXiv 2604.12989): every node sees the text and its ancestors alone, so its logits are those of plain
-decoding after its path, and walking along the target's own choices is exact.
+Trees (DDTree, arXiv 2604.12989): each node sees only the text and its ancestors. Its logits are those of plain decoding after
+its path, so following the target's choices down the tree is exact.
 
-Pacing (CaDDTree, arXiv 2606.01813, has a latency curve likewise): proposals are taken, likeliest first, as long as the next
-one promises more tokens than its time gives elsewhere. The clock here decides how long things take, never the text.
+Pacing (with a latency curve, as in CaDDTree, arXiv 2606.01813): proposals are added, most probable first, while the next one
+is expected to give more tokens than the same time gives elsewhere. The clock decides how much is verified, never the text.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 
-HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)  # which take a text on the host, so that no device is waited for
+HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)  # accept a text on the CPU, so they do not wait for the device
 
 
 @dataclass
-class Row:
-    """A prompt of the batch and what was written behind it."""
+class TextSequence:
+    """A prompt of the batch and the tokens generated after it."""
 
     index: int
     prompt_ids: torch.Tensor  # [S], with its padding
@@ -38,36 +38,31 @@ class Row:
     is_done: bool = False
 
     @cached_property
-    def on_host(self) -> Row:
-        """This row, its prompt on the CPU; the new tokens are shared."""
+    def on_host(self) -> TextSequence:
+        """This sequence with its prompt on the CPU. The list of new tokens is shared."""
         return replace(self, prompt_ids=self.prompt_ids.cpu())
 
     def text(self, more_ids: Sequence[int] = ()) -> torch.Tensor:
-        """Prompt, new tokens and `more_ids`, [1, S + new + more], as plain `generate` shows them to processors."""
+        """Prompt, new tokens and `more_ids`, [1, S + new + more], as `generate` passes them to processors."""
         return torch.cat([self.prompt_ids, self.prompt_ids.new_tensor([*self.new_ids, *more_ids])])[None]
 
 
-def token_limit(criteria: StoppingCriteriaList, prompt_length: int) -> int:
-    """How many new tokens the criteria allow; a caller's own length criterion stands in place of the config's."""
-    return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)) - prompt_length
-
-
-def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[Row, list[int]], list[int]]:
-    """`cut(row, token_ids)` writes tokens into the row, one by one as `generate` does, till it stops: returns those."""
+def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[TextSequence, list[int]], list[int]]:
+    """`cut(sequence, token_ids)` appends tokens one by one, as `generate` does, until the text stops, and returns those."""
     stop_ids = {i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()}
     asked = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     on_host = StoppingCriteriaList(c for c in asked if type(c) in HOST_CRITERIA)
     others = StoppingCriteriaList(c for c in asked if type(c) not in HOST_CRITERIA)
 
-    def cut(row: Row, token_ids: list[int]) -> list[int]:
+    def cut(sequence: TextSequence, token_ids: list[int]) -> list[int]:
         for count, token_id in enumerate(token_ids, start=1):
-            row.new_ids.append(token_id)
-            row.is_done = token_id in stop_ids or len(row.new_ids) == max_new_tokens
+            sequence.new_ids.append(token_id)
+            sequence.is_done = token_id in stop_ids or len(sequence.new_ids) == max_new_tokens
             if on_host:
-                row.is_done |= bool(on_host(row.on_host.text(), None).all())
+                sequence.is_done |= bool(on_host(sequence.on_host.text(), None).all())
             if others:
-                row.is_done |= bool(others(row.text(), None).all())
-            if row.is_done:
+                sequence.is_done |= bool(others(sequence.text(), None).all())
+            if sequence.is_done:
                 return token_ids[:count]
         return token_ids
 
@@ -76,19 +71,19 @@ def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Column 0 is the anchor; the nodes, columns 1, 2, …, stand behind it, each after its parent."""
+    """A tree of proposals. Column 0 is the anchor; nodes are columns 1, 2, …, each after its parent."""
 
     token_ids: list[int]
     parents: list[int]  # columns
-    probabilities: list[float]  # of each one's whole path, by the drafter's distributions; never rising
+    probabilities: list[float]  # of each node's path under the drafter, in descending order
 
     def first(self, count: int) -> DraftTree:
-        """The `count` likeliest nodes: a tree, because nobody is likelier than its parent."""
+        """The `count` most probable nodes. They form a tree: no node is more probable than its parent."""
         return DraftTree(self.token_ids[:count], self.parents[:count], self.probabilities[:count])
 
     @cached_property
     def depths(self) -> list[int]:
-        """How many tokens each column stands behind the anchor's."""
+        """Distance of each column from the anchor, in tokens."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -96,21 +91,21 @@ class DraftTree:
 
     @cached_property
     def children(self) -> list[dict[int, int]]:
-        """For each column, the columns of its children by their token."""
+        """For each column, its children: token to column."""
         children: list[dict[int, int]] = [{} for _ in self.depths]
         for column, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True), start=1):
             children[parent][token_id] = column
         return children
 
     def chain(self) -> list[int]:
-        """The nodes of the likeliest path, each the likeliest child of the one before, as indices of `token_ids`."""
+        """The path that always takes the most probable child, as indices of `token_ids`."""
         columns = [0]
         while children := self.children[columns[-1]]:
             columns.append(min(children.values()))
         return [column - 1 for column in columns[1:]]
 
     def ancestors(self) -> torch.Tensor:
-        """Which columns each column sees, itself included: bool [1 + n, 1 + n]."""
+        """Which columns each column sees, itself included, bool [1 + n, 1 + n]."""
         sees = torch.eye(len(self.depths), dtype=torch.bool)
         for column, parent in enumerate(self.parents, start=1):
             sees[column] |= sees[parent]
@@ -118,13 +113,13 @@ class DraftTree:
 
 
 def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
-    """The `budget` likeliest paths, best first, of independent positions; `log_probs` fall (DDTree, algorithm 1)."""
+    """The `budget` most probable paths over independent positions, best first (DDTree, algorithm 1); `log_probs` descend."""
     tree = DraftTree([], [], [])
-    # Minus the path's log-probability, its parent's, the parent's column, its position and its rank there.
+    # Negative log-probability of the path and of its parent's path, the parent's column, the position, the rank there.
     frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
     while frontier and len(tree.token_ids) < budget:
         cost, cost_of_parent, parent, position, rank = heapq.heappop(frontier)
-        if cost == math.inf:  # a token that the drafter cannot say
+        if cost == math.inf:  # outside the drafter's vocabulary
             break
         tree.token_ids.append(token_ids[position][rank])
         tree.parents.append(parent)
@@ -138,65 +133,77 @@ def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence
     return tree
 
 
-RECENT = 0.25  # how much of the running mean the latest block is
-RETRY_AFTER = 16  # places where a loser could have proposed, after which it is tried again
+RECENT = 0.25  # weight of the latest block in the running mean
+RETRY_AFTER = 16  # a source that lost is tried again at every such opportunity
 
 
 class PromptLookup:
-    """Proposes what followed the latest earlier occurrence of the text's last `ngram_size` tokens.
-
-    It pays while its blocks have had at least as many tokens accepted as the drafter's, on a running mean; otherwise it
-    is tried once in a while.
-    """
+    """Proposes the tokens that followed the last `ngram_size` tokens where they last occurred, while these are accepted."""
 
     def __init__(self, num_tokens: int, ngram_size: int) -> None:
         self.num_tokens, self.ngram_size = num_tokens, ngram_size
-        # For each row its text, and for each n-gram but the last one where the token behind it stands.
+        # For each sequence its text, and for each n-gram, except the last one, the index of the token after it.
         self._read: dict[int, tuple[list[int], dict[tuple[int, ...], int]]] = {}
-        self._mean_accepted: dict[bool, float] = {}  # of lookups (untried, they are tried) and of the drafter's blocks
+        self._mean_accepted: dict[bool, float] = {}  # of lookups (True) and of the drafter's blocks (False)
         self._num_passed = 0
 
-    def propose(self, rows: list[Row]) -> dict[int, list[int]]:
-        """Proposals by place in `rows`, where the text's end occurred before and looking back pays."""
-        found = {place: ids for place, row in enumerate(rows) if (ids := self._continue(row))}
+    def propose(self, sequences: list[TextSequence]) -> dict[int, list[int]]:
+        """Proposals by index in `sequences`, for those whose last tokens occurred before, while lookups pay."""
+        found = {index: ids for index, sequence in enumerate(sequences) if (ids := self._continue(sequence))}
         if not found or self._mean_accepted.get(True, math.inf) >= self._mean_accepted.get(False, 0.0):
             return found
         self._num_passed = (self._num_passed + 1) % RETRY_AFTER
         return {} if self._num_passed else found
 
     def record(self, is_lookup: bool, num_accepted: int) -> None:
-        """Counts what was accepted of a block of either kind."""
+        """Adds a block's accepted tokens to the mean of its kind."""
         mean = self._mean_accepted.get(is_lookup, float(num_accepted))
         self._mean_accepted[is_lookup] = mean + RECENT * (num_accepted - mean)
 
-    def _continue(self, row: Row) -> list[int] | None:
-        """What stood behind the latest earlier occurrence of the row's end, repeated if it reaches that end."""
-        text, places = self._read.setdefault(row.index, ([], {}))
+    def _continue(self, sequence: TextSequence) -> list[int] | None:
+        """The tokens after the latest earlier occurrence of the last n-gram, repeated where the text ends."""
+        text, indices = self._read.setdefault(sequence.index, ([], {}))
         first_end = max(len(text), self.ngram_size)
-        text += row.new_ids[len(text) - len(row.prompt_ids) :] if text else row.prompt_ids.tolist() + row.new_ids
+        prompt_ids, new_ids = sequence.prompt_ids, sequence.new_ids
+        text += new_ids[len(text) - len(prompt_ids) :] if text else prompt_ids.tolist() + new_ids
         for end in range(first_end, len(text)):
-            places[tuple(text[end - self.ngram_size : end])] = end
-        begin = places.get(tuple(text[-self.ngram_size :]))
+            indices[tuple(text[end - self.ngram_size : end])] = end
+        begin = indices.get(tuple(text[-self.ngram_size :]))
         if begin is None:
             return None
         period = len(text) - begin
         return [text[begin + i % period] for i in range(self.num_tokens)]
 
 
-REPEATS, UNTIMED = 5, 3  # timed forwards, after some in which compiled ones are recorded and compared
-clock = time.perf_counter  # the one clock of the shipped code
-_measured: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # curves by target, drafter and setting
+REPEATS, UNTIMED = 5, 3  # timed forwards, and warm-up forwards before them, which record and compare compiled ones
+clock = time.perf_counter  # the only clock in the shipped code
+_measured: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # curves, by target, drafter and setting
 
 
 @dataclass(frozen=True)
 class LatencyCurve:
-    """Milliseconds of one verify step by its number of columns, of one draft, and of what a tree adds."""
+    """Measured durations of the two forwards of a target and drafter pair, for adaptive decoding.
 
-    widths: tuple[int, ...]  # columns, anchor included, rising from 1
-    verify_ms: tuple[float, ...]  # of the target's forward over so many
+    Attributes:
+        widths (`tuple[int, ...]`): Numbers of columns, anchor included, rising from 1.
+        verify_ms (`tuple[float, ...]`): Milliseconds of the target's forward, for each width.
+        draft_ms (`float`): Milliseconds of one draft.
+        machine (`dict[str, Any]`): What they were measured on: device, dtype, threads, versions, sizes of the models.
+        tree_ms (`float`, *optional*): Additional milliseconds of a step that verifies a tree; `None` if not measured.
+
+    Raises:
+        ValueError: if widths and times do not belong together, or a time is not positive.
+
+    Example:
+        >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
+        >>> text_ids = drafter.spec_generate(input_ids, target=target, latency_curve=curve)
+    """
+
+    widths: tuple[int, ...]
+    verify_ms: tuple[float, ...]
     draft_ms: float
-    machine: dict[str, Any]  # what they were measured on: device, dtype, threads, versions
-    tree_ms: float | None = None  # more of a step whose columns are a tree; None: not measured
+    machine: dict[str, Any]
+    tree_ms: float | None = None
 
     def __post_init__(self) -> None:
         widths = list(self.widths)
@@ -210,7 +217,7 @@ class LatencyCurve:
             raise ValueError(f"A latency curve holds {shortest} ms: measure it again.")
 
     def verify(self, width: int) -> float:
-        """Milliseconds of `width` columns: on the line through the measured widths around it, or the last two."""
+        """Milliseconds of a target forward over `width` columns, interpolated linearly between measured widths."""
         if len(self.widths) == 1:
             return self.verify_ms[0]
         right = min(max(bisect_left(self.widths, width), 1), len(self.widths) - 1)
@@ -218,12 +225,12 @@ class LatencyCurve:
         return t0 + (t1 - t0) * (width - w0) / (w1 - w0)
 
     def to_json(self) -> str:
-        """As text for a file."""
+        """The curve as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> LatencyCurve:
-        """What `to_json` wrote; raises ValueError if it is something else."""
+        """The curve that `to_json` wrote. Raises ValueError for any other text."""
         try:
             fields = json.loads(text)
             widths, verify_ms = tuple(map(int, fields["widths"])), tuple(map(float, fields["verify_ms"]))
@@ -234,7 +241,7 @@ class LatencyCurve:
         return cls(widths, verify_ms, draft_ms, measured_on, tree_ms)
 
     def check(self, target: Any, drafter: Any, is_tree: bool) -> None:
-        """Raises ValueError if it was measured on another machine or of another pair, or knows no trees."""
+        """Raises ValueError if the curve is of another machine or pair, or was measured without trees and `is_tree`."""
         if is_tree and self.tree_ms is None:
             raise ValueError("The latency curve was measured without draft_tree: measure it with draft_tree=True.")
         here = machine(target, drafter)
@@ -245,7 +252,7 @@ class LatencyCurve:
 
 
 def machine(target: Any, drafter: Any) -> dict[str, Any]:
-    """What the times of a pair depend on."""
+    """Everything that the durations of a pair depend on."""
     device = target.device
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -265,16 +272,12 @@ def measured_curve(
     draft: Callable[[], torch.Tensor],
     verify_tree: Callable[[int], torch.Tensor] | None = None,
 ) -> LatencyCurve:
-    """The curve of a target and a drafter over `widths`, rising from 1, measured if it was not before in this `setting`.
-
-    A setting is what else the times depend on. `verify` runs the target over so many columns, `verify_tree` over those
-    of a tree, and `draft` the drafter; each leaves everything as it was.
-    """
+    """The curve of target and drafter over `widths`, measured once per `setting`; the functions run one forward each."""
     target, drafter = models
     of_pair = _measured.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
     key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
     if key not in of_pair:
-        # Wider is never faster: what says so is noise.
+        # A wider forward is never faster; a measurement that says so is an outlier.
         times = tuple(accumulate([_milliseconds(partial(verify, width)) for width in widths], max))
         tree_ms = None
         if verify_tree is not None:
@@ -289,58 +292,58 @@ def _milliseconds(run: Callable[[], torch.Tensor]) -> float:
         began = clock()
         run().flatten()[0].item()  # reading a value waits for the device
         times.append(1e3 * (clock() - began))
-    return min(times[UNTIMED:])  # what another process slows down is not the machine's
+    return min(times[UNTIMED:])  # the minimum: other processes only add time
 
 
-DECAY = 0.95  # what a running sum keeps of itself per step: about twenty steps count
-SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256  # steps without a draft, or drafts without a tree, after those did not pay
-MARGIN = 0.9  # drafts pay that give this share of what plain decoding gives in their time: less is no bad luck
-CREDIT = 16  # steps by which what drafts gave in earlier texts counts in a new one: a few bad blocks are bad luck
-MOST_WORTH = 1.5  # times plain decoding that it counts as at most: a text where drafts fail is soon found out
+DECAY = 0.95  # of running sums, per step: about twenty steps count
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256  # steps without a draft, or drafts without a tree
+MARGIN = 0.9  # drafts are kept up while they give this share of plain decoding's tokens in the same time
+CREDIT = 16  # weight of earlier texts in a new one, in steps: a few bad blocks do not stop drafting
+MOST_WORTH = 1.5  # cap on that history's gain, so that a text whose drafts fail is detected within a few steps
 
 
 @dataclass
 class Pause:
-    """How long something is left out that did not pay: twice as long each time."""
+    """How long a source that did not pay is left out: twice as long each time."""
 
     length: int = 0  # of the latest pause; 0 while tries pay
     left: int = 0
 
     def is_over(self) -> bool:
-        """Whether it is time to try again; a step of the pause passes if not."""
+        """Whether to try again; if not, one step of the pause passes."""
         self.left -= 1
         return self.left < 0
 
     def record(self, has_paid: bool) -> None:
-        """Takes note of what a try gave."""
+        """Ends the pause if the try has paid, or doubles it."""
         self.length = 0 if has_paid else min(max(2 * self.length, SHORTEST_PAUSE), LONGEST_PAUSE)
         self.left = self.length
 
 
 class Habits:
-    """What one text teaches about a drafter for the next: what drafts give, and how often to try what gave nothing."""
+    """Statistics of a drafter that are carried from one text to the next: gains of drafts, and pauses."""
 
     _of: weakref.WeakKeyDictionary[Any, Habits] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.drafts, self.trees = Pause(), Pause()
-        # Of recent steps with a draft: tokens, and what plain decoding would have given in their time.
+        # Of recent steps with a draft: tokens, and the tokens that plain decoding gives in the same time.
         self._gained = self._plain = float(CREDIT)
 
     @classmethod
     def of(cls, drafter: Any) -> Habits:
-        """The drafter's."""
+        """Those of `drafter`."""
         return cls._of.setdefault(drafter, cls())
 
     def weigh_anew(self) -> None:
-        """Counts the past like `CREDIT` steps; if drafts did not pay, like one: what is tried is judged by itself."""
+        """Weighs the past like `CREDIT` steps, or like one step if drafts did not pay."""
         if self.drafts.length:
             self._gained = self._plain = 1.0
         else:
             self._gained, self._plain = CREDIT * min(self._gained / self._plain, MOST_WORTH), float(CREDIT)
 
     def record(self, gained: float, plain: float) -> None:
-        """Takes note of a step with a draft: its tokens, and what plain decoding would have given in its time."""
+        """Adds a step with a draft: its tokens, and those that plain decoding gives in the same time."""
         self._gained, self._plain = DECAY * self._gained + gained, DECAY * self._plain + plain
         has_paid = self._gained > MARGIN * self._plain
         self.drafts.record(has_paid)
@@ -349,80 +352,71 @@ class Habits:
 
 
 class Pacer:
-    """Chooses the width of each step by a latency curve and by how well the drafter's confidence has held.
-
-    A step gives each of `num_rows` at least one token, and `widths` are the numbers of columns that it may have.
-    """
+    """Chooses the width of each step by a latency curve and the drafter's confidence; `widths`: allowed ones, or any."""
 
     def __init__(
-        self, curve: LatencyCurve, num_rows: int = 1, habits: Habits | None = None, widths: Sequence[int] | None = None
+        self, curve: LatencyCurve, num_sequences: int = 1, habits: Habits | None = None, widths: Sequence[int] = ()
     ) -> None:
-        self.curve, self.num_rows = curve, num_rows
-        self._habits, self._widths = habits or Habits(), widths
-        for pause in (self._habits.drafts, self._habits.trees):
-            pause.left = min(pause.left, LONGEST_PAUSE // 2)  # this text may be another matter
-        self._habits.weigh_anew()
-        # Of recent steps: tokens and milliseconds (by the curve); accepted proposals and how many were expected.
-        self._tokens, self._milliseconds = float(num_rows), curve.verify(1)
+        self.curve, self.num_sequences = curve, num_sequences
+        self.habits, self._widths = habits or Habits(), widths
+        for pause in (self.habits.drafts, self.habits.trees):
+            pause.left = min(pause.left, LONGEST_PAUSE // 2)  # this text may differ
+        self.habits.weigh_anew()
+        # Of recent steps: tokens, milliseconds by the curve, accepted proposals, and expected ones.
+        self._tokens, self._milliseconds = float(num_sequences), curve.verify(1)
         self._accepted, self._expected = 1.0, 1.0
         self.begin_step()
 
     def begin_step(self) -> None:
-        """A step without a draft, until `choose` says otherwise."""
-        # Whether it drafts, what a tree adds, and how many accepted proposals are expected.
+        """Begins a step, without a draft until `choose` is called."""
+        # Whether the step drafts, milliseconds that a tree adds, and the expected number of accepted proposals.
         self._is_drafted, self._tree_ms, self._promised = False, 0.0, 0.0
 
-    def wants_draft(self, num_rows: int = 1) -> bool:
-        """Whether to draft in the next step for so many rows. While drafts do not pay, only now and then one is tried."""
-        if num_rows != self.num_rows:  # the others are done, and the text grows so much slower
-            self._tokens *= num_rows / self.num_rows
-            self.num_rows = num_rows
-            self._habits.drafts.left = 0
-            self._habits.weigh_anew()
-        return self._habits.drafts.is_over()
-
-    def wants_tree(self) -> bool:
-        """Whether to grow a tree behind this draft. While a chain pays more, only now and then one is tried."""
-        return self._habits.trees.is_over()
+    def wants_draft(self, num_sequences: int = 1) -> bool:
+        """Whether to draft in the next step. While drafts do not pay, they are tried at growing intervals."""
+        if num_sequences != self.num_sequences:  # sequences are done, and tokens come proportionally slower
+            self._tokens *= num_sequences / self.num_sequences
+            self.num_sequences = num_sequences
+            self.habits.drafts.left = 0
+            self.habits.weigh_anew()
+        return self.habits.drafts.is_over()
 
     def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
-        """How many proposals to verify, and whether as a tree.
-
-        By the chance that each token, or node, likeliest first, stands by the drafter's confidence, summed over rows.
-        """
+        """How many proposals to verify, and whether as a tree, by the drafter's probabilities, summed over sequences."""
         count, gain = self._best(survival, 0.0)
         tree_ms = self.curve.tree_ms or 0.0
         num_nodes, gain_of_tree = self._best(tree_survival, tree_ms)
         is_tree = gain_of_tree > gain
         if tree_survival:
-            self._habits.trees.record(is_tree)
+            self.habits.trees.record(is_tree)
         if is_tree:
             count, survival, self._tree_ms = num_nodes, tree_survival, tree_ms
         self._is_drafted, self._promised = True, sum(survival[:count])
         return count, is_tree
 
     def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
-        """The number of proposals that gains most over none, in tokens, and what it gains."""
+        """The number of proposals with the largest expected gain over none, and that gain in tokens."""
         plain_ms = self.curve.verify(1)
-        rate = max(self._tokens / self._milliseconds, self.num_rows / plain_ms)  # never less than plain decoding's
+        rate = max(self._tokens / self._milliseconds, self.num_sequences / plain_ms)  # at least plain decoding's
         calibration = self._accepted / self._expected
         best, best_gain, expected = 0, 0.0, 0.0
         for count, chance in enumerate(survival, start=1):
-            expected += min(chance * calibration, self.num_rows)
+            expected += min(chance * calibration, self.num_sequences)
             gain = expected - rate * (self.curve.verify(1 + count) - (plain_ms - extra_ms))
-            may_be = self._widths is None or 1 + count in self._widths or count == len(survival)
+            may_be = not self._widths or 1 + count in self._widths or count == len(survival)
             if may_be and gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
 
     def record(self, num_proposals: int, num_accepted: int) -> None:
-        """Takes note of a step: the proposals of each row, and how many stood in all rows."""
+        """Adds a step: proposals per sequence, and accepted proposals of all sequences."""
         milliseconds = self.curve.verify(1 + num_proposals) + self._tree_ms
         milliseconds += self.curve.draft_ms if self._is_drafted else 0.0
-        self._tokens = DECAY * self._tokens + num_accepted + self.num_rows
+        self._tokens = DECAY * self._tokens + num_accepted + self.num_sequences
         self._milliseconds = DECAY * self._milliseconds + milliseconds
         if self._is_drafted:
-            self._habits.record(num_accepted + self.num_rows, self.num_rows * milliseconds / self.curve.verify(1))
+            plain = self.num_sequences * milliseconds / self.curve.verify(1)
+            self.habits.record(num_accepted + self.num_sequences, plain)
         if self._promised:
             self._accepted = DECAY * self._accepted + num_accepted
             self._expected = DECAY * self._expected + self._promised

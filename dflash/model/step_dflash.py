@@ -1,12 +1,11 @@
-"""The target's forward and the drafter's: each one function, run eagerly or compiled.
+"""The forward of the target and the forward of the drafter, run eagerly or compiled.
 
-`verify` and `draft` are the two forwards. Layers are tapped in `tapped_forward`, masks by layer type are made in
-`Layout.masks` and `DFlashDraftModel.step_masks`, and nowhere else. `Pair` runs them for a request. `CompiledPair` compiles
-them, and `whole_step`: draft, head, choice, verify and accept in one function whose lengths and anchors stay on the device.
+`verify` and `draft` are the two forwards. `Pair` runs them for a request. `CompiledPair` compiles them, and `whole_step`:
+draft, verify and accept in one function whose lengths and anchors stay on the device.
 
-On a device with a queue every shape is one of few, and the pair lends the storage of both caches to one text after another,
-so a second text records nothing. Elsewhere one compilation serves all lengths. What cannot be compiled, or computes something
-else than eagerly, runs eagerly, and one warning says why.
+On a device with a queue there are few shapes, and the pair lends the storage of both caches to one text after another, so a
+second text records nothing. Elsewhere one compilation serves all lengths. A function that does not compile, or computes
+something else than eagerly, runs eagerly, and one warning says why.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -46,32 +46,32 @@ from .verification_dflash import Sampler, Verdict, choose_greedy, verify_match
 
 logger = logging.get_logger(__name__)
 
-BACKEND = "inductor"  # what torch.compile hands the graphs to
+BACKEND = "inductor"  # of torch.compile
 
-# Kinds of device that compute while the host goes on. There shapes are few, and steps are launched before the last is read.
+# Kinds of device that compute while the host continues: few shapes, and steps launched before the last one is read.
 ASYNCHRONOUS = ("cuda",)
 
-FLEX_DEVICES = ("cuda",)  # kinds of device whose compiled steps attend by flex attention
+FLEX_DEVICES = ("cuda",)  # kinds of device whose compiled steps use flex attention
 
-# Sequences and columns of compiled steps on such devices: the next larger is taken. Capacities double from the smallest.
-ROW_CLASSES = (1, 2, 4, 8, 16)
+# Numbers of sequences and columns of compiled steps on such devices, rounded up. Capacities double from the smallest.
+SEQUENCE_CLASSES = (1, 2, 4, 8, 16)
 WIDTH_CLASSES = (1, 4, 8, 16, 32, 64)
 SMALLEST_CAPACITY = 2048
 
-# How far what compiled forwards give may be from what eager ones do, relative to the largest.
+# Largest difference between outputs of compiled and eager forwards, relative to the largest output.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 5e-2
 
-# Calls of a compiled function after which it is compared with eager: the first, and on CUDA the first replay of its graph.
+# Calls of a compiled function that are compared with eager: the first, and on CUDA the first replay of its graph.
 COMPARED_CALLS = (1, 3)
 
-# Before a compilation was measured here: the seconds that it takes, and the share of an eager step's time that it saves.
+# Assumed until a compilation was measured here: its seconds, and the share of an eager step's time that it saves.
 EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
 
-# What Inductor is told for CUDA: record graphs, fuse whatever saves a byte, launch small kernels that stand side by side as one.
+# Options of Inductor for CUDA: record graphs, fuse whenever it saves memory traffic, combine small independent kernels.
 CUDA_OPTIONS = {"triton.cudagraphs": True, "score_fusion_memory_threshold": 1, "combo_kernels": True}
 
-# Names of what the compiler watches of the models: their modules, attributes and weights.
+# Names of the compiler's guards on the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
 try:
@@ -82,19 +82,19 @@ except ImportError:  # transformers 4
 
 @dataclass(frozen=True)
 class Layout:
-    """What a step has to know of a target."""
+    """Properties of a target that a step depends on."""
 
-    taps: tuple[int, ...]  # the layers whose outputs the drafter reads
-    types: tuple[str, ...]  # the kinds of its layers, each once
-    window: int | None  # of its sliding layers
-    # Whether its forward takes no 4-D mask in place of its own: linear layers, attention kernels without masks, positions
-    # that an image has shifted, or modelling code that masks by itself.
+    taps: tuple[int, ...]  # layers whose outputs the drafter reads
+    types: tuple[str, ...]  # its layer types, each once
+    window: int | None  # of sliding layers
+    # Whether its forward does not accept 4-D masks: linear layers, attention kernels without masks, positions shifted by
+    # images, or modelling code that makes its own.
     makes_own_masks: bool
-    shares_keys: bool  # whether some layers read the keys of earlier ones
+    shares_keys: bool  # whether layers read the keys of earlier ones
 
     @classmethod
     def of(cls, target: PreTrainedModel, taps: Sequence[int]) -> Layout:
-        """That of a target whose layers `taps` are read."""
+        """The layout of `target`, whose layers `taps` are read."""
         config = target.config.get_text_config(decoder=True)
         types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
         takes_masks = target._supports_attention_backend and attention_of(target) in ("sdpa", "eager")
@@ -115,8 +115,8 @@ class Layout:
         ancestors: torch.Tensor | None = None,
         is_real: torch.Tensor | None = None,
     ) -> Any:
-        """The mask of columns at `positions`, by layer type where types differ; `dtype` `None`: for flex attention."""
-        if dtype is None:  # stored: what is computed of several tensors cannot be written into flex attention's kernel
+        """The mask of columns at `positions`, by layer type where types differ. `dtype=None`: a block mask of flex attention."""
+        if dtype is None:  # a plain tensor: flex attention cannot inline an expression of several tensors
             positions = positions.as_strided(positions.shape, positions.stride())
 
         def mask(window: int | None) -> Any:
@@ -124,7 +124,7 @@ class Layout:
             return step_mask(sees, positions[:, 0], positions.shape[1], num_keys, window, dtype)
 
         def of_type(name: str) -> Any:
-            # Linear layers see all but padding: left of a text, where a column of zeros leaves their state as it is.
+            # Linear layers skip only padding, which is on the left: columns of zeros do not change their state.
             return is_real if name in LINEAR_TYPES else mask(self.window if name == "sliding_attention" else None)
 
         if len(self.types) > 1:
@@ -133,21 +133,19 @@ class Layout:
 
 
 def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the target's forward, and the outputs of its layers `taps` side by side, [B, S, L * D].
-
-    Hooks stand for this forward alone and listen to this thread alone, so two threads may generate on one target.
-    """
+    """Logits of the target's forward, and the concatenated outputs of its layers `taps`, [B, S, L * D]."""
     inputs |= {"use_cache": True, "return_dict": True}
-    if torch.compiler.is_compiling():  # no hook may come and go there; the states of other layers are unused
+    if torch.compiler.is_compiling():  # hooks cannot be added there; the states of other layers are unused
         output = target(**inputs, output_hidden_states=True)
         return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+    # Hooks exist during this forward and record this thread, so several threads can generate on one target.
     thread, layers, states = threading.get_ident(), decoder_layers(target), list[torch.Tensor]()
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == thread:
             states.append(output[0] if isinstance(output, tuple) else output)
 
-    hook.is_tap = True  # type: ignore[attr-defined]  # gone before another forward: no change of the model
+    hook.is_tap = True  # type: ignore[attr-defined]  # removed after this forward, so the model counts as unchanged
     handles = [layers[tap].register_forward_hook(hook) for tap in taps]
     try:
         logits = target(**inputs).logits
@@ -159,12 +157,12 @@ def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[tor
 
 @dataclass(frozen=True)
 class Place:
-    """Where the columns of a forward stand, and what takes their keys and values."""
+    """Positions of a forward's columns, and the cache of their keys and values."""
 
     positions: torch.Tensor  # [B, S]
     cache: Cache
-    num_keys: int  # to compute with
-    ancestors: torch.Tensor | None = None  # which columns of a tree each one sees, [S, S]; None: a chain
+    num_keys: int  # that the forward reads
+    ancestors: torch.Tensor | None = None  # columns of a tree that each one sees, [S, S]; None: a chain
     is_flex: bool = False
 
 
@@ -184,7 +182,7 @@ def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -
 def draft(
     drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor, place: Place
 ) -> torch.Tensor:
-    """The drafter's last hidden states [B, N, D] of the rows [B, N, D] of a block at `starts` [B], after new context [B, C, L * D]."""
+    """Last hidden states [B, N, D] of blocks at starts [B], from noise_embeds [B, N, D] and new context [B, C, L * D]."""
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=features,
@@ -195,10 +193,7 @@ def draft(
 
 
 def block_slots(starts: torch.Tensor, counts: torch.Tensor, num_columns: int, block_size: int) -> torch.Tensor:
-    """Where the drafter's cache takes each row's first `counts` of C context columns and then its block, [B, C + N].
-
-    The other columns go behind the block, where nothing looks and the next step overwrites them.
-    """
+    """Slots [B, C + N] in the drafter's cache: first `counts` of C context columns, the block, then (masked) the others."""
     columns = torch.arange(num_columns, device=starts.device)
     columns = torch.where(columns < counts[:, None], columns, columns + block_size)
     block = counts[:, None] + torch.arange(block_size, device=starts.device)
@@ -210,7 +205,7 @@ def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     layer = target.get_output_embeddings()
     weight = next(layer.parameters(), None)
     device, dtype = hidden_states.device, target.dtype
-    if weight is not None:  # a quantised head may show none, or one that is not floating point
+    if weight is not None:  # a quantised head may have none, or one that is not floating point
         dtype = weight.dtype if weight.is_floating_point() else dtype
         # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
         device = device if weight.device.type == "meta" else weight.device
@@ -225,20 +220,20 @@ def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Ten
 
 @dataclass(frozen=True)
 class State:
-    """What a step needs of the text, on the device: [R] sequences, of which the host may not know the lengths."""
+    """The state of [R] sequences between steps, on the device. The host may not know their lengths yet."""
 
     anchors: torch.Tensor  # the last committed tokens, [R, 1]
-    starts: torch.Tensor  # their positions, [R]: how much text lies in the target's cache
-    features: torch.Tensor  # what the target computed in its last step, [R, C, L * D]
-    counts: torch.Tensor  # how many columns of it stand and wait for the drafter, [R]
+    starts: torch.Tensor  # their positions, [R], which are the lengths of the target's cache
+    features: torch.Tensor  # context features of the last step, [R, C, L * D]
+    counts: torch.Tensor  # how many of their columns were accepted and are new to the drafter, [R]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the target computed for text that stands, and the drafter's cache does not hold yet."""
+    """Context features of committed text that the drafter's cache does not hold yet."""
 
     features: torch.Tensor  # [B, C, L * D]
-    num_real: list[int]  # how many of each row's columns, its first ones, stand
+    num_real: list[int]  # each sequence's number of valid columns, which are the first ones
 
     @property
     def counts(self) -> torch.Tensor:
@@ -247,34 +242,34 @@ class Context:
 
     @property
     def is_real(self) -> torch.Tensor:
-        """Which columns stand, [B, C]."""
+        """Which columns are valid, [B, C]."""
         return torch.arange(self.features.shape[1], device=self.features.device) < self.counts[:, None]
 
     def first(self, count: int) -> Context:
-        """Each row's first `count` columns at most."""
+        """At most the first `count` columns of each sequence."""
         return Context(self.features[:, :count], [min(count, real) for real in self.num_real])
 
-    def of_rows(self, rows: list[int]) -> Context:
-        """Without the other rows of the batch."""
-        num_real = [self.num_real[row] for row in rows]
-        return Context(chosen(self.features[:, : max(num_real)], 0, rows), num_real)
+    def of_sequences(self, sequences: list[int]) -> Context:
+        """The context of these sequences of the batch."""
+        num_real = [self.num_real[i] for i in sequences]
+        return Context(chosen(self.features[:, : max(num_real)], 0, sequences), num_real)
 
     def state(self, anchors: torch.Tensor, starts: list[int]) -> State:
-        """Where sequences stand whose anchors [B, 1] have these positions."""
+        """The state of sequences whose anchors [B, 1] are at positions `starts`."""
         return State(anchors, to_device(torch.tensor(starts), anchors.device), self.features, self.counts)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Keys and values of all layers of a model as a compiled forward sees them."""
+    """Keys and values of all layers of a model, as a compiled forward takes them."""
 
     keys: list[torch.Tensor]  # [R, G, capacity, E] each
     values: list[torch.Tensor]
-    index: torch.Tensor  # its length is the number of keys to compute with: a size that the compiler can leave open
+    index: torch.Tensor  # its length is the number of keys to read: a size that the compiler can leave open
     is_flex: bool
 
     def place(self, slots: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor | None = None) -> Place:
-        """Columns whose keys and values go to `slots` [B, S]."""
+        """Columns at `positions` whose keys and values are written to `slots` [B, S]."""
         num_keys, pairs = self.index.shape[0], zip(self.keys, self.values, strict=True)
         cache = Cache(layers=[PreallocatedLayer.lent(keys, values, slots, num_keys) for keys, values in pairs])
         return Place(positions, cache, num_keys, ancestors, self.is_flex)
@@ -291,7 +286,7 @@ def verify_lent(
 
 
 def draft_lent(drafter: Any, target: Any, block_size: int, state: State, storage: Storage) -> torch.Tensor:
-    """`draft` of a block in lent storage, after the context that waits in `state`."""
+    """`draft` of a block in lent storage, after the new context in `state`."""
     slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], block_size)
     noise_embeds = drafter.embed(block_ids(drafter, state.anchors, block_size), target.get_input_embeddings())
     return draft(drafter, noise_embeds, state.features, state.starts, storage.place(slots, slots))
@@ -299,9 +294,9 @@ def draft_lent(drafter: Any, target: Any, block_size: int, state: State, storage
 
 @dataclass(frozen=True)
 class Shape:
-    """What is fixed of a whole step."""
+    """The static sizes of a whole step."""
 
-    block_size: int  # rows of a block, anchor included
+    block_size: int  # anchor included
     num_proposals: int  # to verify
     num_candidates: int = 0  # of its `Sampler`
 
@@ -311,22 +306,21 @@ def whole_step(
     state: State,
     storages: tuple[Storage, Storage],  # the target's and the drafter's
     shape: Shape,
-    drawn: tuple[torch.Tensor, torch.Tensor] | None,  # uniforms [B, n + 1] and a `Sampler`'s settings; None: greedy
-    compared: Sequence[torch.Tensor] | None = None,  # what the step gave before
+    drawn: tuple[torch.Tensor, torch.Tensor] | None,  # uniforms [B, n + 1], settings of a `Sampler`; None: greedy
+    compared: Sequence[torch.Tensor] | None = None,  # outputs of the compiled step
 ) -> tuple[torch.Tensor, ...]:
     """Drafts a block for each sequence, verifies and accepts it.
 
-    Gives how many proposals stand, the target's choices, the proposals, the drafter's hidden states, the context features
-    and the logits of the choices. The proposals that are `compared` are verified, and the logits of the choices beside them
-    given, because others may be equally likely.
+    Returns numbers of accepted proposals, choices, proposals, the drafter's hidden states, context features, and logits of the
+    choices. With `compared` outputs, their proposals and choices are used: near-ties may be decided differently.
     """
     target, drafter, layout = models
     hidden_states = draft_lent(drafter, target, shape.block_size, state, storages[1])
     first = 0 if drafter.config.sample_from_anchor else 1
     proposing = slice(first, first + shape.num_proposals)
-    # The head runs on the whole block: the compiler would time a product of 15 rows, padded and not.
+    # The head runs on the whole block: for 15 rows the compiler would also time padded products.
     proposals = drafter.propose(
-        hidden_states[:, proposing], state.anchors, lambda rows: head(target, hidden_states)[:, proposing]
+        hidden_states[:, proposing], state.anchors, lambda _: head(target, hidden_states)[:, proposing]
     )
     if compared is not None:
         proposals = replace(proposals, token_ids=compared[2])
@@ -340,9 +334,9 @@ def whole_step(
 
 @dataclass
 class Loan:
-    """Both caches of one (sequences, capacity) class, which the pair lends to one text at a time, from a shelf of such."""
+    """Both caches of one (sequences, capacity) class, lent to one text at a time and returned to `shelf`."""
 
-    num_rows: int
+    num_sequences: int
     capacity: int
     target_cache: PreallocatedCache
     draft_cache: PreallocatedCache
@@ -350,23 +344,20 @@ class Loan:
 
 
 class NotCompiledError(Exception):
-    """What was to run compiled can run only eagerly."""
+    """A step cannot run compiled and has to run eagerly."""
 
 
 class CompiledPair:
-    """A target and a drafter with their compiled functions and storage: made once, kept as long as both live (`of`).
-
-    Nothing is compiled, and torch's compiler is not even imported, before it is wanted.
-    """
+    """The compiled functions and the storage of a target and a drafter, kept as long as both live (`of`)."""
 
     _pairs: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, CompiledPair]] = weakref.WeakKeyDictionary()
     _lock, _locks = threading.Lock(), dict[torch.device, threading.RLock]()
-    # Of earlier compilations on a kind of machine: the seconds they took, and the share of a step's time that they save.
+    # Of earlier compilations on a kind of machine: their seconds, and the share of a step's time that they saved.
     _measured: dict[str, tuple[float, float]] = {}
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        self.is_wanted = False  # whether to compile, whatever eager steps have cost so far
-        # Held from a compiled step's beginning until its outputs are copied: graphs write into the same buffers.
+        self.is_wanted = False  # whether to compile
+        # Held from the start of a compiled step until its outputs are copied: graphs share output buffers.
         self.lock = self._locks.setdefault(target.device, threading.RLock())
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
         self._device = target.device
@@ -376,29 +367,25 @@ class CompiledPair:
         self._machine = f"{target.device.type} {torch.get_num_threads()} {target.dtype}"
         self._shelf: dict[tuple[int, int], list[Loan]] = {}
         self._eager_seconds = self._lost_seconds = self._compile_seconds = 0.0
-        self.reason = _why_not(target, drafter)  # why it runs eagerly all the same; None: it does not
-        self._models: list[Any] | None = None  # as they were when they were first compiled
+        self.reason = _why_not(target, drafter)  # why the pair cannot be compiled; None: it can
+        self._models: list[Any] | None = None  # their state when they were first compiled
 
     @classmethod
     def of(cls, target: PreTrainedModel, drafter: PreTrainedModel) -> CompiledPair:
-        """The one of these two models, as they are now."""
+        """The pair of these two models, up to date with their current state."""
         with cls._lock:
             of_target = cls._pairs.setdefault(target, weakref.WeakKeyDictionary())
             pair = of_target.get(drafter)
             if pair is None or pair._device != target.device:
                 pair = of_target[drafter] = cls(target, drafter)
-            pair._look_again(target, drafter)
+            # Changed models drop everything compiled. Checked once per text: it takes as long as a small forward.
+            if pair._models is not None and not _is_watched(target, drafter):
+                models = _state_of(target, drafter)
+                if models != pair._models:
+                    pair._models, pair.reason = models, _why_not(target, drafter)
+                    for of_before in (pair._functions, pair._num_calls, pair._shelf):
+                        of_before.clear()
             return pair
-
-    def _look_again(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        """Drops what was compiled for models that are no longer as they were. Once per text: it takes a small forward's time."""
-        if self._models is None or _is_watched(target, drafter):
-            return
-        models = _state_of(target, drafter)
-        if models != self._models:
-            self._models, self.reason = models, _why_not(target, drafter)
-            for of_before in (self._functions, self._num_calls, self._shelf):
-                of_before.clear()
 
     # -- whether to compile
 
@@ -413,10 +400,9 @@ class CompiledPair:
         return self.is_active and self._device.type in ASYNCHRONOUS
 
     def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
-        """Begins to compile under "auto" once eager steps have lost as much time as compiling is expected to take.
+        """Starts compiling under "auto" once eager steps have lost the time of compiling: at most twice the optimal cost.
 
-        So it costs at most twice what it would if the future were known ("ski rental"). `seconds` is what an eager step took;
-        `None`: a text begins. In mid-text the `num_left` steps that it may still take have to pay by themselves.
+        `seconds` is the duration of an eager step; `None`: a text begins. Within a text, `num_left` steps have to pay, too.
         """
         cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
         if seconds is not None:
@@ -426,61 +412,60 @@ class CompiledPair:
             return
         if num_left is None or num_left * share * self._eager_seconds >= cost:
             self.is_wanted = True
-            logger.info(f"{self._name} are compiled, which takes about {cost:.0f} s once, because they go on running.")
 
     def note_compiled_step(self, seconds: float) -> None:
-        """Takes note of what a compiled step took, for the next pair on this kind of machine."""
+        """Updates the measured saving by the duration of a compiled step, for the next pair on this kind of machine."""
         if self._eager_seconds and self._machine in self._measured and seconds < self._eager_seconds:
             cost, share = self._measured[self._machine]
             self._measured[self._machine] = cost, 0.9 * share + 0.1 * (1 - seconds / self._eager_seconds)
 
     def give_up(self, reason: str) -> None:
-        """Runs eagerly from now on and says why, once."""
+        """Runs eagerly from now on, and warns once with the reason."""
         self.reason = reason
         logger.warning(f"{self._name} run eagerly and compile has no effect: {reason}.")
 
     # -- storage
 
-    def lend(self, pair: Pair, num_rows: int, capacity: int) -> Loan:
-        """Both caches, empty, for `num_rows` sequences (at most the largest class) of `capacity` tokens."""
-        size = next(size for size in ROW_CLASSES if size >= num_rows)
+    def lend(self, pair: Pair, num_sequences: int, capacity: int) -> Loan:
+        """Both caches, empty, for at most `SEQUENCE_CLASSES[-1]` sequences of `capacity` tokens."""
+        size = next(size for size in SEQUENCE_CLASSES if size >= num_sequences)
         room = max(SMALLEST_CAPACITY, 1 << (capacity - 1).bit_length())
         with self.lock:
             shelf = self._shelf.setdefault((size, room), [])
             if not shelf:
-                draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, room, num_rows, size)
-                shelf.append(Loan(size, room, pair.new_cache(room, num_rows, size), draft_cache, shelf))
+                draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, room, num_sequences, size)
+                shelf.append(Loan(size, room, pair.new_cache(room, num_sequences, size), draft_cache, shelf))
             loan = shelf.pop()
         for cache in (loan.target_cache, loan.draft_cache):
-            cache.set_lengths([0] * num_rows)
+            cache.set_lengths([0] * num_sequences)
         return loan
 
     def take_back(self, loan: Loan) -> None:
-        """For the next text, unless eager steps have let it grow or kept fewer rows. Changed models have another shelf."""
+        """Returns a loan to its shelf, unless eager steps have changed the size of its storage."""
         layers: list[Any] = [*loan.target_cache.layers, *loan.draft_cache.layers]
         with self.lock:
-            if all(
-                layer.capacity == loan.capacity and (not layer.is_initialized or len(layer.keys) == loan.num_rows)
-                for layer in layers
-            ):
+            used = [layer for layer in layers if layer.is_initialized]
+            has_room = all(layer.capacity == loan.capacity for layer in layers)
+            if has_room and all(len(layer.keys) == loan.num_sequences for layer in used):
                 loan.shelf.append(loan)
 
     # -- what runs compiled
 
     def run(self, models: Any, key: Any, function: Callable[..., Any], given: Callable[[Any], Sequence[Any]]) -> Any:
-        """What `function`, compiled, gives for the arguments `given(None)`, or NotCompiledError if it can run only eagerly.
+        """The output of `function`, compiled, for arguments `given(None)`; NotCompiledError if it can only run eagerly.
 
-        The first time, and on CUDA once more when its graph is replayed, it is compared with what the function gives eagerly
-        for `given(output)`: it writes into lent storage, so to run it twice is to run it once. `key` names it and its shapes.
+        `key` names function and shapes. `COMPARED_CALLS` are compared with an eager run, which writes the same slots again.
         """
         if not self.is_active or _is_watched(*models):
             raise NotCompiledError(key)
         is_first = key not in self._num_calls
         if is_first and not self._num_calls:
-            # transformers 5 hooks its layers when hidden states are first asked for, under a lock that cannot be captured.
+            # transformers 5 adds hooks when hidden states are first requested, under a lock that cannot be captured.
             some_id = torch.zeros(1, 1, dtype=torch.long, device=self._device)
             models[0](input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
             self._models = _state_of(*models)
+            cost = self._measured.get(self._machine, (EXPECTED_SECONDS,))[0]
+            logger.warning(f"{self._name} are being compiled, about {cost:.0f} s once; compile=False avoids it.")
         bar = logging.tqdm(total=1, desc=f"Compiling {key[0]} (once)", leave=False, disable=None if is_first else True)
         began = clock()
         try:
@@ -488,9 +473,9 @@ class CompiledPair:
                 if self._device.type == "cuda":
                     torch.compiler.cudagraph_mark_step_begin()
                 output = self.function(key, function)(*given(None))
-                if self.is_static:  # the next run of the graph overwrites them
+                if self.is_static:  # the next run of the graph overwrites its outputs
                     output = tree_map(torch.clone, output)
-        except Exception as error:  # whatever a model, a quantiser or a missing C++ compiler raises
+        except Exception as error:  # of any type: a model, a quantiser or a missing C++ compiler raises it
             if isinstance(error, torch.OutOfMemoryError) or re.search("CUDA error|device-side assert", str(error)):
                 raise
             first_line = str(error).strip().partition("\n")[0]
@@ -512,37 +497,39 @@ class CompiledPair:
         return expected
 
     def function(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled, for what `key` names."""
+        """The compiled function of `key`."""
         kind = str(key)
         if kind not in self._functions:
-            # Compilations are kept, and counted against a limit, by code object: each pair and kind has its own.
+            # Dynamo caches, and limits, compilations by code object, so each pair and kind gets its own.
             code = function.__code__.replace()
             own: Any = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-            options = {"guard_filter_fn": _guards_on_inputs, **(CUDA_OPTIONS if self._device.type == "cuda" else {})}
+            # Not the thousands of guards on the models: their state is compared once per text.
+            guards = {"guard_filter_fn": lambda found: [not _OF_MODELS.search(guard.name) for guard in found]}
+            options = {**guards, **(CUDA_OPTIONS if self._device.type == "cuda" else {})}
             settings: Any = {"fullgraph": True, "dynamic": False if self.is_static else None, "options": options}
             self._functions[kind] = torch.compile(own, backend=BACKEND, **settings)
         return self._functions[kind]
 
     @contextmanager
     def attending(self, target: PreTrainedModel) -> Iterator[None]:
-        """Makes the target's forwards attend as compiled steps do."""
+        """Forwards of the target inside use the attention of compiled steps."""
         try:
             with step_attention(target):
                 yield
         finally:
-            # Dynamo of torch 2.13 drops what is set after flex attention: that nothing collects hidden states any more.
+            # Dynamo of torch 2.13 loses variables that are set after flex attention, such as the collector's.
             if _collector is not None:
                 _collector.reset(None)
 
     def storage(self, cache: PreallocatedCache, num_keys: int, is_eager: bool = False) -> Storage:
-        """What a forward over `num_keys` keys is lent of a cache."""
+        """The storage of a cache for a forward over `num_keys` keys."""
         if self.is_static:
             keys, values = cache.storage(num_keys)
             for tensor in (*keys, *values):
                 torch._dynamo.mark_static_address(tensor, guard=False)
             index = keys[0].new_empty(1).expand(keys[0].shape[2])
         else:
-            # Room for one more: the compiler takes two sizes for the same one if they are equal when it first sees them.
+            # One more than needed: the compiler unifies two sizes that are equal in the first call.
             keys, values = cache.storage(num_keys + 1)
             for tensor in (*keys, *values):
                 torch._dynamo.mark_dynamic(tensor, [0, 2] if len(cache.lengths) > 1 else [2])
@@ -551,30 +538,27 @@ class CompiledPair:
         return Storage(keys, values, index, self._is_flex and not is_eager)
 
     def inputs(self, cache: PreallocatedCache, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors of the cache's sequences [B, ...] as a compiled function takes them: [R, ...], marked as they may vary."""
-        rows = len(cache.storage(0)[0][0]) if self.is_static else len(cache.lengths)
+        """Tensors [B, ...] padded to the sequences of the storage, [R, ...], with varying sizes marked."""
+        size = len(cache.storage(0)[0][0]) if self.is_static else len(cache.lengths)
         taken = []
         for tensor in tensors:
-            padded = functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, rows - len(tensor)])
-            # Strides of a fresh tensor, also of one that was cut out.
+            padded = functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, size - len(tensor)])
+            # With the strides of a fresh tensor, also for a slice.
             taken.append(padded.flatten().view(padded.shape))
-            if rows > 1 and not self.is_static:
+            if size > 1 and not self.is_static:
                 torch._dynamo.mark_dynamic(taken[-1], 0)
         return taken
 
     def taken(self, cache: PreallocatedCache, state: State, num_columns: int) -> State:
-        """A state as a compiled function takes it."""
+        """A state padded to the sequences of the storage and to `num_columns` columns."""
         features = functional.pad(state.features, (0, 0, 0, num_columns - state.features.shape[1]))
         return State(*self.inputs(cache, state.anchors, state.starts, features, state.counts))
 
 
 class Pair:
-    """A target and its drafter for one request: the two forwards and what they are placed by.
+    """The two forwards of a target and its drafter for one request; ValueError if `check_pair` refuses the models.
 
-    `prompt_inputs` is what the forward of a single prompt gets beside its ids: images. Without `compiled` steps run eagerly.
-
-    Raises:
-        ValueError: if the two do not belong together, or the target is of a kind that cannot be verified exactly.
+    `prompt_inputs` are further inputs of a single prompt's forward, such as images. Without `compiled` steps run eagerly.
     """
 
     def __init__(
@@ -593,20 +577,17 @@ class Pair:
         self._mixers = linear_mixers(layers, getattr(config, "layer_types", None) or ())
         self._prompt_inputs = dict(prompt_inputs or {})
         self._rope: Any = _rope_of_images(target)
-        self._lag = 0  # how far positions after an image lag behind the number of tokens
+        self.head = partial(head, target)  # takes the drafter's hidden states
+        self._lag = 0  # number of tokens minus position, after an image
 
-    def new_cache(self, capacity: int, num_rows: int = 1, num_allocated: int | None = None) -> PreallocatedCache:
-        """An empty cache of the kind that the target needs, with room for `capacity` positions at first."""
-        return PreallocatedCache(self.num_layers, capacity, num_rows, num_allocated, self._mixers)
+    def new_cache(self, capacity: int, num_sequences: int = 1, num_allocated: int | None = None) -> PreallocatedCache:
+        """An empty cache for the target, with initial room for `capacity` positions."""
+        return PreallocatedCache(self.num_layers, capacity, num_sequences, num_allocated, self._mixers)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The target's embedding rows of token_ids [B, N], on the drafter's device: [B, N, D]."""
-        embed: Any = self.drafter.embed  # a drafter may scale them
+        """Embeddings [B, N, D] of token_ids [B, N] by the target, on the drafter's device."""
+        embed: Any = self.drafter.embed  # may scale them
         return embed(token_ids, self.target.get_input_embeddings()).to(self.drafter.device)
-
-    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
-        return head(self.target, hidden_states)
 
     def forward(
         self,
@@ -616,11 +597,10 @@ class Pair:
         is_real: torch.Tensor | None = None,
         num_real: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the last `num_logits` columns of token_ids [B, S], and context features of all, where the drafter is.
+        """Logits of the last `num_logits` columns of token_ids [B, S], and context features of all, on the drafter's device.
 
-        The masks are the target's own where the sequences have one length. In a ragged cache is_real [B, S] says which columns
-        are tokens and `num_real` how many each row has; default: all. A target with linear layers can roll the columns back
-        only if all logits are asked for.
+        In a ragged cache is_real [B, S] marks the columns that are tokens, and `num_real` counts them; default: all. Linear
+        layers can roll the columns back only if all logits are requested.
         """
         width, start = token_ids.shape[1], cache.get_seq_length()
         placed: dict[str, Any] = {}
@@ -631,15 +611,13 @@ class Pair:
             slots = cache.plan(columns, [width] * len(token_ids) if num_real is None else num_real)
             masks = self.layout.masks(slots, cache.get_seq_length() + width, self.target.dtype, None, is_real)
             placed = {"position_ids": slots, "attention_mask": masks}
-        elif self._rope is not None:  # said, because the model would take the lag of whatever prompt it saw last
-            places = torch.arange(start, start + width, device=token_ids.device)[None]
-            placed = {"position_ids": places + self._lag}
-        # Given as a number, Gemma 4 skips the other columns in the layers that share keys and values of earlier ones, and the
-        # drafter reads all columns of every tapped layer.
-        to_keep = (
-            torch.arange(width - num_logits, width, device=token_ids.device) if self.layout.shares_keys else num_logits
-        )
-        # A later chunk needs no mask. Other forwards are inside too, so that no thread's chunk changes them half-way.
+        elif self._rope is not None:  # explicit: the model would use the offset of the prompt it saw last
+            columns = torch.arange(start, start + width, device=token_ids.device)[None]
+            placed = {"position_ids": columns + self._lag}
+        to_keep: Any = num_logits
+        if self.layout.shares_keys:  # a number would make Gemma 4 skip the other columns in layers that share keys
+            to_keep = torch.arange(width - num_logits, width, device=token_ids.device)
+        # A later chunk needs no mask. All forwards run inside, so that another thread's chunk does not change them.
         with cache.recording(width if num_logits == width else 0), step_attention(self.target, CHUNK):
             logits, features = tapped_forward(
                 self.target,
@@ -650,8 +628,8 @@ class Pair:
                 **placed,
             )
         if placed is self._prompt_inputs and self._rope is not None:
-            # Where `generate` has prepared positions (transformers 5) they are given: [3, 1, S], or [4, 1, S] with the text's
-            # own first. Else the model has found them itself.
+            # `generate` of transformers 5 has prepared positions, [3, 1, S], or [4, 1, S] with the text's own first. Otherwise
+            # the model has computed them.
             given = self._prompt_inputs.get("position_ids")
             self._lag = int(self._rope.rope_deltas if given is None else given[-3:].max() + 1 - width)
         return logits[:, -num_logits:], features.to(self.drafter.device, self.drafter.dtype)
@@ -659,16 +637,13 @@ class Pair:
     def verify(
         self, token_ids: torch.Tensor, cache: PreallocatedCache, tree: DraftTree | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, S, V] and context features [B, S, L * D] of the columns token_ids [B, S], which can be rolled back.
-
-        With a `tree` the columns of the single row are its anchor and nodes.
-        """
+        """Logits and context features of columns token_ids [B, S], of a single sequence's `tree` if given; can be rolled back."""
         if self.layout.makes_own_masks and tree is None and not cache.is_ragged:
             return self.forward(token_ids, cache, token_ids.shape[1])
         if self.compiled is not None:
             with suppress(NotCompiledError):
                 return self._verify_compiled(self.compiled, token_ids, cache, tree)
-        (num_rows, width), device = token_ids.shape, token_ids.device
+        (num_sequences, width), device = token_ids.shape, token_ids.device
         start, num_keys, ancestors = cache.get_seq_length(), max(cache.lengths) + width, None
         if cache.is_ragged:
             starts = to_device(torch.tensor(cache.lengths), device)
@@ -683,7 +658,7 @@ class Pair:
             place = Place(positions, cache, num_keys, ancestors)
             logits, features = verify(self.target, self.layout, token_ids, place)
         if cache.is_ragged:
-            cache.advance([width] * num_rows)
+            cache.advance([width] * num_sequences)
         return logits, features.to(self.drafter.device, self.drafter.dtype)
 
     def _verify_compiled(
@@ -714,7 +689,7 @@ class Pair:
     def draft(
         self, anchors: torch.Tensor, context: Context, cache: PreallocatedCache, block_size: int
     ) -> torch.Tensor:
-        """The drafter's last hidden states [B, N, D] after anchors [B, 1]; its cache holds the context then, and no block."""
+        """The drafter's last hidden states [B, N, D] after anchors [B, 1]. Its cache then holds the context, but no block."""
         if self.compiled is not None and self.compiled.is_active:
             starts = [held + waiting for held, waiting in zip(cache.lengths, context.num_real, strict=True)]
             with suppress(NotCompiledError):
@@ -738,9 +713,9 @@ class Pair:
     def draft_compiled(
         self, state: State, cache: PreallocatedCache, block_size: int, num_unread: int = 0
     ) -> torch.Tensor:
-        """As `draft`, or NotCompiledError, also after `num_unread` steps that the host has not read; no length changes."""
+        """As `draft`, or NotCompiledError, also after `num_unread` steps that the host has not read. Lengths do not change."""
         compiled, columns = self.compiled, self.num_columns(block_size)
-        # The second and third: another thread has begun to compile since this one's context was made.
+        # The last two: another thread has started compiling after this one's context was made.
         if compiled is None or state.features.shape[1] > columns or not any(cache.lengths):
             raise NotCompiledError
 
@@ -753,10 +728,10 @@ class Pair:
         return hidden_states[: len(state.anchors)]
 
     def absorb(self, context: Context, cache: PreallocatedCache) -> None:
-        """Puts context into the drafter's cache without a block after it."""
+        """Adds context to the drafter's cache, without a block."""
         drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
-        # What is not real is overwritten by what comes next.
+        # Invalid columns are overwritten by the next ones.
         slots = to_device(torch.tensor(cache.lengths), columns.device)[:, None] + columns
         if cache.is_ragged:
             cache.place(slots, max(cache.lengths) + len(columns))
@@ -772,7 +747,7 @@ class Pair:
         drawn: tuple[torch.Tensor, torch.Tensor] | None,
         num_unread: int,
     ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
-        """The verdict, proposals and features of `whole_step`, compiled, or NotCompiledError; no cache's length changes."""
+        """The verdict, proposals and features of `whole_step`, or NotCompiledError. Lengths of caches do not change."""
         compiled: Any = self.compiled
         columns = self.num_columns(shape.block_size)
 
@@ -790,7 +765,7 @@ class Pair:
         return Verdict(num_accepted, choices), proposed_ids, features
 
     def num_columns(self, block_size: int) -> int:
-        """Columns of a whole step: the anchor and what a block of the drafter proposes."""
+        """Columns of a whole step: the anchor and the proposals of a block."""
         return block_size + bool(self.drafter.config.sample_from_anchor)
 
     def measured_curve(
@@ -801,13 +776,13 @@ class Pair:
         block_size: int,
         grow: Callable[[int], DraftTree] | None,
     ) -> LatencyCurve:
-        """The pair's latency curve over `widths` after this text; `grow` makes a tree of so many columns, `None`: no trees."""
-        (target_cache, draft_cache), num_rows = caches, len(anchors)
+        """The pair's latency curve over `widths` after this text. `grow` makes a tree of a number of columns; `None`: no trees."""
+        (target_cache, draft_cache), num_sequences = caches, len(anchors)
         length = max(target_cache.lengths)
 
         def run(width: int) -> torch.Tensor:
             logits, _ = self.verify(anchors.expand(-1, width), target_cache)
-            target_cache.rollback([width] * num_rows)
+            target_cache.rollback([width] * num_sequences)
             return logits.argmax(dim=-1)
 
         def run_tree(width: int) -> torch.Tensor:
@@ -824,28 +799,28 @@ class Pair:
             count = min(block_size // 2 + 1, max(1, length))
             size = len(self.drafter.config.target_layer_ids) * self.drafter.config.hidden_size
             weight = self.drafter.get_parameter("norm.weight")
-            context = Context(weight.new_zeros(num_rows, count, size), [count] * num_rows)
+            context = Context(weight.new_zeros(num_sequences, count, size), [count] * num_sequences)
             hidden_states = self.draft(anchors, context, draft_cache, block_size)
-            draft_cache.rollback([count] * num_rows)
+            draft_cache.rollback([count] * num_sequences)
             return self.head(hidden_states).argmax(dim=-1)
 
         is_compiled = self.compiled is not None and self.compiled.is_active
-        setting = (num_rows, (length - 1).bit_length(), block_size, is_compiled, grow is not None)
+        setting = (num_sequences, (length - 1).bit_length(), block_size, is_compiled, grow is not None)
         trees = None if grow is None else run_tree
         return measured_curve((self.target, self.drafter), setting, widths, run, run_draft, trees)
 
     def _key(self, kind: str, cache: PreallocatedCache, shape: Any) -> tuple[Any, ...]:
-        """What a compiled function is kept under: on devices of few shapes with all of them."""
+        """The key of a compiled function; on devices with few shapes it includes them."""
         compiled: Any = self.compiled
-        rows = "one sequence" if len(cache.lengths) == 1 else "sequences"
+        name = f"{kind} of {'one sequence' if len(cache.lengths) == 1 else 'sequences'}"
         if not compiled.is_static:
-            return f"{kind} of {rows}", shape if isinstance(shape, Shape) else None
+            return name, shape if isinstance(shape, Shape) else None
         keys = cache.storage(0)[0]
-        return f"{kind} of {rows}", shape, tuple(keys[0].shape[:3]) if keys else None
+        return name, shape, tuple(keys[0].shape[:3]) if keys else None
 
 
 def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bool | str) -> CompiledPair | None:
-    """The pair to run by, under `compile`; `None`: eagerly. "auto" compiles once that is expected to pay (`weigh`)."""
+    """The compiled pair under the setting `compile`; `None`: run eagerly. "auto" compiles once that is expected to pay."""
     if compile is False:
         return None
     pair = CompiledPair.of(target, drafter)
@@ -859,7 +834,7 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
 
 
 def _why_not(target: Any, drafter: Any) -> str | None:
-    """What of the pair is known not to compile."""
+    """Why the pair cannot be compiled; `None`: it can."""
     name, layout = type(target).__name__, Layout.of(target, drafter.config.target_layer_ids)
     others = set(layout.types) - {"full_attention", "sliding_attention"}
     if others:
@@ -877,23 +852,18 @@ def _why_not(target: Any, drafter: Any) -> str | None:
 
 
 def _may_flex(target: Any, drafter: Any) -> bool:
-    """Whether flex attention computes what both models' own attention does."""
+    """Whether flex attention gives the same result as the attention of both models."""
     is_plain = getattr(target.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is None
-    # transformers 4 has no collector: it sets its layers' forwards, and Dynamo would drop that they are set back.
+    # transformers 4 has no collector: it replaces forwards of layers, and Dynamo would lose their restoration.
     return _collector is not None and is_plain and attention_of(target) == attention_of(drafter) == "sdpa"
 
 
-def _guards_on_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Which guards each step evaluates: not the thousands on the models, which `CompiledPair` looks after."""
-    return [not _OF_MODELS.search(guard.name) for guard in guards]
-
-
 def _state_of(*models: PreTrainedModel) -> list[Any]:
-    """What graphs take for granted of models: their modules, with all that decides how these run, but no weight's values."""
+    """The state of models that graphs depend on: modules and their attributes, without the values of weights."""
     state: list[Any] = [attention_of(model) for model in models]
     for model in models:
         for module in model.modules():
-            # Before each text, so without what is empty but for taps, as most of a module is; threads may be setting these.
+            # Without dicts that are empty except for taps, which other threads may be adding: most dicts of a module are.
             held = [
                 (name, of)
                 for name, of in vars(module).items()
@@ -909,26 +879,26 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, (dict, list, tuple)):
         entries = list(value.items() if isinstance(value, dict) else enumerate(value))
         return [(key, _kind_of(entry)) for key, entry in entries if not hasattr(entry, "is_tap")]
-    if isinstance(value, (bool, float, str)):  # an integer may count something, and shapes show what sizes are
+    if isinstance(value, (bool, float, str)):  # no integers: they may be counters, and shapes show sizes
         return value
-    return id(value) if callable(value) else type(value)  # a module, a hook, a method put over another one
+    return id(value) if callable(value) else type(value)  # a module, a hook, a replaced method
 
 
 def _is_watched(target: Any, drafter: Any) -> bool:
-    """Whether somebody wants to see every forward or every operation: by hooks, or by a dispatch mode."""
+    """Whether hooks or a dispatch mode observe every forward or operation."""
     is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in (target, drafter))
     return is_hooked or is_in_torch_dispatch_mode()
 
 
 def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if not theirs.is_floating_point():  # token ids, which may differ where two are equally likely
+    if not theirs.is_floating_point():  # token ids, which may differ at near-ties
         return True
     tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
     return bool((mine - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0))
 
 
 def _tree_tensors(tree: DraftTree | None, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ancestors [S, S] and depths [S] of a tree's columns, or of a chain's; columns that are no nodes see themselves alone."""
+    """Ancestors [S, S] and depths [S] of a tree's columns, or of a chain's. Padding columns see only themselves."""
     if tree is None:
         return torch.ones(size, size, dtype=torch.bool, device=device).tril(), torch.arange(size, device=device)
     ancestors, width = torch.eye(size, dtype=torch.bool), len(tree.depths)
@@ -938,14 +908,14 @@ def _tree_tensors(tree: DraftTree | None, size: int, device: torch.device) -> tu
 
 
 def _rope_of_images(target: PreTrainedModel) -> Any:
-    """Where a model of images keeps how far the positions after them lag behind the number of tokens; `None`: nowhere."""
+    """The module of an image model that keeps the offset of positions after images; `None`: there is none."""
     return next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
 
 
 # Layer types of transformers whose keys and values can be rolled back by a length.
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Targets that mix them with linear layers, and whose linear layers are known to replay exactly.
+# Targets with linear layers, too, that are known to replay exactly.
 HYBRID_FAMILIES = {"kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 # Rotary embeddings that change with the length of the text.
@@ -959,7 +929,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         layers = getattr(owner, "layers", None)
         if isinstance(layers, nn.ModuleList):
             return layers
-    raise ValueError(f"{type(target).__name__} shows no list of decoder layers to tap: use target.generate.")
+    raise ValueError(f"{type(target).__name__} has no list of decoder layers to tap: load a decoder-only model.")
 
 
 def check_pair(target: Any, drafter: PreTrainedModel) -> None:
@@ -987,14 +957,14 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         ("num_target_layers", own.num_target_layers or num_layers, num_layers),
     ):
         if mine != theirs:
-            raise ValueError(f"The drafter's {what} is {mine} and the target's is {theirs}: it is of another target.")
+            raise ValueError(f"The drafter's {what} is {mine} and the target's is {theirs}: load its own target.")
     if own.target_layer_ids[-1] >= num_layers - 1:
         ids, last = own.target_layer_ids, num_layers - 2
         raise ValueError(f"target_layer_ids={ids} reaches the last of {num_layers} layers: tap up to layer {last}.")
 
 
 def _why_not_lossless(target: PreTrainedModel) -> str | None:
-    """What of the target makes a block another text than its single tokens, or cannot be rolled back exactly."""
+    """Why a forward over a block would differ from single tokens, or could not be rolled back exactly; `None`: neither."""
     config = target.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for scaling in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -1009,10 +979,10 @@ def _why_not_lossless(target: PreTrainedModel) -> str | None:
     others |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
     if others or getattr(target, "_is_stateful", False):
         state = ", ".join(sorted(others)) or "stateful"
-        return f"keeps a state of its text ({state}) that cannot be rolled back exactly behind rejected tokens"
+        return f"keeps a state of its text ({state}) that cannot be rolled back exactly after rejected tokens"
     supports_caches = getattr(target, "_supports_default_dynamic_cache", None)
     if supports_caches is not None and not supports_caches():
-        return "keeps its text in a cache of its own, which cannot be rolled back behind rejected tokens"
+        return "keeps its text in a cache of its own, which cannot be rolled back after rejected tokens"
     streams, keys = getattr(config, "altup_num_inputs", None), getattr(config, "index_topk", None)
     if streams is not None:
         return f"carries altup_num_inputs={streams} streams of hidden states between layers, and a drafter reads one"

@@ -22,7 +22,7 @@ from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
 from dflash.model.generation_dflash import max_positions
-from dflash.model.verification_dflash import PositionNoise, choose_sampled
+from dflash.model.verification_dflash import PositionUniforms, choose_sampled
 from dflash.training import Example, stop_ids, with_response
 
 
@@ -213,7 +213,7 @@ def _write(
             processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             processors.append(TopPLogitsWarper(sampling.top_p))
-        processors.append(_ByUniforms(PositionNoise(len(prompts), noise), width))
+        processors.append(_ByUniforms(PositionUniforms(len(prompts), noise), width))
     # A preallocated cache is faster; targets with linear layers have caches of their own.
     has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
     capacity = width + max_new_tokens
@@ -252,7 +252,7 @@ class _Watch(LogitsProcessor):
 class _ByUniforms(LogitsProcessor):
     """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
 
-    def __init__(self, noise: PositionNoise, width: int) -> None:
+    def __init__(self, noise: PositionUniforms, width: int) -> None:
         self.noise, self.width = noise, width
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
