@@ -47,6 +47,9 @@ DIMENSIONS = {
 # Qwen3's defaults name ids far outside a tiny vocabulary; a test that wants one sets it.
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
+# Fields of a drafter of one layer, for a target of two: half the time where many steps are run or captured.
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_target_layers": 2, "target_layer_ids": [0]}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
