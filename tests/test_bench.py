@@ -21,7 +21,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from dflash import generate_blocks
-from dflash.cli.main import app
+from dflash.cli import main as cli
 from dflash.common.provenance import command
 from dflash.evaluation import (
     GREEDY,
@@ -380,7 +380,7 @@ def test_bench_on_the_command_line(tmp_path):
     prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens."}\nnever read\n')
     options = ["--limit", "2", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
     options += ["--prompts", str(prompts), "--output", str(output)]
-    outcome = CliRunner().invoke(app, ["bench", *options])
+    outcome = CliRunner().invoke(cli.app, ["bench", *options])
     assert outcome.exit_code == 0, outcome.output
     assert "2 of 2" in outcome.output
     assert "verify" in outcome.output
@@ -410,7 +410,7 @@ def test_bench_on_the_command_line(tmp_path):
 def test_bad_input_is_one_sentence(tmp_path, text, options, said):
     prompts = tmp_path / "p.txt"
     prompts.write_bytes(text if isinstance(text, bytes) else text.encode())
-    outcome = CliRunner().invoke(app, ["bench", "--prompts", str(prompts), *options])
+    outcome = CliRunner().invoke(cli.app, ["bench", "--prompts", str(prompts), *options])
     assert isinstance(outcome.exception, ValueError)
     assert said in str(outcome.exception)
 

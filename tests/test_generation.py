@@ -35,6 +35,7 @@ from tiny_models import (
     make_tokenizer,
     num_hooks,
     plain_loop,
+    remembered_greedy,
 )
 from transformers import (
     BatchEncoding,
@@ -90,7 +91,7 @@ def test_output_equals_greedy_for_every_acceptance_length(
     scaling and on windows of 5 positions (a stock cache of transformers cannot roll those back).
     """
     target = targets[kind]
-    expected = greedy(target, prompt_ids, max_new_tokens=40)
+    expected = remembered_greedy(target, prompt_ids, max_new_tokens=40)
     output = run(ScriptedDrafter(target, expected, script), target, prompt_ids)
     assert torch.equal(output.sequences, expected[:, :-10])
     assert output.acceptance_lengths == [expected_lengths(script, 30)]
@@ -299,8 +300,8 @@ def test_logits_processors_equal_plain_generate(
     tiny_target: PreTrainedModel, prompt_ids: torch.Tensor, script: list[int], options: dict[str, Any]
 ) -> None:
     """Promise: each row is processed behind the prefix it stands for, also where a processor looks at the prefix."""
-    expected = greedy(tiny_target, prompt_ids, **options)
-    longer = greedy(tiny_target, prompt_ids, max_new_tokens=40, **options)
+    expected = remembered_greedy(tiny_target, prompt_ids, **options)
+    longer = remembered_greedy(tiny_target, prompt_ids, max_new_tokens=40, **options)
     output = run(ScriptedDrafter(tiny_target, longer, script), tiny_target, prompt_ids, **options)
     assert torch.equal(output.sequences, expected)
 
@@ -732,7 +733,7 @@ def test_every_row_of_a_batch_equals_greedy(targets: dict[str, PreTrainedModel],
     """Promise: prompts of different lengths that accept different numbers of tokens, each as if it were alone."""
     target = targets[kind]
     prompts, padded, mask = padded_prompts([9, 4, 12])
-    truths = [greedy(target, prompt, max_new_tokens=40) for prompt in prompts]
+    truths = [remembered_greedy(target, prompt, max_new_tokens=40) for prompt in prompts]
     output = run(ScriptedDrafter(target, truths, script), target, padded, attention_mask=mask)
     for row, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
         start = padded.shape[1]
@@ -748,7 +749,7 @@ def test_rows_that_stop_first_are_padded_as_generate_pads(
 ) -> None:
     """Promise: a batch whose rows end at different tokens gives what `generate` gives, padding included."""
     prompts, padded, mask = padded_prompts([9, 4, 12, 7])
-    truths = [greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
+    truths = [remembered_greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
     stops = [int(truths[row][0, prompts[row].shape[1] + place]) for row, place in ((0, 3), (2, 9), (3, 0))]
     expected = greedy(tiny_target, padded, attention_mask=mask, eos_token_id=stops, pad_token_id=pad_token_id)
     for script in ([0], MIXED, [N - 1]):
@@ -805,7 +806,7 @@ def test_several_sequences_of_one_prompt(prompt_ids: torch.Tensor, place: str) -
 def test_blocks_name_their_row(tiny_target: PreTrainedModel) -> None:
     """Promise: the blocks of a batch, sorted by row, are the rows' texts; every row has one prefill."""
     prompts, padded, mask = padded_prompts([9, 4])
-    truths = [greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
+    truths = [remembered_greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
     drafter = ScriptedDrafter(tiny_target, truths, [5, 0])
     blocks = list(
         generate_blocks(drafter, tiny_target, padded, attention_mask=mask, temperature=0.0, max_new_tokens=20)
