@@ -546,7 +546,7 @@ def loads_nothing(monkeypatch):
 def test_bench_refuses_before_anything_is_loaded(loads_nothing, tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text("{}")
-    outcome = CliRunner().invoke(app, ["bench", *options])
+    outcome = CliRunner().invoke(cli.app, ["bench", *options])
     assert isinstance(outcome.exception, ValueError)
     assert re.search(said, str(outcome.exception))
     assert (tmp_path / "old.json").read_text() == "{}"
@@ -567,7 +567,7 @@ def test_bench_replaces_a_file_when_asked_to(tmp_path):
         "prompt lookup",
     ]
     outcome = CliRunner().invoke(
-        app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
+        cli.app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
     )
     assert outcome.exit_code == 0, outcome.output
     assert read_result(tmp_path / "r.json")["kind"] == "decode"
@@ -590,10 +590,10 @@ def test_bench_names_a_target_whose_logits_are_no_numbers():
     ],
 )
 def test_help_names_every_option_whole_and_the_required_ones_first(command, required):
-    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).output
+    text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).output
     lines = [line.strip("│ ") for line in text.splitlines() if line.startswith("│")]
     named = [word for line in lines for word in line.split()[:3] if word.startswith("--")]
-    options = get_command(app).commands[command].params
+    options = get_command(cli.app).commands[command].params
     assert {name for option in options for name in (*option.opts, *option.secondary_opts)} - {"-h"} <= set(named) | {
         "--help"
     }
