@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Callable
+from typing import Any
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,3 +65,19 @@ def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compilation.py` to say."""
     monkeypatch.setattr(step_dflash, "EXPECTED_SECONDS", float("inf"))
     monkeypatch.setattr(step_dflash.CompiledPair, "_measured", {})
+
+
+@pytest.fixture
+def dflash_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`dflash_command("eval", …)`: exit status, standard output and standard error of `dflash eval …` in this process."""
+    from dflash.cli import main as cli  # most tests need none
+
+    def call(*words: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return (stopped.value.code or 0, *capsys.readouterr())
+
+    return call

@@ -14,6 +14,7 @@ from tiny_models import (
     TARGET_KINDS,
     ScriptedDrafter,
     greedy,
+    left_padded,
     make_drafter,
     make_prompt,
     make_target,
@@ -57,17 +58,6 @@ class BatchScriptedDrafter(ScriptedDrafter):
                 rows[place, i] = self.sayings[token].to(rows.dtype)
         output.last_hidden_state = rows
         return output
-
-
-def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompts as one batch [B, S] and its attention mask."""
-    longest = max(prompt.shape[1] for prompt in prompts)
-    ids = torch.full((len(prompts), longest), PAD_TOKEN_ID)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - prompt.shape[1] :] = prompt[0]
-        mask[row, longest - prompt.shape[1] :] = 1
-    return ids, mask
 
 
 def prompts_of(lengths: list[int]) -> list[torch.Tensor]:

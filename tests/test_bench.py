@@ -21,7 +21,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from dflash import generate_blocks
-from dflash.cli.main import app
+from dflash.cli import main as cli
 from dflash.common.provenance import command
 from dflash.evaluation import (
     GREEDY,
@@ -380,7 +380,7 @@ def test_bench_on_the_command_line(tmp_path):
     prompts.write_text('Ann has 3 apples.\n\n{"question": "Tom has 2 pens."}\nnever read\n')
     options = ["--limit", "2", "--max-new-tokens", "6", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
     options += ["--prompts", str(prompts), "--output", str(output)]
-    outcome = CliRunner().invoke(app, ["bench", *options])
+    outcome = CliRunner().invoke(cli.app, ["bench", *options])
     assert outcome.exit_code == 0, outcome.output
     assert "2 of 2" in outcome.output
     assert "verify" in outcome.output
@@ -410,7 +410,7 @@ def test_bench_on_the_command_line(tmp_path):
 def test_bad_input_is_one_sentence(tmp_path, text, options, said):
     prompts = tmp_path / "p.txt"
     prompts.write_bytes(text if isinstance(text, bytes) else text.encode())
-    outcome = CliRunner().invoke(app, ["bench", "--prompts", str(prompts), *options])
+    outcome = CliRunner().invoke(cli.app, ["bench", "--prompts", str(prompts), *options])
     assert isinstance(outcome.exception, ValueError)
     assert said in str(outcome.exception)
 
@@ -546,7 +546,7 @@ def loads_nothing(monkeypatch):
 def test_bench_refuses_before_anything_is_loaded(loads_nothing, tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text("{}")
-    outcome = CliRunner().invoke(app, ["bench", *options])
+    outcome = CliRunner().invoke(cli.app, ["bench", *options])
     assert isinstance(outcome.exception, ValueError)
     assert re.search(said, str(outcome.exception))
     assert (tmp_path / "old.json").read_text() == "{}"
@@ -567,7 +567,7 @@ def test_bench_replaces_a_file_when_asked_to(tmp_path):
         "prompt lookup",
     ]
     outcome = CliRunner().invoke(
-        app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
+        cli.app, ["bench", *options, "--overwrite", "--json", "--output", str(tmp_path / "r.json")]
     )
     assert outcome.exit_code == 0, outcome.output
     assert read_result(tmp_path / "r.json")["kind"] == "decode"
@@ -590,10 +590,10 @@ def test_bench_names_a_target_whose_logits_are_no_numbers():
     ],
 )
 def test_help_names_every_option_whole_and_the_required_ones_first(command, required):
-    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).output
+    text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).output
     lines = [line.strip("│ ") for line in text.splitlines() if line.startswith("│")]
     named = [word for line in lines for word in line.split()[:3] if word.startswith("--")]
-    options = get_command(app).commands[command].params
+    options = get_command(cli.app).commands[command].params
     assert {name for option in options for name in (*option.opts, *option.secondary_opts)} - {"-h"} <= set(named) | {
         "--help"
     }

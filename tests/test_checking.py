@@ -26,7 +26,6 @@ from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import ENGINES, Report, check, report_lines
 from dflash.checkpoints.rules.engines import READERS, LayerAttention, meant
-from dflash.cli import main as cli
 
 
 EVERY = set(ENGINES)
@@ -634,14 +633,9 @@ def test_the_form_of_speculators(tmp_path: Path) -> None:
 # The report.
 
 
-def test_json_and_exit_status(
-    drafter: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_and_exit_status(drafter: Path, dflash_command: Callable[..., Any]) -> None:
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", "check", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return stopped.value.code or 0, capsys.readouterr().out
+        return dflash_command("check", *arguments)[:2]
 
     assert run(str(drafter), "--json")[0] == 0
     edit(drafter, top(block_size=...))

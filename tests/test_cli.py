@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -54,18 +55,11 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(assets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(assets: Path, monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any]) -> Any:
     """`run("demo", …)`: exit status, standard output, standard error."""
     monkeypatch.setattr(embedded, "embedded_path", lambda name: assets / name)
     monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
-
-    return call
+    return dflash_command
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from devices import TEXT_LENGTH, Graphs, LateDevice, OtherDefaultDevice, PlacedDrafter, Turns, as_it_is
-from tiny_models import BLOCK_SIZE, PAD_TOKEN_ID, greedy, make_prompt, make_target
+from tiny_models import BLOCK_SIZE, PAD_TOKEN_ID, SMALL, greedy, make_prompt, make_target
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext
 from transformers import PreTrainedModel
@@ -26,7 +26,6 @@ from dflash.model.proposals_dflash import LatencyCurve
 from dflash.model.step_dflash import COMPARED_CALLS, WIDTH_CLASSES, CompiledPair
 
 
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_target_layers": 2, "target_layer_ids": [0]}
 MIXED = [2, 0, BLOCK_SIZE - 1, 1, 3, 0, 4]
 NEW_TOKENS = 40
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import greedy, make_drafter, make_prompt, make_target
+from tiny_models import SMALL, greedy, make_drafter, make_prompt, make_target
 
 from dflash import generate_blocks
 from dflash.model import step_dflash
@@ -33,10 +33,10 @@ def test_what_cuda_compiles_writes_the_targets_text() -> None:
 
     With torch 2.13 hidden states were collected once and never again: Dynamo drops what is set after flex attention.
     """
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"head_dim": 16}
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-    target = make_target("qwen3_sliding", **sizes, **sliding)
-    drafter = make_drafter(num_target_layers=2, target_layer_ids=[0], attn_implementation="sdpa", **sizes)
+    target = make_target("qwen3_sliding", num_hidden_layers=2, **sizes, **sliding)
+    drafter = make_drafter(attn_implementation="sdpa", **SMALL, **sizes)
     prompt = make_prompt(140, seed=3)  # more than a block of keys
     truth = greedy(target, prompt, max_new_tokens=40, eos_token_id=None)[0, prompt.shape[1] :].tolist()
     asked: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 40, "stop_token_ids": [], "compile": True}

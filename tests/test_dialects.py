@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import check, convert_checkpoint, export_checkpoint
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
-from dflash.cli.main import app
+from dflash.cli import main as cli
 
 
 D, VOCAB, B, CONTEXT = 16, 40, 5, 9
@@ -798,17 +798,19 @@ def test_commands_convert_and_export(tmp_path: Path) -> None:
     """Promise: the commands print where they wrote, and refuse a source that is none."""
     source, target = deepspec().write(tmp_path / "theirs"), write_target(tmp_path / "target")
     runner = CliRunner()
-    done = runner.invoke(app, ["convert", str(source), str(tmp_path / "ours"), "--target", str(target)])
+    done = runner.invoke(cli.app, ["convert", str(source), str(tmp_path / "ours"), "--target", str(target)])
     assert done.output.split("\n")[-2] == str(tmp_path / "ours")
     assert DFlashConfig.from_pretrained(tmp_path / "ours").num_proposals == B
-    done = runner.invoke(app, ["export", str(tmp_path / "ours"), str(tmp_path / "x-DFlash"), "--target", str(target)])
+    done = runner.invoke(
+        cli.app, ["export", str(tmp_path / "ours"), str(tmp_path / "x-DFlash"), "--target", str(target)]
+    )
     assert "sample_from_anchor=True" in str(done.exception)
-    done = runner.invoke(app, ["convert", str(tmp_path), str(tmp_path / "never")])
+    done = runner.invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "never")])
     assert "SOURCE" in str(done.exception)
     for command in ("convert", "export"):
         words = [command, str(source), str(tmp_path / "never-DFlash"), "--target"]
-        assert "--target ./nope is no folder" in str(runner.invoke(app, [*words, "./nope"]).exception)
-        said = str(runner.invoke(app, [*words, "no/such-target"]).exception)
+        assert "--target ./nope is no folder" in str(runner.invoke(cli.app, [*words, "./nope"]).exception)
+        said = str(runner.invoke(cli.app, [*words, "no/such-target"]).exception)
         # An export of this drafter is refused before its target is asked for.
         assert ("the target no/such-target cannot be read" if command == "convert" else "sample_from_anchor") in said
     assert not (tmp_path / "never-DFlash").exists()
@@ -845,8 +847,8 @@ def test_export_reads_a_pickle_when_asked_for(tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     torch.save(checkpoint.tensors, source / "pytorch_model.bin")
     words = ["export", str(source), str(tmp_path / "x-DFlash"), "--target", str(target)]
-    assert "--weights-only" in str(CliRunner().invoke(app, words).exception)
-    assert CliRunner().invoke(app, [*words, "--weights-only"]).exit_code == 0
+    assert "--weights-only" in str(CliRunner().invoke(cli.app, words).exception)
+    assert CliRunner().invoke(cli.app, [*words, "--weights-only"]).exit_code == 0
 
 
 def test_speculators_layers_share_the_rope_of_the_sliding_ones(tmp_path: Path) -> None:

@@ -100,11 +100,13 @@ def check(case: Case) -> Counter[str]:
     """Asserts that the text is that of plain `generate`, padding included; returns what the case exercised."""
     target, (ids, mask) = target_of(case.family), padded(case)
     options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "pad_token_id": PAD_TOKEN_ID}
-    unstopped = target.generate(ids, max_new_tokens=MOST_NEW_TOKENS + MOST_BLOCK, **options)
+    length = max(MOST_NEW_TOKENS, case.max_new_tokens + case.block_size)  # to draft from, and to take stops from
+    unstopped = target.generate(ids, max_new_tokens=length, **options)
     new_ids = unstopped[:, ids.shape[1] :]
     stop_ids = sorted({int(new_ids[row % len(ids), place]) for row, place in case.stops} - {PAD_TOKEN_ID})
     options.update(max_new_tokens=case.max_new_tokens, eos_token_id=stop_ids or None)
-    expected = target.generate(ids, **options)
+    # Without stop ids it would write the beginning of the same text again.
+    expected = target.generate(ids, **options) if stop_ids else unstopped[:, : ids.shape[1] + case.max_new_tokens]
 
     truths = [
         row[len(row) - len(new) - length :] for row, new, length in zip(unstopped, new_ids, case.lengths, strict=True)

@@ -17,13 +17,13 @@ from transformers import GenerationConfig
 
 import dflash
 from dflash.checkpoints import export_embedded_pair
-from dflash.cli.main import app
+from dflash.cli import main as cli
 
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = typer.main.get_command(cli.app).commands
 MADE = {"docs/cards/", "docs/changelog.md", "docs/reference/commands/", "docs/reference/files.md"}  # by docs/hooks.py
 
 # A published pair in a snippet is run with the embedded one.
@@ -119,7 +119,7 @@ def test_quickstart_commands_run(
     done = []
     for arguments in commands("docs/quickstart.md"):
         if not any("Qwen/" in argument for argument in arguments) and "--prompt" not in arguments:
-            app(arguments, standalone_mode=False)
+            cli.app(arguments, standalone_mode=False)
             done.append(arguments[0])
     assert done == ["demo", "export-demo", "check", "serve"]
     assert "vllm serve demo/tiny-target" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
@@ -10,6 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from laws import (
+    DEPTH,
+    PROMPT,
+    HabitDrafter,
+    drawn_cells,
+    exact_law,
+    make_law_target,
+    p_value,
+    prepared_processors,
+)
 from tiny_models import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
@@ -26,6 +35,7 @@ from tiny_models import (
     make_tokenizer,
     num_hooks,
     plain_loop,
+    remembered_greedy,
 )
 from transformers import (
     BatchEncoding,
@@ -81,7 +91,7 @@ def test_output_equals_greedy_for_every_acceptance_length(
     scaling and on windows of 5 positions (a stock cache of transformers cannot roll those back).
     """
     target = targets[kind]
-    expected = greedy(target, prompt_ids, max_new_tokens=40)
+    expected = remembered_greedy(target, prompt_ids, max_new_tokens=40)
     output = run(ScriptedDrafter(target, expected, script), target, prompt_ids)
     assert torch.equal(output.sequences, expected[:, :-10])
     assert output.acceptance_lengths == [expected_lengths(script, 30)]
@@ -290,8 +300,8 @@ def test_logits_processors_equal_plain_generate(
     tiny_target: PreTrainedModel, prompt_ids: torch.Tensor, script: list[int], options: dict[str, Any]
 ) -> None:
     """Promise: each row is processed behind the prefix it stands for, also where a processor looks at the prefix."""
-    expected = greedy(tiny_target, prompt_ids, **options)
-    longer = greedy(tiny_target, prompt_ids, max_new_tokens=40, **options)
+    expected = remembered_greedy(tiny_target, prompt_ids, **options)
+    longer = remembered_greedy(tiny_target, prompt_ids, max_new_tokens=40, **options)
     output = run(ScriptedDrafter(tiny_target, longer, script), tiny_target, prompt_ids, **options)
     assert torch.equal(output.sequences, expected)
 
@@ -723,7 +733,7 @@ def test_every_row_of_a_batch_equals_greedy(targets: dict[str, PreTrainedModel],
     """Promise: prompts of different lengths that accept different numbers of tokens, each as if it were alone."""
     target = targets[kind]
     prompts, padded, mask = padded_prompts([9, 4, 12])
-    truths = [greedy(target, prompt, max_new_tokens=40) for prompt in prompts]
+    truths = [remembered_greedy(target, prompt, max_new_tokens=40) for prompt in prompts]
     output = run(ScriptedDrafter(target, truths, script), target, padded, attention_mask=mask)
     for row, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
         start = padded.shape[1]
@@ -739,7 +749,7 @@ def test_rows_that_stop_first_are_padded_as_generate_pads(
 ) -> None:
     """Promise: a batch whose rows end at different tokens gives what `generate` gives, padding included."""
     prompts, padded, mask = padded_prompts([9, 4, 12, 7])
-    truths = [greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
+    truths = [remembered_greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
     stops = [int(truths[row][0, prompts[row].shape[1] + place]) for row, place in ((0, 3), (2, 9), (3, 0))]
     expected = greedy(tiny_target, padded, attention_mask=mask, eos_token_id=stops, pad_token_id=pad_token_id)
     for script in ([0], MIXED, [N - 1]):
@@ -796,7 +806,7 @@ def test_several_sequences_of_one_prompt(prompt_ids: torch.Tensor, place: str) -
 def test_blocks_name_their_row(tiny_target: PreTrainedModel) -> None:
     """Promise: the blocks of a batch, sorted by row, are the rows' texts; every row has one prefill."""
     prompts, padded, mask = padded_prompts([9, 4])
-    truths = [greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
+    truths = [remembered_greedy(tiny_target, prompt, max_new_tokens=40) for prompt in prompts]
     drafter = ScriptedDrafter(tiny_target, truths, [5, 0])
     blocks = list(
         generate_blocks(drafter, tiny_target, padded, attention_mask=mask, temperature=0.0, max_new_tokens=20)
@@ -810,82 +820,32 @@ def test_blocks_name_their_row(tiny_target: PreTrainedModel) -> None:
 
 # Sampling: the law.
 
-LAW_VOCAB = 4
-LAW_DEPTH = 3
-LAW_PROMPT = torch.tensor([[1, 2]])
-LAW_SHAPE = {
-    "vocab_size": LAW_VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.4,  # and a seed for which every word depends much on the one before it
-}
 LAW_OPTIONS = [{"temperature": 1.5}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}]
 
 
 @pytest.fixture(scope="module")
 def law_target() -> PreTrainedModel:
-    """A target of four words, whose texts of three words can all be enumerated."""
-    return make_target("qwen3", seed=8, num_hidden_layers=2, **LAW_SHAPE)
+    """A target of five words, whose texts of four words can all be enumerated."""
+    return make_law_target()
 
 
-def exact_law(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tensor:
-    """The probability of each of the 4 ** 3 texts [64] by ancestral enumeration, with transformers' processors."""
-    texts = torch.tensor(list(itertools.product(range(LAW_VOCAB), repeat=LAW_DEPTH)))
-    full = torch.cat([LAW_PROMPT.expand(len(texts), -1), texts], dim=1)
-    processors = _processors(options)
-    with torch.no_grad():
-        logits = target(full, use_cache=False).logits.float()
-    law = torch.ones(len(texts), dtype=torch.float64)
-    for step in range(LAW_DEPTH):
-        length = LAW_PROMPT.shape[1] + step
-        scores = processors(full[:, :length], logits[:, length - 1])
-        law *= scores.double().softmax(dim=-1).gather(1, texts[:, step : step + 1])[:, 0]
-    assert law.sum() == pytest.approx(1.0)
-    return law
+def law_of(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tensor:
+    """The probability of every text, by enumeration with the processors of plain `generate`."""
+    options = {"do_sample": True, "max_new_tokens": DEPTH, "top_k": 0, **options}
+    return exact_law(target, PROMPT, prepared_processors(target, PROMPT, **options))
 
 
-def cell(text: torch.Tensor) -> int:
-    """The index in `exact_law` of the three new words of text [S]."""
-    index = 0
-    for token in text[-LAW_DEPTH:].tolist():
-        index = index * LAW_VOCAB + token
-    return index
+def sample_cells(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tensor:
+    """Which texts `spec_generate` writes: a hundred at a time, ten seeds; the drafter is often right and often wrong."""
+    drafter = HabitDrafter(target)
 
+    def generate(seed: int) -> torch.Tensor:
+        return spec_generate(
+            drafter, target, PROMPT, max_new_tokens=DEPTH, num_return_sequences=100,
+            generator=torch.Generator().manual_seed(seed), **{"top_k": 0, **options},
+        )  # fmt: skip
 
-def p_value(cells: list[int], law: torch.Tensor) -> float:
-    """Of the chi-square test that `cells` were drawn from `law`; cells expected less than 5 times are pooled."""
-    counts = torch.bincount(torch.tensor(cells), minlength=len(law)).double()
-    if (counts[law == 0] > 0).any():
-        return 0.0
-    expected = law * len(cells)
-    rare = expected < 5
-    pooled_counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    pooled = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
-    statistic = ((pooled_counts - pooled) ** 2 / pooled).sum()
-    degrees = torch.tensor(float(len(pooled) - 1), dtype=torch.float64)
-    assert degrees > 8
-    return float(torch.special.gammaincc(degrees / 2, statistic / 2))
-
-
-def sample_cells(target: PreTrainedModel, options: dict[str, Any], num_samples: int) -> list[int]:
-    """Which texts `spec_generate` writes, one seed each; the drafter proposes the likeliest text and varies in length."""
-    truth = greedy(target, LAW_PROMPT, max_new_tokens=8)
-    shape = {**LAW_SHAPE, "num_hidden_layers": 1, "target_layer_ids": [0], "mask_token_id": 3, "block_size": 4}
-    drafter = ScriptedDrafter(target, truth, [3, 3, 1, 2], **shape)
-    return [
-        cell(
-            drafter.spec_generate(
-                input_ids=LAW_PROMPT,
-                target=target,
-                max_new_tokens=LAW_DEPTH,
-                generator=torch.Generator().manual_seed(seed),
-                **options,
-            )[0]
-        )
-        for seed in range(num_samples)
-    ]
+    return drawn_cells(generate, range(10))
 
 
 @pytest.mark.parametrize("options", LAW_OPTIONS, ids=["temperature", "temperature+top_k+top_p"])
@@ -894,18 +854,15 @@ def test_sampled_law_is_the_targets(law_target: PreTrainedModel, options: dict[s
 
     The oracle is checked first: `generate(do_sample=True)` passes the same test.
     """
-    law = exact_law(law_target, options)
-    torch.manual_seed(0)
-    plain = law_target.generate(
-        LAW_PROMPT, do_sample=True, max_new_tokens=LAW_DEPTH, num_return_sequences=4000, **{"top_k": 0, **options}
-    )
-    assert p_value([cell(text) for text in plain], law) > 1e-3
-    assert p_value(sample_cells(law_target, {"top_k": 0, **options}, 500), law) > 1e-3
+    law = law_of(law_target, options)
+    asked = {"do_sample": True, "max_new_tokens": DEPTH, "num_return_sequences": 4000, "top_k": 0, **options}
+    assert p_value(drawn_cells(lambda seed: law_target.generate(PROMPT, **asked), [0]), law) > 1e-3
+    assert p_value(sample_cells(law_target, options), law) > 1e-3
 
 
 def _keep_rows_behind_a_rejection(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
     """Wrong: rows stand that were computed behind a proposal the target did not choose."""
-    return torch.full((1,), proposals.shape[1])
+    return torch.full((len(proposals),), proposals.shape[1])
 
 
 def _keep_some_wrong_proposals(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
@@ -923,7 +880,7 @@ def test_a_wrong_accept_rule_fails_the_law_test(
     """The test of the test: a rule that keeps what the target did not choose is caught by the same chi-square."""
     monkeypatch.setattr(verification_dflash, "accept_prefix", wrong_rule)
     options = LAW_OPTIONS[0]
-    assert p_value(sample_cells(law_target, {"top_k": 0, **options}, 400), exact_law(law_target, options)) < 1e-6
+    assert p_value(sample_cells(law_target, options), law_of(law_target, options)) < 1e-6
 
 
 def test_mask_id_of_the_fixture_is_not_in_the_prompt(prompt_ids: torch.Tensor) -> None:

@@ -336,7 +336,7 @@ def sampled(num_batches: int, batch_size: int, **options: Any) -> torch.Tensor:
 
 def sampled_with(name: str) -> torch.Tensor:
     """As many samples as the test can afford of the options of that name."""
-    return sampled(30, 20, **LAWS[name]) if name in SAMPLED_BEHIND_A_PREFIX else sampled(1, 2000, **LAWS[name])
+    return sampled(3, 200, **LAWS[name]) if name in SAMPLED_BEHIND_A_PREFIX else sampled(1, 2000, **LAWS[name])
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -369,7 +369,7 @@ def unguided() -> torch.Tensor:
 @pytest.mark.parametrize("name", ["do_sample", "temperature+top_k+top_p", "eos_token_id", "min_new_tokens"])
 def test_every_verification_has_the_law_of_the_keyword(name: str, verification: str) -> None:
     """Promise: for a drafter that proposes one token per row all rules have one law, the target's."""
-    num_batches, batch_size = (30, 20) if name in SAMPLED_BEHIND_A_PREFIX else (1, 1500)
+    num_batches, batch_size = (3, 200) if name in SAMPLED_BEHIND_A_PREFIX else (1, 1500)
     assert p_value(sampled(num_batches, batch_size, verification=verification, **LAWS[name]), law(name)) > FITS
     with leaning(law_target()):
         assert p_value(sampled(num_batches, batch_size, verification=verification, **LAWS[name]), law(name)) < FAILS
@@ -391,7 +391,7 @@ class Stale(LogitsProcessor):
 )
 def test_a_stale_prefix_fails_the_law_test(name: str, inner: Callable[..., torch.Tensor]) -> None:
     """The test of the test: a block whose columns are all processed behind the same prefix is caught."""
-    assert p_value(sampled(30, 20, logits_processor=[Stale(inner)]), law(name)) < FAILS
+    assert p_value(sampled(3, 200, logits_processor=[Stale(inner)]), law(name)) < FAILS
 
 
 @pytest.mark.parametrize("door", ["keywords", "temperature", "generation_config", "target"])

@@ -190,3 +190,33 @@ def test_planted_fault_is_found(name: str, source: str) -> None:
 )
 def test_what_is_allowed_is_not_called_a_fault(name: str, source: str) -> None:
     assert faults(name, source) == []
+
+
+TESTS = Path(__file__).parent
+MOST_INSIDES = 30
+
+
+def insides(source: str) -> list[str]:
+    """Modules inside a room with a face that `source` imports from."""
+    modules = [module.split(".") for module, level, _ in imports(source) if not level]
+    return [
+        ".".join(parts)
+        for parts in modules
+        if parts[0] == "dflash" and len(parts) > 2 and parts[1] in set(FLOORS) - DOORS
+    ]
+
+
+def test_tests_mostly_come_in_by_the_front_door() -> None:
+    """What a test takes from a room's inside keeps that inside as it is: few do."""
+    found = {path.name: insides(path.read_text()) for path in TESTS.rglob("*.py")}
+    assert sum(map(len, found.values())) <= MOST_INSIDES, {name: modules for name, modules in found.items() if modules}
+
+
+def test_an_import_of_an_inside_is_counted() -> None:
+    assert insides("def f():\n    from dflash.training.losses import LOSSES\nimport dflash.cli.main") == [
+        "dflash.cli.main",
+        "dflash.training.losses",
+    ]
+    assert (
+        insides("from dflash.training import Trainer\nfrom dflash.common.files import write_text\nimport torch") == []
+    )

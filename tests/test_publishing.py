@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from test_remote_code import run_script
 from tiny_models import make_drafter
 
 from dflash.checkpoints import plan_publication
-from dflash.cli import main as cli
 
 
 REPO = "me/tiny-DFlash"
@@ -49,16 +48,9 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(dflash_command: Callable[..., Any]) -> Callable[..., tuple[int, str, str]]:
     """`run(folder, …)`: exit status, standard output, standard error."""
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", "publish", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
-
-    return call
+    return partial(dflash_command, "publish")
 
 
 # What goes up.

@@ -19,7 +19,6 @@ import torch
 from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import make_drafter, make_target, make_tokenizer
 
-from dflash.cli import main as cli
 from dflash.regeneration import (
     Answer,
     RegenerationRecord,
@@ -646,16 +645,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Any, tokenizer: Any
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path) -> Any:
+def run(dflash_command: Callable[..., Any], folder: Path) -> Any:
     """`run(output, "--seed", 4)`: exit status, standard output, standard error."""
 
     def call(output: Path, *arguments: Any) -> tuple[int, str, str]:
         words = ["regenerate", "--target", folder / "target", "--data", folder / "data.jsonl", "--output", output]
         words += ["--max-new-tokens", NEW, *arguments]
-        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
+        return dflash_command(*words)
 
     return call
 

@@ -8,13 +8,13 @@ import html
 import io
 import json
 import re
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash.cli import main as cli
 from dflash.evaluation import (
     any_table,
     canvas,
@@ -60,17 +60,10 @@ def _coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any]) -> Any:
     """`run(…)`: exit status, standard output, standard error of `dflash report …`."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", "report", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
-
-    return call
+    return partial(dflash_command, "report")
 
 
 def written(folder: Path, result: Any = RESULT, name: str = "eval.json") -> Path:

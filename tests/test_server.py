@@ -8,8 +8,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,17 +151,10 @@ def serving(engine: Engine | None = None, **options: Any) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any]) -> Any:
     """`run(…)`: exit status, standard output, standard error of `dflash canary …`."""
     monkeypatch.setenv("COLUMNS", "300")
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", "canary", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
-
-    return call
+    return partial(dflash_command, "canary")
 
 
 def test_a_streamed_answer_is_whole_and_under_the_clock() -> None:

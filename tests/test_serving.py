@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from tiny_models import make_drafter, make_target
 
 from dflash.checkpoints import declared_block_size, server_command
 from dflash.checkpoints.serving import INSTALL
-from dflash.cli import main as cli
 
 
 AWKWARD = 'it\'s a "$HOME" `x` drafter-DFlash'
@@ -34,18 +35,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any]) -> Any:
     """`run("--engine", …)`: exit status, standard output, standard error of `dflash serve`; no engine may start."""
     # In this process an engine would take the place of pytest and end it with success.
     monkeypatch.setattr(os, "execv", lambda *words: pytest.fail(f"started {words}"))
-
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", "serve", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
-
-    return call
+    return partial(dflash_command, "serve")
 
 
 def test_vllm_is_told_the_method_and_one_token_less_than_the_block() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any], folder: Path) -> Any:
     """`run(output, "--steps", 4)`: exit status, standard output, standard error."""
     monkeypatch.setenv("COLUMNS", "300")
 
     def call(*arguments: Any, named: bool = True) -> tuple[int, str, str]:
         pair = ["--target", folder / "target", "--data", folder / "data.jsonl"] if named else []
-        monkeypatch.setattr(sys, "argv", ["dflash", "train", *map(str, [*pair, *arguments])])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return (stopped.value.code or 0, *capsys.readouterr())
+        return dflash_command("train", *pair, *arguments)
 
     return call
 

@@ -12,6 +12,7 @@ from tiny_models import (
     BLOCK_SIZE,
     FAMILIES,
     PAD_TOKEN_ID,
+    SMALL,
     TARGET_KINDS,
     ScriptedDrafter,
     expected_lengths,
@@ -184,18 +185,21 @@ def test_eager_attention_gets_a_mask_it_adds() -> None:
 @pytest.mark.parametrize("processing", [{}, {"top_k": 20}, {"repetition_penalty": 1.3}])
 def test_sampled_text_is_the_one_of_a_chain(processing: dict[str, Any]) -> None:
     """Promise: noise belongs to positions, so the same seed writes the same text along a tree."""
-    target, prompt = make_target(), make_prompt(17, seed=3)
-    drafter, _ = forked(target, prompt)
-    for seed in range(5):
-        texts = [
-            spec_generate(
-                drafter, target, prompt, temperature=0.8, max_new_tokens=NEW_TOKENS, stop_token_ids=[], draft_tree=nodes,
-                generator=torch.Generator().manual_seed(seed), **processing,
-            )
-            for nodes in (False, 4, 12)
-        ]  # fmt: skip
-        assert torch.equal(texts[0], texts[1])
-        assert torch.equal(texts[0], texts[2])
+    target, prompt = make_target(num_hidden_layers=2), make_prompt(17, seed=3)
+
+    def sampled(drafter: Any, seed: int, nodes: int | bool) -> Any:
+        return spec_generate(
+            drafter, target, prompt, temperature=0.8, max_new_tokens=NEW_TOKENS, stop_token_ids=[], draft_tree=nodes,
+            generator=torch.Generator().manual_seed(seed), return_dict_in_generate=True, **processing,
+        )  # fmt: skip
+
+    for seed in range(3):
+        chain = sampled(make_drafter(**SMALL), seed, nodes=False).sequences
+        drafter = ForkingDrafter(target, torch.cat([chain, make_prompt(BLOCK_SIZE)], dim=1), SCRIPT, **SMALL)
+        for nodes in (4, 12):
+            tree = sampled(drafter, seed, nodes)
+            assert torch.equal(tree.sequences, chain)
+            assert tree.tau > 2.5, "too little is accepted to show anything"
 
 
 def test_processors_scores_and_logits_are_those_of_generate() -> None:
