@@ -327,7 +327,7 @@ def test_deprecated_names_still_work_and_say_so(tiny_target: PreTrainedModel, ti
         asked: Any = {name: torch.Generator().manual_seed(3), "drafter": tiny_drafter, "do_sample": True}
         return tiny_target.generate(make_prompt(), custom_generate=custom_generate, max_new_tokens=8, **asked)
 
-    with pytest.warns(DeprecationWarning, match="use uniforms_generator"):
+    with pytest.warns(FutureWarning, match="use uniforms_generator"):
         old = sampled("noise_generator")
     assert torch.equal(old, sampled("uniforms_generator"))
 

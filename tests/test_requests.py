@@ -45,6 +45,31 @@ def test_what_a_tokenizer_returns_without_tensors_is_taken(
     assert torch.equal(listed, given)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_in_lists_is_no_text(tiny_target: PreTrainedModel, prompts: list[torch.Tensor], side: str) -> None:
+    """Promise: the lists of `tokenizer(texts, padding=True)` give each prompt's own text; their mask was once dropped."""
+    padding = {n: [7] * (max(PROMPT_LENGTHS) - n) for n in PROMPT_LENGTHS}  # a token like any other
+    ids, mask = [], []
+    for prompt in prompts:
+        real, ones = prompt[0].tolist(), [1] * prompt.shape[1]
+        pads = padding[prompt.shape[1]]
+        ids.append(pads + real if side == "left" else real + pads)
+        mask.append([0] * len(pads) + ones if side == "left" else ones + [0] * len(pads))
+    asked = {"max_new_tokens": 4, "temperature": 0.0}
+    listed = spec_generate(make_drafter(), tiny_target, {"input_ids": ids, "attention_mask": mask}, **asked)
+    given = spec_generate(make_drafter(), tiny_target, [prompt[0].tolist() for prompt in prompts], **asked)
+    assert torch.equal(listed, given)
+
+
+def test_a_list_of_single_ids_of_a_tensor_is_one_prompt(
+    tiny_target: PreTrainedModel, prompts: list[torch.Tensor]
+) -> None:
+    """Promise: `list(ids)` is the prompt that `ids.tolist()` is."""
+    asked = {"max_new_tokens": 4, "temperature": 0.0}
+    listed = spec_generate(make_drafter(), tiny_target, list(prompts[1][0]), **asked)
+    assert torch.equal(listed, spec_generate(make_drafter(), tiny_target, prompts[1], **asked))
+
+
 @pytest.mark.parametrize(
     ("input_ids", "message"),
     [

@@ -56,9 +56,9 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         if is_drafter:
-            from dflash.model.generation_dflash import write_door
+            from dflash.model.generation_dflash import write_custom_generate
 
-            write_door(aside)
+            write_custom_generate(aside)
         for name, text in (files or {}).items():
             (aside / name).write_text(text, encoding="utf-8")
         for weights in aside.glob("*.safetensors"):  # they come out readable by their owner alone

@@ -112,7 +112,7 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
     """
     folder = Path(folder).expanduser().absolute()
     from dflash.model.configuration_dflash import DFlashConfig
-    from dflash.model.generation_dflash import door_source, write_card
+    from dflash.model.generation_dflash import custom_generate_source, write_card
 
     _check_name(repo_id)
     if not folder.is_dir():
@@ -143,7 +143,7 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
         files[CARD] = files[CARD] if renamed == text else File(CARD, renamed.encode())
     else:
         files[CARD] = File(CARD, write_card(DFlashConfig.from_pretrained(folder), repo_id, target).encode())
-    files.setdefault(DOOR, File(DOOR, door_source().encode()))
+    files.setdefault(DOOR, File(DOOR, custom_generate_source().encode()))
     for file in files.values():
         _refuse_by_content(file)
     written = tuple(name for name, file in files.items() if file is not own.get(name))

@@ -1,6 +1,6 @@
 """Caches of keys, values and running states. Appending writes in place, and a rollback moves a length.
 
-Every layer keeps every position, also with a sliding window, which the mask applies. A single sequence appends at the end. In
+All layers store all positions: sliding windows are applied by the mask alone. A single sequence appends at the end. In
 a ragged cache each forward is given the slots of its new columns: tokens directly after the sequence's last one, then padding,
 which the next forward overwrites.
 
@@ -241,7 +241,7 @@ class PreallocatedCache(Cache):
 
     @contextmanager
     def recording(self, num_columns: int) -> Iterator[None]:
-        """Makes the forward of `num_columns` columns inside the `with` one that can be rolled back; 0: it cannot."""
+        """Records what `rollback` needs for the one forward of `num_columns` columns inside the `with`; 0 records nothing."""
         self._num_recorded = None
         handles = []
         for running in self._running.values():
@@ -258,7 +258,7 @@ class PreallocatedCache(Cache):
         self._num_recorded = num_columns
 
     def rollback(self, counts: int | Sequence[int]) -> None:
-        """Drops the last `counts` positions of each sequence; ValueError for more than it has or linear layers recorded."""
+        """Drops the last `counts` positions of each sequence. Raises ValueError if they were not held, or not recorded."""
         lengths, num_recorded = self.lengths, self._num_recorded or 0
         counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
         if self._running and max(counts) > num_recorded:
@@ -337,7 +337,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def chosen(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
-    """`tensor.index_select` by indices of the host, which indexing by a list would copy after all queued work."""
+    """`tensor.index_select` by a list, without the wait for the device that `tensor[list]` causes."""
     return tensor.index_select(dim, to_device(torch.tensor(indices, dtype=torch.long), tensor.device))
 
 

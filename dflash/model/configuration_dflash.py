@@ -162,7 +162,7 @@ class DFlashConfig(Qwen3Config):
         if target_layer_ids is None and num_target_layers is not None:
             target_layer_ids = default_target_layer_ids(num_target_layers)
 
-        # Without `layer_types` all layers are full, as Qwen3's default of 28 `max_window_layers` makes a shallow drafter's.
+        # Without `layer_types` all layers are full: Qwen3's default of 28 `max_window_layers` does that to shallow drafters.
         kwargs.setdefault("max_window_layers", kwargs.get("num_hidden_layers", 32))
         kwargs.setdefault("tie_word_embeddings", False)
         theta, scaling = _rope_fields(rope_theta, rope_scaling, rope_parameters)
@@ -325,7 +325,7 @@ def _rope_fields(
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name in DIALECT_FIELDS:
         if fields.get(name):
-            raise ValueError(f"{name}={fields[name]!r} is another tool's: read it by the package's from_pretrained.")
+            raise ValueError(f"{name}={fields[name]!r} is of another tool's format: load it by dflash.DFlashDraftModel.")
     for name, absent in UNSUPPORTED_FIELDS.items():
         if fields.get(name) not in absent:
             raise ValueError(f"{name}={fields[name]!r} is not supported: use an engine that reads it.")

@@ -299,7 +299,7 @@ class Proposer:
         self._ahead = self._is_wanted = None
 
     def record(self, proposals: Proposals, blocks: Sequence[Block]) -> None:
-        """Updates the statistics by the blocks of a step."""
+        """Adds the blocks of a step to the lookup, pacing and acceptance statistics; warns if drafts are never accepted."""
         num_accepted = sum(block.num_accepted for block in blocks)
         self._num_accepted += num_accepted
         if self._lookup is not None:
@@ -421,7 +421,7 @@ class Step:
 
 
 class Decoder:
-    """The four verbs for one request. State on the host is that of the last step read. `cut` is from `make_cutter`."""
+    """Propose, verify, accept, commit, for one request. The host knows the last step that it has read. `cut`: `make_cutter`."""
 
     def __init__(self, request: Any, pair: Pair, verifier: Verifier, cut: Any, conversation: Conversation) -> None:
         self.request, self.pair, self.verifier = request, pair, verifier

@@ -79,7 +79,10 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
         f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
     ),
-    "top_p": (lambda value: 0 < value <= 1, "use a probability above 0 and up to 1 (1 keeps every token)"),
+    "top_p": (
+        lambda value: isinstance(value, float | int) and 0 < value <= 1,
+        "use a probability above 0 and up to 1 (1 keeps every token)",
+    ),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
     "prompt_lookup_num_tokens": (_whole(1), "use at least 1, or leave it out"),
@@ -175,6 +178,7 @@ def read_prompt(
     input_ids: Any, attention_mask: torch.Tensor | None = None, target: PreTrainedModel | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Ids [B, S] and their mask, from any form of `Prompts`. Raises ValueError for others, empty ones, and wrong masks."""
+    mask = None
     if isinstance(input_ids, Mapping):
         fields = dict(input_ids)
         if "input_ids" not in fields:
@@ -189,9 +193,9 @@ def read_prompt(
     if isinstance(input_ids, (list, tuple)) and len(input_ids) and not isinstance(input_ids[0], str):
         if attention_mask is not None:
             raise ValueError("A list of prompts needs no attention_mask: leave it out, or pass a padded tensor.")
-        if all(isinstance(token_id, Integral) for token_id in input_ids):  # one prompt, as a tokenizer returns it
-            input_ids = [input_ids]
-        input_ids, attention_mask = _pad_prompts(input_ids, target)
+        if all(isinstance(i, Integral) or getattr(i, "ndim", 1) == 0 for i in input_ids):  # the ids of one prompt
+            input_ids, mask = [input_ids], [mask]
+        input_ids, attention_mask = _pad_prompts(input_ids, mask, target)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not _are_ids(input_ids):
         is_tensor = isinstance(input_ids, torch.Tensor)
         shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
@@ -208,11 +212,16 @@ def read_prompt(
     return input_ids, attention_mask
 
 
-def _pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of any lengths, each a list or tensor of ids, padded on the left: ids and mask, both [B, S]."""
+def _pad_prompts(
+    prompts: Sequence[Any], masks: Any, target: PreTrainedModel | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of any lengths, without the padding that `masks` show, padded on the left: ids and mask, both [B, S]."""
     try:
         sequences = [torch.as_tensor(prompt).flatten() for prompt in prompts]
-    except (TypeError, ValueError, RuntimeError) as error:
+        if masks is not None and masks[0] is not None:
+            kept = [torch.as_tensor(mask).flatten().bool() for mask in masks]
+            sequences = [sequence[where] for sequence, where in zip(sequences, kept, strict=True)]
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ValueError(f"The list of prompts holds something else than token ids ({error}).") from error
     for index, sequence in enumerate(sequences):
         if not len(sequence):
@@ -224,8 +233,8 @@ def _pad_prompts(prompts: Sequence[Any], target: PreTrainedModel | None) -> tupl
     pad = _first_given(getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None), 0)
     pad = pad[0] if isinstance(pad, list) else pad  # masked, so any token will do
     input_ids = pad_sequence(sequences, batch_first=True, padding_value=pad, padding_side="left")
-    masks = [torch.ones_like(sequence) for sequence in sequences]
-    return input_ids, pad_sequence(masks, batch_first=True, padding_side="left")
+    ones = [torch.ones_like(sequence) for sequence in sequences]
+    return input_ids, pad_sequence(ones, batch_first=True, padding_side="left")
 
 
 def _are_ids(tensor: torch.Tensor) -> bool:
@@ -409,11 +418,7 @@ def generate_blocks(
             - **prompt_lookup_num_tokens** (`int`): Length of proposals from the text itself, which compete with the
               drafter's. **max_matching_ngram_size** (`int`, defaults to 3) tokens have to match.
 
-    Returns:
-        `Iterator[Block]`: The blocks. Each sequence's first one holds one token, which the prompt's forward gives.
-
-    Raises:
-        ValueError: as [`spec_generate`].
+    Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
     Example:
         >>> blocks = generate_blocks(drafter, target, input_ids, max_new_tokens=64)
@@ -502,7 +507,7 @@ class Request:
         """The request that `generate` has prepared. Raises ValueError if it cannot be run exactly."""
         own: dict[str, Any] = {name: value for name in KEYWORDS if (value := asked.pop(name, None)) is not None}
         if "noise_generator" in own:
-            warnings.warn("noise_generator is deprecated: use uniforms_generator.", DeprecationWarning, stacklevel=2)
+            warnings.warn("noise_generator is deprecated: use uniforms_generator.", FutureWarning, stacklevel=2)
             own.setdefault("uniforms_generator", own.pop("noise_generator"))
         request = cls(**own)
         request.target, request.input_ids, request.config = target, input_ids, config
@@ -655,17 +660,17 @@ def generate(model: Any, inputs: Any = None, drafter: Any = None, **kwargs: Any)
     return drafter.spec_generate(input_ids=input_ids, target=model, **given)
 
 
-def door_source() -> str:
+def custom_generate_source() -> str:
     """The text of a checkpoint's `custom_generate/generate.py`."""
     return f"from typing import Any\n\n\n{inspect.getsource(generate)}"
 
 
-def write_door(folder: str | os.PathLike[str]) -> None:
+def write_custom_generate(folder: str | os.PathLike[str]) -> None:
     """Puts `custom_generate/generate.py` into `folder`, where `target.generate(custom_generate=…)` looks for it."""
     path = Path(folder, "custom_generate", "generate.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # transformers uploads only files that are new
-    path.write_text(door_source(), encoding="utf-8")
+    path.write_text(custom_generate_source(), encoding="utf-8")
 
 
 # Title of the card that transformers writes for a repository without one.
@@ -699,8 +704,8 @@ def write_card(config: Any, name: str, target: str | None = None) -> str:
 
 
 def complete_upload(folder: str | os.PathLike[str], config: Any, name: str) -> None:
-    """Adds the door and the card to a folder before it is uploaded."""
-    write_door(folder)
+    """Writes `custom_generate/generate.py`, and README.md where transformers wrote a blank card."""
+    write_custom_generate(folder)
     card = Path(folder, "README.md")
     if BLANK in card.read_text(encoding="utf-8"):
         card.write_text(write_card(config, name), encoding="utf-8")

@@ -205,11 +205,7 @@ class DFlashDraftModel(PreTrainedModel):
     The model uses the target's embedding and head; only checkpoints with a reduced vocabulary have a head of their own. Names
     and shapes of its tensors are those of the published `z-lab/*-DFlash` checkpoints.
 
-    Args:
-        config (`DFlashConfig`): The configuration. `mask_token_id` and `target_layer_ids` are required.
-
-    Raises:
-        ValueError: if the config has no `mask_token_id` or `target_layer_ids`, or an invalid field.
+    `config` needs `mask_token_id` and `target_layer_ids`; an invalid field raises ValueError.
 
     Example:
         >>> drafter = AutoModel.from_pretrained(folder, trust_remote_code=True)

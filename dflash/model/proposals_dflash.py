@@ -134,7 +134,7 @@ def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence
 
 
 RECENT = 0.25  # weight of the latest block in the running mean
-RETRY_AFTER = 16  # a source that lost is tried again at every such opportunity
+RETRY_AFTER = 16  # a lookup that pays less than drafts is tried every 16th time
 
 
 class PromptLookup:
@@ -190,9 +190,6 @@ class LatencyCurve:
         draft_ms (`float`): Milliseconds of one draft.
         machine (`dict[str, Any]`): What they were measured on: device, dtype, threads, versions, sizes of the models.
         tree_ms (`float`, *optional*): Additional milliseconds of a step that verifies a tree; `None` if not measured.
-
-    Raises:
-        ValueError: if widths and times do not belong together, or a time is not positive.
 
     Example:
         >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
@@ -304,7 +301,7 @@ MOST_WORTH = 1.5  # cap on that history's gain, so that a text whose drafts fail
 
 @dataclass
 class Pause:
-    """How long a source that did not pay is left out: twice as long each time."""
+    """Exponential back-off for drafts or trees that do not pay."""
 
     length: int = 0  # of the latest pause; 0 while tries pay
     left: int = 0

@@ -269,7 +269,7 @@ class Storage:
     is_flex: bool
 
     def place(self, slots: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor | None = None) -> Place:
-        """Columns at `positions` whose keys and values are written to `slots` [B, S]."""
+        """A `Place` for a forward at `positions`: a cache over this storage that writes new keys and values to `slots` [B, S]."""
         num_keys, pairs = self.index.shape[0], zip(self.keys, self.values, strict=True)
         cache = Cache(layers=[PreallocatedLayer.lent(keys, values, slots, num_keys) for keys, values in pairs])
         return Place(positions, cache, num_keys, ancestors, self.is_flex)
@@ -318,7 +318,7 @@ def whole_step(
     hidden_states = draft_lent(drafter, target, shape.block_size, state, storages[1])
     first = 0 if drafter.config.sample_from_anchor else 1
     proposing = slice(first, first + shape.num_proposals)
-    # The head runs on the whole block: for 15 rows the compiler would also time padded products.
+    # The head runs on the whole block: with 15 positions Inductor would also benchmark padded products.
     proposals = drafter.propose(
         hidden_states[:, proposing], state.anchors, lambda _: head(target, hidden_states)[:, proposing]
     )
@@ -400,7 +400,7 @@ class CompiledPair:
         return self.is_active and self._device.type in ASYNCHRONOUS
 
     def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
-        """Starts compiling under "auto" once eager steps have lost the time of compiling: at most twice the optimal cost.
+        """Starts compiling under "auto" once compiling would have saved what it costs: at most twice the optimal time.
 
         `seconds` is the duration of an eager step; `None`: a text begins. Within a text, `num_left` steps have to pay, too.
         """
@@ -454,7 +454,7 @@ class CompiledPair:
     def run(self, models: Any, key: Any, function: Callable[..., Any], given: Callable[[Any], Sequence[Any]]) -> Any:
         """The output of `function`, compiled, for arguments `given(None)`; NotCompiledError if it can only run eagerly.
 
-        `key` names function and shapes. `COMPARED_CALLS` are compared with an eager run, which writes the same slots again.
+        `key` names function and shapes. `COMPARED_CALLS` are compared with an eager run in the same slots; if results differ, the pair runs eagerly from then on.
         """
         if not self.is_active or _is_watched(*models):
             raise NotCompiledError(key)
@@ -713,7 +713,7 @@ class Pair:
     def draft_compiled(
         self, state: State, cache: PreallocatedCache, block_size: int, num_unread: int = 0
     ) -> torch.Tensor:
-        """As `draft`, or NotCompiledError, also after `num_unread` steps that the host has not read. Lengths do not change."""
+        """`draft`, compiled, after `num_unread` unread steps. The cache does not advance. NotCompiledError: it has to run eagerly."""
         compiled, columns = self.compiled, self.num_columns(block_size)
         # The last two: another thread has started compiling after this one's context was made.
         if compiled is None or state.features.shape[1] > columns or not any(cache.lengths):
@@ -915,7 +915,7 @@ def _rope_of_images(target: PreTrainedModel) -> Any:
 # Layer types of transformers whose keys and values can be rolled back by a length.
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
-# Targets with linear layers, too, that are known to replay exactly.
+# Model types with attention and linear layers whose running states are known to replay exactly.
 HYBRID_FAMILIES = {"kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 # Rotary embeddings that change with the length of the text.
