@@ -325,7 +325,7 @@ def _rope_fields(
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name in DIALECT_FIELDS:
         if fields.get(name):
-            raise ValueError(f"{name}={fields[name]!r} is of another tool's format: load it by dflash.DFlashDraftModel.")
+            raise ValueError(f"{name}={fields[name]!r} is another tool's: load it by dflash.DFlashDraftModel.")
     for name, absent in UNSUPPORTED_FIELDS.items():
         if fields.get(name) not in absent:
             raise ValueError(f"{name}={fields[name]!r} is not supported: use an engine that reads it.")
