@@ -135,7 +135,7 @@ def main() -> None:
     options = {"is_smoke": args.smoke, "tau": args.tau, "steps": args.steps}
     report = Report(args.output, setting)
     outcomes, _ = run_rows(args.rows, open_bench, options, began + args.seconds, report)
-    from dflash.cli.options import show_table
+    from dflash.cli.terminal import show_table
     from dflash.evaluation import tables_of
 
     print(label(args))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash.cli.options import show_table
+from dflash.cli.terminal import show_table
 from dflash.common.provenance import environment, record, write_result
 from dflash.evaluation import chat_encoder, tables_of
 

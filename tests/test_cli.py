@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import dflash
 from dflash import Block
 from dflash.checkpoints import embedded
+from dflash.cli import loading
 from dflash.cli import main as cli
-from dflash.cli import options
 from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
 from dflash.evaluation import (
     HAS_NATIVE,
@@ -404,10 +404,10 @@ def test_a_target_without_a_chat_template_is_prompted_as_it_is_and_said_so(
     config.pop("chat_template", None)
     (Path(target) / "tokenizer_config.json").write_text(json.dumps(config))
     words = ["generate", "--target", target, *pair[2:], "abc", "--max-new-tokens", "4"]
-    options.say_once.cache_clear()
+    loading.say_once.cache_clear()
     assert run(*words)[2].count("has no chat template") == 1
     assert "chat template" not in run(*words)[2]
-    options.say_once.cache_clear()
+    loading.say_once.cache_clear()
     assert "chat template" not in run(*words, "--no-chat-template")[2]
 
 
@@ -427,7 +427,7 @@ def test_a_request_beyond_the_targets_positions_is_warned_of(run: Any, pair: lis
     config = json.loads((Path(copy) / "config.json").read_text()) | {"max_position_embeddings": 12}
     (Path(copy) / "config.json").write_text(json.dumps(config))
     words = ["generate", "--target", copy, *pair[2:], "abc", "--no-chat-template", "--max-new-tokens"]
-    options.say_once.cache_clear()
+    loading.say_once.cache_clear()
     status, out, err = run(*words, "10")
     assert (status, len(out) > 1) == (0, True)
     assert "The prompt's 3 tokens and --max-new-tokens 10 reach beyond the target's 12 positions" in err

@@ -1,1 +1,1 @@
-"""`dflash …`: the application in `main`, what commands share in `options` and `terminal`, one file a command."""
+"""`dflash …`: the application in `main`, one file a command; they share `arguments`, `loading` and `terminal`."""

@@ -1,16 +1,23 @@
-"""Options that several commands have, the panels that group them in the help, and the file of --prompts."""
+"""Options that several commands have, and the panels that group them in the help."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .options import Dtype, numbered_lines
+
+class Dtype(str, Enum):
+    """Names of dtypes that the commands take."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def panel(title: str) -> Callable[..., Any]:
@@ -21,8 +28,16 @@ def panel(title: str) -> Callable[..., Any]:
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
 server_option, result_option = panel("Servers"), panel("Result")
 
-Target = Annotated[str, typer.Option(help="The target: a local folder or an id on the Hub.")]
-Drafter = Annotated[str, typer.Option(help="Its DFlash drafter: a local folder or an id on the Hub.")]
+# Short metavars leave room for whole names on 80 columns.
+Target = Annotated[str, typer.Option(metavar="NAME", help="The target: a local folder or an id on the Hub.")]
+Drafter = Annotated[str, typer.Option(metavar="NAME", help="Its DFlash drafter: a local folder or an id on the Hub.")]
+TargetOfDrafter = Annotated[
+    str | None, typer.Option("--target", metavar="NAME", help="Its target: a local folder or an id on the Hub.")
+]
+Source = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint of any tool: a folder or an id on the Hub.")
+]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
 DtypeOption = Annotated[
     Dtype,
     model_option(
@@ -42,23 +57,3 @@ Model = Annotated[str | None, server_option(help="The served model's name. Defau
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print the summary as one JSON object.")]
-
-
-def read_prompts(path: Path) -> list[list[dict[str, str]]]:
-    """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`."""
-    prompts = []
-    for number, line in numbered_lines(path, "--prompts"):
-        try:
-            row: Any = json.loads(line) if line.lstrip().startswith("{") else {"prompt": line}
-            said = row["prompt"] if "prompt" in row else row.get("question")
-            messages = row.get("messages") or [{"role": "user", "content": said}]
-            dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
-            if not all(turn["content"].strip() for turn in dialogue):
-                raise ValueError("There is no text.")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"--prompts {path}, line {number} is no prompt: write a text, or a JSON object with messages, prompt or "
-                "question."
-            ) from error
-        prompts.append(dialogue)
-    return prompts

@@ -18,16 +18,17 @@ from .arguments import (
     AsJson,
     ChatTemplate,
     Device,
+    Dtype,
     DtypeOption,
     Overwrite,
     Thinking,
     decoding_option,
     model_option,
     prompt_option,
-    read_prompts,
     result_option,
 )
-from .options import Dtype, Pair, hide_loading_bars, known_device, listed, load_pair, show_table, torch_dtype
+from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompts, torch_dtype
+from .terminal import show_table
 
 
 def bench(

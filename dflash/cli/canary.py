@@ -19,12 +19,11 @@ from .arguments import (
     Thinking,
     panel,
     prompt_option,
-    read_prompts,
     result_option,
     server_option,
 )
-from .options import api_key, show_table
-from .terminal import progress_bar
+from .loading import api_key, read_prompts
+from .terminal import progress_bar, show_table
 
 
 load_option, goal_option = panel("Load"), panel("Targets and cost")

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .options import AsJson, TargetOfDrafter, checkpoint
+from .arguments import AsJson, TargetOfDrafter
+from .loading import checkpoint
 
 
 class Engine(str, Enum):

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .options import TargetOfDrafter, WeightsOnly, checkpoint, hide_loading_bars
+from .arguments import Source, TargetOfDrafter, WeightsOnly
+from .loading import checkpoint, hide_loading_bars
 
 
 def convert(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint of any tool: a folder or an id on the Hub.")
-    ],
+    source: Source,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
     target: TargetOfDrafter = None,
     weights_only: WeightsOnly = False,

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .options import Dtype, Pair, dtype_name, encode, given, hide_loading_bars, torch_dtype
+from .arguments import Dtype
+from .loading import Pair, dtype_name, encode, given, hide_loading_bars, torch_dtype
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
 
 

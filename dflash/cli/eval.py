@@ -18,6 +18,7 @@ from .arguments import (
     ChatTemplate,
     Device,
     Drafter,
+    Dtype,
     DtypeOption,
     Hardware,
     Model,
@@ -28,18 +29,8 @@ from .arguments import (
     result_option,
     server_option,
 )
-from .options import (
-    Dtype,
-    checkpoint,
-    hide_loading_bars,
-    known_device,
-    listed,
-    load_pair,
-    named,
-    own_device,
-    show_table,
-)
-from .terminal import counting_bar
+from .loading import checkpoint, hide_loading_bars, known_device, listed, load_pair, named, own_device
+from .terminal import counting_bar, show_table
 
 
 def evaluate(

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .options import Target, WeightsOnly, checkpoint, hide_loading_bars
+from .arguments import Source, Target, WeightsOnly
+from .loading import checkpoint, hide_loading_bars
 
 
 def export(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint: a folder or an id on the Hub.")
-    ],
+    source: Source,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it; its name contains DFlash.")],
     target: Target,
     weights_only: WeightsOnly = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import hide_loading_bars
+from .loading import hide_loading_bars
 from .terminal import progress_bar
 
 

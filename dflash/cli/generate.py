@@ -13,28 +13,10 @@ from rich.console import Console
 
 from dflash import __version__
 
+from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, DtypeOption, Target, Thinking, decoding_option
 from .demo import show_comparison, warm_up
-from .options import (
-    AsJson,
-    ChatTemplate,
-    Device,
-    Drafter,
-    Dtype,
-    Pair,
-    StoredDtype,
-    Target,
-    Thinking,
-    check_decoding,
-    dtype_name,
-    encode,
-    given,
-    load_pair,
-    say_once,
-)
+from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once
 from .terminal import BlockPrinter, number
-
-
-DECODING = "Decoding"
 
 
 def generate(
@@ -43,81 +25,63 @@ def generate(
     ],
     target: Target,
     drafter: Drafter,
-    dtype: StoredDtype = Dtype.auto,
+    dtype: DtypeOption = Dtype.auto,
     device: Device = None,
     chat_template: ChatTemplate = True,
     thinking: Thinking = False,
     as_json: AsJson = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run target.generate too, and compare.")] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=DECODING, help="Longest answer, in tokens.")
-    ] = 512,
-    temperature: Annotated[
-        float, typer.Option(metavar="X", rich_help_panel=DECODING, help="0 decodes greedily; above 0 samples.")
-    ] = 0.0,
+    max_new_tokens: Annotated[int, decoding_option(metavar="N", help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, decoding_option(metavar="X", help="0 decodes greedily; above 0 samples.")] = 0.0,
     top_p: Annotated[
-        float | None,
-        typer.Option(metavar="X", rich_help_panel=DECODING, help="Sample from the smallest set of this probability."),
+        float | None, decoding_option(metavar="X", help="Sample from the smallest set of this probability.")
     ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(metavar="N", rich_help_panel=DECODING, help="Sample from the N most probable tokens."),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, metavar="N", rich_help_panel=DECODING, help="Seed of the sampling.")
-    ] = 0,
+    top_k: Annotated[int | None, decoding_option(metavar="N", help="Sample from the N most probable tokens.")] = None,
+    seed: Annotated[int, decoding_option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.")] = 0,
 ) -> None:
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
     if compare and (as_json or temperature):
         raise ValueError("--compare shows two greedy texts: leave out --json and --temperature.")
-    check_decoding(device, max_new_tokens, temperature, top_p, top_k)
+    for option, value, is_allowed, remedy in (
+        ("--max-new-tokens", max_new_tokens, max_new_tokens > 0, "ask for at least one token"),
+        ("--temperature", temperature, 0 <= temperature < math.inf, "use 0 for greedy decoding, or a number above 0"),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "use a probability above 0 and up to 1"),
+        ("--top-k", top_k, top_k is None or top_k >= 0, "use the number of tokens to keep, or 0 for all"),
+    ):
+        if not is_allowed:
+            raise ValueError(f"{option} {value} cannot be used: {remedy}.")
+    known_device(device)
     text = given(sys.stdin.read() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, dtype, device)
     input_ids = encode(pair, text, chat_template, thinking)
-    warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
+    _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
     if compare:
         warm_up(pair, input_ids)
         show_comparison(pair, [text], [input_ids], max_new_tokens)
         return
 
     import torch
+    import transformers
 
     from dflash.evaluation import timed_blocks
 
     request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     request |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
-    noise = torch.Generator().manual_seed(seed)
-    if as_json:
-        run = timed_blocks(pair.drafter, pair.target, input_ids, generator=noise, **request)
-        asked = {"target": target, "drafter": drafter, "prompt": text, "seed": seed, **request}
-        print(json.dumps({**asked, "chat_template": chat_template, "thinking": thinking, **_report(pair, run)}))
-        return
+    uniforms = torch.Generator().manual_seed(seed)
     printer = BlockPrinter(Console(highlight=False), pair.tokenizer, is_marked=sys.stdout.isatty())
-    run = timed_blocks(pair.drafter, pair.target, input_ids, on_block=printer.block, generator=noise, **request)
-    printer.end()
-    print(
-        f"{len(run.token_ids)} tokens, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
-        f"{number(run.tokens_per_step)} tokens per step",
-        file=sys.stderr,
-    )
-
-
-def warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Says on standard error that a request reaches beyond the positions that the target was made for."""
-    positions = getattr(pair.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and num_prompt_tokens + max_new_tokens > positions:
-        say_once(
-            f"The prompt's {num_prompt_tokens} tokens and --max-new-tokens {max_new_tokens} reach beyond the target's "
-            f"{positions} positions, where its text gets worse: ask for at most {positions - num_prompt_tokens}."
+    on_block = None if as_json else printer.block
+    run = timed_blocks(pair.drafter, pair.target, input_ids, on_block, generator=uniforms, **request)
+    if not as_json:
+        printer.end()
+        print(
+            f"{len(run.token_ids)} tokens, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
+            f"{number(run.tokens_per_step)} tokens per step",
+            file=sys.stderr,
         )
-
-
-def _report(pair: Pair, run: Any) -> dict[str, Any]:
-    """What `--json` says about a run."""
-    import torch
-    import transformers
-
-    return {
+        return
+    report = {"target": target, "drafter": drafter, "prompt": text, "seed": seed, **request}
+    report |= {"chat_template": chat_template, "thinking": thinking}
+    report |= {
         "text": pair.tokenizer.decode(run.token_ids, skip_special_tokens=True),
         "token_ids": run.token_ids,
         "acceptance_lengths": run.acceptance_lengths,
@@ -136,3 +100,14 @@ def _report(pair: Pair, run: Any) -> dict[str, Any]:
             "dflash-transformers": __version__,
         },
     }
+    print(json.dumps(report))
+
+
+def _warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Says on standard error that a request reaches beyond the positions that the target was made for."""
+    positions = getattr(pair.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and num_prompt_tokens + max_new_tokens > positions:
+        say_once(
+            f"The prompt's {num_prompt_tokens} tokens and --max-new-tokens {max_new_tokens} reach beyond the target's "
+            f"{positions} positions, where its text gets worse: ask for at most {positions - num_prompt_tokens}."
+        )

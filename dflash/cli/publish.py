@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from .options import TargetOfDrafter
+from .arguments import TargetOfDrafter
 
 
 if TYPE_CHECKING:

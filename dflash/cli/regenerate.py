@@ -10,18 +10,19 @@ from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output
 
-from .arguments import ApiKeyEnv, Device, DtypeOption, Model, Target, model_option, panel, result_option, server_option
-from .options import (
+from .arguments import (
+    ApiKeyEnv,
+    Device,
     Dtype,
-    api_key,
-    checkpoint,
-    hide_loading_bars,
-    known_device,
-    load_pair,
-    named,
-    own_device,
-    torch_dtype,
+    DtypeOption,
+    Model,
+    Target,
+    model_option,
+    panel,
+    result_option,
+    server_option,
 )
+from .loading import api_key, checkpoint, hide_loading_bars, known_device, load_pair, named, own_device, torch_dtype
 from .terminal import counting_bar
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Drafter, Target, checkpoint
+from .arguments import Drafter, Target
+from .loading import checkpoint
 
 
 def serve(

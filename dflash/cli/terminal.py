@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,3 +172,18 @@ def _agreement(difference: Difference | None) -> str:
     if difference is None:
         return "identical"
     return f"differs from token {difference.index}, margin {difference.margin:.2g}"
+
+
+def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
+    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells."""
+    headings, rows = table
+    shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+    for place, heading in enumerate(headings):
+        cells = [row[place] for row in rows]
+        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
+        is_figure = any(cell[:1].isdigit() for cell in cells)
+        broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
+        shown.add_column(broken, justify="right" if is_figure else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    Console(highlight=False, markup=False).print(shown)

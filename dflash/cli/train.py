@@ -14,7 +14,7 @@ import typer
 
 from dflash.training import REMOVED, TrainingSettings
 
-from .options import hide_loading_bars
+from .loading import hide_loading_bars
 
 
 # A dry run measures so many steps after one that pays for what happens once.

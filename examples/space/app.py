@@ -22,7 +22,8 @@ import torch
 import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
-from dflash.cli.options import Dtype, Pair, dtype_name, encode, given, load_pair
+from dflash.cli.arguments import Dtype
+from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 

@@ -1,51 +1,20 @@
-"""What the commands share: options, the checks before anything is loaded, loading a pair, encoding a prompt."""
+"""What several commands do with their options: check, load and encode; values are refused before anything is loaded."""
 
 from __future__ import annotations
 
 import functools
-import math
+import json
 import os
-import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Any, NamedTuple
 
 from dflash.common.messages import first_line
 
+from .arguments import Dtype
 from .terminal import progress_bar
-
-
-class Dtype(str, Enum):
-    """Names of dtypes that the commands take."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-# Options of several commands. Short metavars leave room for whole names on 80 columns.
-Target = Annotated[str, typer.Option(metavar="NAME", help="The target: a local folder or an id on the Hub.")]
-Drafter = Annotated[str, typer.Option(metavar="NAME", help="Its DFlash drafter: a local folder or an id on the Hub.")]
-TargetOfDrafter = Annotated[
-    str | None, typer.Option("--target", metavar="NAME", help="Its target: a local folder or an id on the Hub.")
-]
-WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
-StoredDtype = Annotated[
-    Dtype, typer.Option(metavar="DTYPE", help="auto (as each checkpoint is stored), float32, bfloat16 or float16.")
-]
-Device = Annotated[
-    str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is one.")
-]
-ChatTemplate = Annotated[bool, typer.Option(help="Ask in the target's chat template.")]
-Thinking = Annotated[bool, typer.Option(help="Let the chat template ask for thinking.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class Pair(NamedTuple):
@@ -126,29 +95,6 @@ def checkpoint(name: str, option: str) -> str:
     return name
 
 
-def check_decoding(
-    device: str | None = None,
-    max_new_tokens: int = 1,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-) -> None:
-    """Refuses values that no decoding takes, by their options' names; called before anything is loaded.
-
-    Raises:
-        ValueError: with the option, its value and the remedy.
-    """
-    for option, value, is_allowed, remedy in (
-        ("--max-new-tokens", max_new_tokens, max_new_tokens > 0, "ask for at least one token"),
-        ("--temperature", temperature, 0 <= temperature < math.inf, "use 0 for greedy decoding, or a number above 0"),
-        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "use a probability above 0 and up to 1"),
-        ("--top-k", top_k, top_k is None or top_k >= 0, "use the number of tokens to keep, or 0 for all"),
-    ):
-        if not is_allowed:
-            raise ValueError(f"{option} {value} cannot be used: {remedy}.")
-    known_device(device)
-
-
 def torch_dtype(dtype: Dtype) -> Any:
     """The value of `from_pretrained(dtype=…)`."""
     import torch
@@ -168,8 +114,9 @@ def known_device(device: str | None) -> str:
                 raise RuntimeError("it holds shapes and no values")
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
+            raise ValueError(
+                f"--device {device} cannot be used ({first_line(error)}): try cpu, cuda, cuda:0 or auto."
+            ) from error
     return device
 
 
@@ -221,20 +168,33 @@ def say_once(sentence: str) -> None:
     print(f"dflash: {sentence}", file=sys.stderr)
 
 
-def numbered_lines(path: Path, option: str) -> list[tuple[int, str]]:
-    """A file's lines that are not blank, counted from 1; ValueError if it cannot be read or has none."""
+def read_prompts(path: Path) -> list[list[dict[str, str]]]:
+    """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"{option} {path} cannot be read ({error.strerror}): name a file of one prompt a line."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path} is no text in UTF-8: name a file of one prompt a line.") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if not lines:
-        raise ValueError(f"{option} {path} is empty: write one prompt a line.")
-    return lines
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        fault = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no text in UTF-8"
+        raise ValueError(f"--prompts {path} {fault}: name a file of one prompt a line.") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line) if line.lstrip().startswith("{") else {"prompt": line}
+            said = row["prompt"] if "prompt" in row else row.get("question")
+            messages = row.get("messages") or [{"role": "user", "content": said}]
+            dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
+            if not all(turn["content"].strip() for turn in dialogue):
+                raise ValueError("There is no text.")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--prompts {path}, line {number} is no prompt: write a text, or a JSON object with messages, prompt or "
+                "question."
+            ) from error
+        prompts.append(dialogue)
+    if not prompts:
+        raise ValueError(f"--prompts {path} is empty: write one prompt a line.")
+    return prompts
 
 
 def listed(text: str, option: str) -> tuple[str, ...]:
@@ -243,24 +203,6 @@ def listed(text: str, option: str) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
     return names
-
-
-def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
-    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells."""
-    from rich.console import Console
-    from rich.table import Table
-
-    headings, rows = table
-    shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
-    for place, heading in enumerate(headings):
-        cells = [row[place] for row in rows]
-        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
-        is_figure = any(cell[:1].isdigit() for cell in cells)
-        broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
-        shown.add_column(broken, justify="right" if is_figure else "left", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
-    Console(highlight=False, markup=False).print(shown)
 
 
 def dtype_name(pair: Pair) -> str:
