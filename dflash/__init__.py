@@ -38,13 +38,4 @@ if (_clash := import_name_clash()) is not None:
 
 sys.meta_path.append(MovedModules())
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "model.configuration_dflash": ("DFlashConfig", "default_target_layer_ids"),
-        "model.decoding_dflash": ("Block", "Conversation"),
-        "model.generation_dflash": ("DFlashOutput", "custom_generate", "generate_blocks", "spec_generate"),
-        "model.modeling_dflash": ("DFlashDraftModel",),
-        "model.proposals_dflash": ("LatencyCurve",),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

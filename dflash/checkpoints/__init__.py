@@ -53,23 +53,4 @@ __all__ = [
     "server_command",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "conversion": ("convert_checkpoint", "export_checkpoint"),
-        "embedded": (
-            "DRAFTER_NAME",
-            "TARGET_NAME",
-            "Problem",
-            "Publication",
-            "embedded_path",
-            "export_embedded_pair",
-            "heldout_problems",
-            "load_embedded_pair",
-        ),
-        "folders": ("check_replaceable", "replace_folder", "save_checkpoint"),
-        "publishing": ("Publication", "Published", "plan_publication", "publish"),
-        "rules": ("ENGINES", "Finding", "Report", "Verdict", "check", "report_lines"),
-        "serving": ("ServerCommand", "declared_block_size", "refuse_unfit", "run_server", "server_command"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

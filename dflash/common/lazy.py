@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
 def lazy_names(
-    package: str, names_of: Mapping[str, str | Iterable[str]], renamed: Mapping[str, str] | None = None
+    package: str, file: str, renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose modules hold these names; an unknown one is an AttributeError.
+    """The `__getattr__` and `__dir__` of a package, for the names that its `file` imports under `if TYPE_CHECKING`.
 
-    The names of a module are an iterable, or one string with spaces between them. `renamed` gives old names their new ones;
-    they are kept for one release with a DeprecationWarning.
+    `renamed` gives old names their new ones, as `module:name` where they are in another package now; the old ones are
+    kept for one release with a DeprecationWarning.
     """
-    module_of = {
-        name: module
-        for module, names in names_of.items()
-        for name in (names.split() if isinstance(names, str) else names)
-    }
+    block = next(node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    module_of = {alias.name: f"{package}.{node.module}" for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         if renamed and name in renamed:
-            warnings.warn(f"{package}.{name} is now {package}.{renamed[name]}.", DeprecationWarning, stacklevel=2)
-            name = renamed[name]
+            room, _, new = renamed[name].rpartition(":")
+            warnings.warn(
+                f"{package}.{name} is {room or package}.{new} now: the old name goes with the next release.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(import_module(room or package), new)
         if name not in module_of:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(module_of))}."
             )
-        return getattr(import_module(f".{module_of[name]}", package), name)
+        return getattr(import_module(module_of[name]), name)
 
     return get, lambda: sorted(module_of)
-
-
-def names_for_typing(file: str) -> dict[str, list[str]]:
-    """The names that a package's `__init__.py` imports under `if TYPE_CHECKING`, by module, for `lazy_names`."""
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {str(node.module): [alias.name for alias in node.names] for node in imports}

@@ -1,4 +1,4 @@
-"""Module paths and names that moved after 0.1: the old ones import for one release, with a DeprecationWarning."""
+"""Module paths that moved after 0.1: the old ones import for one release, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -10,21 +10,11 @@ from types import ModuleType
 from typing import Any
 
 
-MODULES = {
-    "dflash.checking": "dflash.checkpoints.rules",
-    "dflash.dialects": "dflash.checkpoints.dialects",
-    "dflash.embedded": "dflash.checkpoints.embedded",
-    "dflash.hub": "dflash.checkpoints.folders",
-    "dflash.publishing": "dflash.checkpoints.publishing",
-    "dflash.serving": "dflash.checkpoints.serving",
+MODULES = {"checking": "rules", "hub": "folders"} | {
+    name: name for name in ("dialects", "embedded", "publishing", "serving")
 }
-NAMES = {
-    "Launch": "ServerCommand",
-    "Plan": "Publication",
-    "launch": "server_command",
-    "plan": "plan_publication",
-    "run": "run_server",
-}
+NAMES = {"Launch": "ServerCommand", "Plan": "Publication"}
+NAMES |= {"launch": "server_command", "plan": "plan_publication", "run": "run_server"}
 
 
 class MovedModules(MetaPathFinder, Loader):
@@ -32,11 +22,12 @@ class MovedModules(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The module's, if it moved."""
-        return ModuleSpec(fullname, self) if fullname in MODULES else None
+        package, _, name = fullname.rpartition(".")
+        return ModuleSpec(fullname, self) if package == "dflash" and name in MODULES else None
 
     def exec_module(self, module: ModuleType) -> None:
         """Warns once, at the line that imports it."""
-        new = import_module(MODULES[module.__name__])
+        new = import_module(f"dflash.checkpoints.{MODULES[module.__name__.rpartition('.')[2]]}")
         warnings.warn(
             f"{module.__name__} has moved: import from dflash.checkpoints.", DeprecationWarning, stacklevel=2
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dflash.common.lazy import lazy_names, names_for_typing
+from dflash.common.lazy import lazy_names
 
 
 if TYPE_CHECKING:
@@ -59,5 +59,5 @@ __all__ = [
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(
-    __name__, names_for_typing(__file__), {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"}
+    __name__, __file__, {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"}
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dflash.common.lazy import lazy_names, names_for_typing
+from dflash.common.lazy import lazy_names
 
 
 if TYPE_CHECKING:
@@ -114,29 +112,15 @@ __all__ = [
 ]
 
 # The command line reads the settings and needs no torch for it.
-_get, __dir__ = lazy_names(__name__, names_for_typing(__file__))
-
-# Names of the last release, and where they are now.
-_MOVED = {
-    "Plan": ("dflash.training", "Estimate"),
-    "plan": ("dflash.training", "estimate"),
-    "read_examples": ("dflash.training", "load_examples"),
-} | {
-    name: ("dflash.regeneration", name)
-    for name in (
-        "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter", "regenerate",
-        "regenerate_data",
-    )
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        return _get(name)
-    room, new = _MOVED[name]
-    warnings.warn(
-        f"dflash.training.{name} is {room}.{new} now: the old name goes with the next release.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return getattr(import_module(room), new)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    __file__,
+    {"Plan": "Estimate", "plan": "estimate", "read_examples": "load_examples"}
+    | {
+        name: f"dflash.regeneration:{name}"
+        for name in (
+            "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter",
+            "regenerate", "regenerate_data",
+        )
+    },
+)  # fmt: skip
