@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,6 @@ from .findings import (
     engine_names,
     error,
     note,
-    plain,
     shown,
     warning,
 )
@@ -58,7 +57,7 @@ VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
 MONOTONE = ("output_multiplier", "final_logit_softcapping")
 
 
-def field_types(checkpoint: Checkpoint) -> Iterator[Finding]:
+def field_type(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are not of the kind that every reader expects."""
     for name, value, kind, remedy in kind_faults(checkpoint.config):
         yield error(name, value, f"it is not {kind}.", f"{remedy}.")
@@ -258,7 +257,7 @@ def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield error("draft_vocab_size", reduced, why, fix, all_but("vllm", "remote-code"))
 
 
-def variants(checkpoint: Checkpoint) -> Iterator[Finding]:
+def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that change what the drafter computes, where an engine does not read them."""
     config, nested = checkpoint.config, nested_fields(checkpoint.config)
     for name, (absent, readers, severity) in VARIANT_FIELDS.items():
@@ -293,7 +292,7 @@ def form(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error("model_type", checkpoint.config.get("model_type"), why, f"{CONVERT}.", ("trtllm", "mlx"))
 
 
-def readings(checkpoint: Checkpoint) -> Iterator[Finding]:
+def reading(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What engines would take from the config, where that is not what the checkpoint means."""
     config, published = checkpoint.config, checkpoint.meant
     if checkpoint.form == SPECULATORS:
@@ -319,8 +318,9 @@ def _other_values(name: str, wanted: Any, others: dict[str, Any]) -> Iterator[Fi
     fix = "write rope_theta too." if name == "rope_theta" else "write it at the top level and in dflash_config."
     for read in dict.fromkeys(others.values()):
         engines = tuple(engine for engine, value in others.items() if value == read)
-        what = "not found" if read is None else f"read as {shown(plain(read))}"
-        yield error(name, plain(wanted), f"{what} by {engine_names(engines)}.", fix, engines)
+        what = "not found" if read is None else f"read as {shown(read)}"
+        value = list(wanted) if isinstance(wanted, tuple) else wanted
+        yield error(name, value, f"{what} by {engine_names(engines)}.", fix, engines)
 
 
 def _other_attention(
@@ -359,21 +359,3 @@ def names(checkpoint: Checkpoint) -> Iterator[Finding]:
         why = "vLLM recognises a drafter by DFlash in its name."
         fix = 'rename it, or give vLLM "method": "dflash".'
         yield note("folder", checkpoint.name, why, fix, ("vllm",), file=".")
-
-
-RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
-    "field-type": field_types,
-    "doubles": doubles,
-    "block-size": block_size,
-    "mask-token": mask_token,
-    "taps": taps,
-    "target-depth": target_depth,
-    "windows": windows,
-    "rope": rope,
-    "dimensions": dimensions,
-    "vocabulary": vocabulary,
-    "variant": variants,
-    "form": form,
-    "names": names,
-    "reading": readings,
-}

@@ -9,8 +9,9 @@ transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dflash.checkpoints.dialects import ASSISTANT, SPECULATORS, dialect_of
@@ -76,9 +77,7 @@ def whole_number(value: Any) -> int | None:
 
 def layer_ids(value: Any, offset: int = 0) -> tuple[int, ...] | None:
     """A list of integers, each moved by `offset`; `None` for anything else."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return None
-    if any(whole_number(item) is None for item in value):
+    if not value or not isinstance(value, (list, tuple)) or any(whole_number(item) is None for item in value):
         return None
     return tuple(item + offset for item in value)
 
@@ -118,16 +117,12 @@ def transformers_window(config: Config) -> int | None:
 
 def transformers_layer_types(config: Config) -> list[str]:
     """`layer_types` as Qwen3Config reads them: if absent, layers from `max_window_layers` (28) on are sliding."""
-    declared = declared_layer_types(config)
+    declared, depth = declared_layer_types(config), num_layers(config)
     if declared is not None:
         return declared
     first = whole_number(decoder_fields(config).get("max_window_layers"))
-    first = 28 if first is None else first
-    is_windowed = transformers_window(config) is not None
-    return [
-        "sliding_attention" if is_windowed and layer >= first else "full_attention"
-        for layer in range(num_layers(config))
-    ]
+    first = depth if transformers_window(config) is None else 28 if first is None else first
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(depth)]
 
 
 def rope_theta(config: Config) -> float | None:
@@ -139,22 +134,20 @@ def rope_theta(config: Config) -> float | None:
     return float(theta) if isinstance(theta, (int, float)) and not isinstance(theta, bool) else None
 
 
+def _own_fields(look: Callable[[str], Any]) -> dict[str, Any]:
+    """The block, the mask and the taps of a [`Reading`], each found by `look`."""
+    numbers = {name: whole_number(look(name)) for name in ("block_size", "mask_token_id")}
+    return {**numbers, "target_layer_ids": layer_ids(look("target_layer_ids"))}
+
+
 def meant(config: Config) -> Reading:
     """What the checkpoint means to those who published it; the engines' readings are compared with this one."""
-    is_speculators = dialect_of(dict(config)) == SPECULATORS
-    taps = (
-        layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
-        if is_speculators
-        else layer_ids(either(config, "target_layer_ids"))
-        or layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-    )
-    return Reading(
-        block_size=whole_number(either(config, "block_size")),
-        mask_token_id=whole_number(either(config, "mask_token_id")),
-        target_layer_ids=taps,
-        rope_theta=rope_theta(config),
-        attention=_meant_attention(config),
-    )
+    own = _own_fields(partial(either, config))
+    if dialect_of(dict(config)) == SPECULATORS:
+        own["target_layer_ids"] = layer_ids(config.get("aux_hidden_state_layer_ids"), offset=-1)
+    elif own["target_layer_ids"] is None:
+        own["target_layer_ids"] = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
+    return Reading(**own, rope_theta=rope_theta(config), attention=_meant_attention(config))
 
 
 def _attention(types: list[str], window: int | None, is_causal: bool | None) -> tuple[LayerAttention, ...]:
@@ -187,37 +180,31 @@ def _vllm_attention(config: Config, types: list[str], sliding_window: int | None
     return layers
 
 
-def read_as_vllm(config: Config) -> Reading:
+def _read_as_vllm(config: Config) -> Reading:
     """vLLM: ids that count from the embedding, else `dflash_config`, else the top level. The user gives the block."""
+    published = meant(config)
     if dialect_of(dict(config)) == SPECULATORS:
         flag = not config.get("sliding_window_non_causal", True)  # one flag, for full layers too
-        published = meant(config)
         return replace(published, attention=tuple(LayerAttention(flag, layer.window) for layer in published.attention))
-    nested = nested_fields(config)
     return replace(
-        meant(config),
+        published,
         mask_token_id=whole_number(nested_first(config, "mask_token_id")),
         target_layer_ids=layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-        or layer_ids(nested.get("target_layer_ids"))
+        or layer_ids(nested_fields(config).get("target_layer_ids"))
         or layer_ids(config.get("target_layer_ids")),
         attention=_vllm_attention(config, transformers_layer_types(config), transformers_window(config)),
     )
 
 
-def read_as_sglang(config: Config) -> Reading:
+def _read_as_sglang(config: Config) -> Reading:
     """SGLang: `dflash_config`, then the top level; `causal`, `use_swa` and `swa_window_size` are not looked at."""
     declared = config.get("is_causal")
     types, window = transformers_layer_types(config), transformers_window(config)
-    return replace(
-        meant(config),
-        block_size=whole_number(nested_first(config, "block_size")),
-        mask_token_id=whole_number(nested_first(config, "mask_token_id")),
-        target_layer_ids=layer_ids(nested_first(config, "target_layer_ids")),
-        attention=_attention(types, window, None if declared is None else bool(declared)),
-    )
+    attention = _attention(types, window, None if declared is None else bool(declared))
+    return replace(meant(config), **_own_fields(partial(nested_first, config)), attention=attention)
 
 
-def read_as_trtllm(config: Config) -> Reading:
+def _read_as_trtllm(config: Config) -> Reading:
     """TensorRT-LLM: ids from `dflash_config` alone, sorted; sliding layers causal, `is_causal` not read."""
     nested = nested_fields(config)
     taps = layer_ids(nested.get("target_layer_ids"))
@@ -228,35 +215,21 @@ def read_as_trtllm(config: Config) -> Reading:
     return replace(meant(config), target_layer_ids=taps and tuple(sorted(taps)), attention=attention)
 
 
-def read_as_mlx(config: Config) -> Reading:
+def _read_as_mlx(config: Config) -> Reading:
     """MLX: the block and the rotary base from the top level, the rest from `dflash_config`; sliding layers causal."""
-    nested = nested_fields(config)
+    own = _own_fields(nested_fields(config).get) | {"block_size": whole_number(config.get("block_size"))}
     types = declared_layer_types(config) or ["full_attention"] * num_layers(config)
-    return Reading(
-        block_size=whole_number(config.get("block_size")),
-        mask_token_id=whole_number(nested.get("mask_token_id")),
-        target_layer_ids=layer_ids(nested.get("target_layer_ids")),
-        rope_theta=rope_theta({"rope_theta": config.get("rope_theta")}),
-        attention=_attention(types, whole_number(config.get("sliding_window")), None),
-    )
+    attention = _attention(types, whole_number(config.get("sliding_window")), None)
+    return Reading(**own, rope_theta=rope_theta({"rope_theta": config.get("rope_theta")}), attention=attention)
 
 
-def read_as_native(config: Config) -> Reading:
-    """`generate(speculation_type="dflash")`: the three fields at the top level; the drafter's class does the rest."""
-    return replace(
-        meant(config),
-        block_size=whole_number(config.get("block_size")),
-        mask_token_id=whole_number(config.get("mask_token_id")),
-        target_layer_ids=layer_ids(config.get("target_layer_ids")),
-    )
-
-
-READERS = {
-    "native": read_as_native,
-    "vllm": read_as_vllm,
-    "sglang": read_as_sglang,
-    "trtllm": read_as_trtllm,
-    "mlx": read_as_mlx,
+READERS: dict[str, Callable[[Config], Reading]] = {
+    # `generate(speculation_type="dflash")`: the three fields at the top level; the drafter's class does the rest.
+    "native": lambda config: replace(meant(config), **_own_fields(config.get)),
+    "vllm": _read_as_vllm,
+    "sglang": _read_as_sglang,
+    "trtllm": _read_as_trtllm,
+    "mlx": _read_as_mlx,
 }
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
+from dflash.common.messages import first_line
 
 from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
 from .reading import Checkpoint, read_json
@@ -73,9 +74,8 @@ def library(checkpoint: Checkpoint) -> Iterator[Finding]:
     try:
         DFlashConfig.from_dict(portable_fields(dict(checkpoint.config), checkpoint.tensors))
     except Exception as refusal:
-        reason = str(refusal).strip().split("\n")[0]
-        fix = "correct the field that it names."
-        yield error("DFlashConfig", None, f"this package refuses it: {reason}", fix, ("remote-code",))
+        why, fix = f"this package refuses it: {first_line(refusal)}", "correct the field that it names."
+        yield error("DFlashConfig", None, why, fix, ("remote-code",))
     finally:
         logging.set_verbosity(verbosity)
 
@@ -117,10 +117,3 @@ def _missing_shards(checkpoint: Checkpoint, index: Path) -> Iterator[Finding]:
     wanted = {str(name) for name in listed.values()} if isinstance(listed, dict) else set()
     for name in sorted(wanted - set(checkpoint.files)):
         yield error("weight_map", name, "this shard is not there.", "fetch the file.", file=index.name)
-
-
-RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
-    "files": files,
-    "code": code,
-    "library": library,
-}

@@ -50,11 +50,6 @@ def engine_names(engines: tuple[str, ...]) -> str:
     return ", ".join(ENGINES[engine] for engine in engines)
 
 
-def plain(value: Any) -> Any:
-    """`value` as JSON holds it."""
-    return list(value) if isinstance(value, tuple) else value
-
-
 def shown(value: Any) -> str:
     """`value` in one line."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from .config import collision, last_tap
 from .engines import either, whole_number
@@ -13,7 +13,7 @@ from .reading import Checkpoint, Target, token_ids
 DEFAULT_MASK_TOKEN = "<|MASK|>"
 
 
-def sizes_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+def pair_sizes(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
     """Hidden size, vocabulary and depth are the target's."""
     hidden = checkpoint.number("target_hidden_size") or checkpoint.number("hidden_size")
     pairs = (
@@ -29,7 +29,7 @@ def sizes_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
             yield error(name, own, why, fix)
 
 
-def taps_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+def pair_taps(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
     """The tapped layers are the target's, the last one left out."""
     depth, ids = whole_number(target.config.get("num_hidden_layers")), checkpoint.meant.target_layer_ids
     declared = whole_number(either(checkpoint.config, "num_target_layers"))
@@ -37,7 +37,7 @@ def taps_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
         yield last_tap(list(ids), depth, "target_layer_ids")
 
 
-def mask_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+def pair_mask(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
     """The mask id inside the target's tokenizer."""
     mask = checkpoint.meant.mask_token_id
     named = next((index for index, token in target.token_of.items() if token == DEFAULT_MASK_TOKEN), None)
@@ -55,20 +55,10 @@ def mask_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
         yield collision(mask, f"{target.token_of[mask]!r} in {target.name}'s tokenizer", "warning")
 
 
-def positions_of_pair(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
+def pair_positions(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
     """As many positions as the target has."""
-    own, other = (
-        checkpoint.number("max_position_embeddings"),
-        whole_number(target.config.get("max_position_embeddings")),
-    )
+    name = "max_position_embeddings"
+    own, other = checkpoint.number(name), whole_number(target.config.get(name))
     if own is not None and other is not None and own < other:
         why = f"{target.name} reaches {other}, and TensorRT-LLM sizes its rotary table by this."
-        yield warning("max_position_embeddings", own, why, f"write {other}.", ("sglang", "trtllm", "mlx"))
-
-
-RULES: dict[str, Callable[[Checkpoint, Target], Iterator[Finding]]] = {
-    "pair-sizes": sizes_of_pair,
-    "pair-taps": taps_of_pair,
-    "pair-mask": mask_of_pair,
-    "pair-positions": positions_of_pair,
-}
+        yield warning(name, own, why, f"write {other}.", ("sglang", "trtllm", "mlx"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.checkpoints.dialects import dialect_of
+from dflash.common.messages import first_line
 
 from .engines import Config, Reading, decoder_fields, meant, whole_number
 
@@ -182,10 +183,8 @@ def downloaded(name: str, what: str, files: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"The {what} {name} is no folder and cannot be fetched from the Hub ({reason}): give its folder."
-        ) from error
+        reason = f"is no folder and cannot be fetched from the Hub ({first_line(error)})"
+        raise ValueError(f"The {what} {name} {reason}: give its folder.") from error
 
 
 def token_ids(value: Any) -> frozenset[int]:

@@ -7,16 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import config as config_rules
-from . import files as file_rules
-from . import pair as pair_rules
-from . import weights as weight_rules
+from . import config, files, pair, weights
 from .engines import ENGINES
 from .findings import ALL, SEVERITIES, VERDICT_OF, Finding
 from .reading import read_checkpoint, read_target
 
 
-RULES = config_rules.RULES | weight_rules.RULES | file_rules.RULES
+# A finding names its rule by the function, with hyphens.
+RULES = (
+    config.field_type, config.doubles, config.block_size, config.mask_token, config.taps, config.target_depth,
+    config.windows, config.rope, config.dimensions, config.vocabulary, config.variant, config.form, config.names,
+    config.reading, weights.tensors, weights.finite, weights.dtype, files.files, files.code, files.library,
+)  # fmt: skip
+PAIR_RULES = (pair.pair_sizes, pair.pair_taps, pair.pair_mask, pair.pair_positions)
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,11 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
         >>> print([verdict.engine for verdict in report.verdicts if verdict.verdict == "works"])
     """
     checkpoint = read_checkpoint(folder)
-    found = [replace(finding, rule=name) for name, rule in RULES.items() for finding in rule(checkpoint)]
+    asked = [(rule.__name__, rule(checkpoint)) for rule in RULES]
     if target is not None:
-        pair = read_target(target)
-        found += [
-            replace(finding, rule=name)
-            for name, rule in pair_rules.RULES.items()
-            for finding in rule(checkpoint, pair)
-        ]
+        read = read_target(target)
+        asked += [(rule.__name__, rule(checkpoint, read)) for rule in PAIR_RULES]
+    found = [replace(finding, rule=name.replace("_", "-")) for name, findings in asked for finding in findings]
     findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
     verdicts = tuple(_verdict(engine, findings) for engine in engines)
     return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)

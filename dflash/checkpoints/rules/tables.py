@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .findings import ALL, Finding, engine_names, shown
+from .findings import ALL, SEVERITIES, Finding, engine_names, shown
 from .report import Report, Verdict
 
 
@@ -18,20 +18,9 @@ LONGEST_VALUE = 60
 
 def report_lines(report: Report) -> RenderableType:
     """The verdicts and the findings, for any width from 60 columns on."""
-    parts: list[RenderableType] = [_title(report), Text(), _verdict_table(report)]
-    for finding in report.findings:
-        parts += [Text(), *_finding(finding, report)]
-    return Group(*parts, Text(), _ending(report))
-
-
-def _title(report: Report) -> Text:
     title = Text.assemble((report.name or str(report.folder), "bold"), (f"  {report.dialect} form", "dim"))
     if report.target is not None:
         title.append(f", target {report.target}", "dim")
-    return title
-
-
-def _verdict_table(report: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -39,7 +28,12 @@ def _verdict_table(report: Report) -> Table:
     for verdict in report.verdicts:
         mark, style = LOOKS[verdict.verdict]
         table.add_row(Text(f"{mark} {verdict.verdict}", style), verdict.name, Text(_because(verdict), "dim"))
-    return table
+    parts: list[RenderableType] = [title, Text(), table]
+    for finding in report.findings:
+        parts += [Text(), *_finding(finding, report)]
+    counts = {name: sum(f.severity == name for f in report.findings) for name in SEVERITIES}
+    ending = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count)
+    return Group(*parts, Text(), Text(ending or "nothing found", "dim"))
 
 
 def _because(verdict: Verdict) -> str:
@@ -61,9 +55,3 @@ def _finding(finding: Finding, report: Report) -> list[RenderableType]:
     remedy.add_row(Text("→", "green"), Text(finding.fix))
     lines: list[RenderableType] = [Text(f"{finding.file} · {finding.rule}{whom}", "dim"), Text(finding.why), remedy]
     return [head, *(Padding(line, (0, 0, 0, 2)) for line in lines)]
-
-
-def _ending(report: Report) -> Text:
-    counts = {name: sum(f.severity == name for f in report.findings) for name in ("error", "warning", "note")}
-    said = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count)
-    return Text(said or "nothing found", "dim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
 
@@ -142,7 +142,7 @@ def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> st
     return f", {len(ids)} layers of {width} (these weights hold {shape[1] / width:g})"
 
 
-def stored_dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
+def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One dtype, the one that the config names."""
     config = checkpoint.config
     found = {DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values() if tensor.dtype in DTYPES}
@@ -172,10 +172,3 @@ def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
     if broken:
         why = "it is NaN or infinite, and so is all that is computed from it."
         yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
-
-
-RULES: dict[str, Callable[[Checkpoint], Iterator[Finding]]] = {
-    "tensors": tensors,
-    "finite": finite,
-    "dtype": stored_dtype,
-}
