@@ -8,34 +8,8 @@ from typing import Any
 
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, kind_faults, rope_scaling
 
-from .engines import (
-    READERS,
-    Config,
-    LayerAttention,
-    declared_layer_types,
-    decoder_fields,
-    either,
-    has_our_config,
-    is_second_version,
-    layer_ids,
-    nested_fields,
-    num_layers,
-    rope_theta,
-    transformers_layer_types,
-    whole_number,
-)
-from .findings import (
-    CONVERT,
-    TRANSFORMERS,
-    Finding,
-    Severity,
-    all_but,
-    engine_names,
-    error,
-    note,
-    shown,
-    warning,
-)
+from .engines import READERS, LayerAttention, declared_layer_types, layer_ids, transformers_layer_types, whole_number
+from .findings import CONVERT, TRANSFORMERS, Finding, Severity, all_but, engine_names, error, note, shown, warning
 from .reading import Checkpoint, token_ids
 
 
@@ -65,7 +39,7 @@ def field_type(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are written twice, because engines look in either place, and differ."""
-    config, nested = checkpoint.config, nested_fields(checkpoint.config)
+    config, nested = checkpoint.config, checkpoint.nested
     pairs = [(name, config.get(name), f"dflash_config.{name}", nested.get(name)) for name in DOUBLED]
     pairs.append(("is_causal", config.get("is_causal"), "dflash_config.causal", nested.get("causal")))
     parameters = config.get("rope_parameters")
@@ -75,7 +49,7 @@ def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
             older, newer = rope_scaling(config.get("rope_scaling")), rope_scaling(parameters)
             pairs.append(("rope_scaling", older or "default", "rope_parameters", newer or "default"))
     aux = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-    taps = layer_ids(either(config, "target_layer_ids"))
+    taps = layer_ids(checkpoint.either("target_layer_ids"))
     if aux is not None and taps is not None:
         pairs.append(("eagle_aux_hidden_state_layer_ids", list(aux), "target_layer_ids + 1", list(taps)))
     for name, outer, other, inner in pairs:
@@ -96,7 +70,7 @@ def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
 def block_size(checkpoint: Checkpoint) -> Iterator[Finding]:
     """A block of at least an anchor and one draft."""
     size = checkpoint.meant.block_size
-    if size is None and either(checkpoint.config, "block_size") is None:
+    if size is None and checkpoint.either("block_size") is None:
         why = "readers then guess 16, which is wrong for a drafter of another block."
         fix = "write the block size of the training run, anchor included."
         yield error("block_size", None, why, fix)
@@ -108,7 +82,7 @@ def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The id that fills the block: there, inside the vocabulary, and no token that means something else."""
     mask, vocabulary = checkpoint.meant.mask_token_id, checkpoint.number("vocab_size")
     if mask is None:
-        if either(checkpoint.config, "mask_token_id") is None:
+        if checkpoint.either("mask_token_id") is None:
             why = "vLLM refuses, TensorRT-LLM takes vocab_size and MLX takes 0."
             fix = "write the id of the training run, at the top level and in dflash_config."
             yield error("mask_token_id", None, why, fix)
@@ -131,26 +105,24 @@ def collision(mask: int, other: str, severity: Severity) -> Finding:
 
 def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Layers whose outputs are read: there, in order, once each, never the last."""
-    config, ids = checkpoint.config, checkpoint.meant.target_layer_ids
+    ids = checkpoint.meant.target_layer_ids
     name = "aux_hidden_state_layer_ids" if checkpoint.form == SPECULATORS else "target_layer_ids"
     if ids is None:
-        if either(config, name) is None:
+        if checkpoint.either(name) is None:
             yield error(name, None, "readers then guess a spread of layers.", "write the layers of the training run.")
         return
     if any(later <= earlier for earlier, later in pairwise(ids)) or ids[0] < 0:
         why = "engines capture layers from the first to the last, so fc would get its inputs in another order."
         fix = "list each layer once, ascending, from 0, and permute the column groups of fc.weight alike."
         yield error(name, list(ids), why, fix)
-    depth = whole_number(either(config, "num_target_layers"))
+    depth = checkpoint.own_number("num_target_layers")
     if depth is not None and max(ids) >= depth - 1:
         yield last_tap(list(ids), depth, name)
 
 
 def last_tap(ids: list[int], depth: int, name: str) -> Finding:
     """A tap on the target's last layer, or after it."""
-    why = (
-        f"the target has {depth} layers, and the output of its last one is normed in transformers and raw in engines."
-    )
+    why = f"the target has {depth} layers, and transformers norms the output of its last one, which engines do not."
     fix = f"tap layers up to {depth - 2} and train again."
     return error(name, ids, why, fix)
 
@@ -165,14 +137,14 @@ def target_depth(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One known layer type for each layer, and a window where one is asked for."""
-    config, fields = checkpoint.config, decoder_fields(checkpoint.config)
-    types, depth = fields.get("layer_types"), num_layers(config)
+    config, fields = checkpoint.config, checkpoint.fields
+    types, depth = fields.get("layer_types"), len(checkpoint.meant.attention)
     if depth == 0:
         why, fix = "the drafter's depth is not known.", "write the number of its layers."
         yield error("num_hidden_layers", fields.get("num_hidden_layers"), why, fix)
         return
     fix = "write one type for each layer."
-    window, swa_window = fields.get("sliding_window"), nested_fields(config).get("swa_window_size")
+    window, swa_window = fields.get("sliding_window"), checkpoint.nested.get("swa_window_size")
     is_switched_on = fields.get("model_type", config.get("model_type")) != "qwen3" or fields.get("use_sliding_window")
     if types is None:
         severity = warning if "sliding_attention" in transformers_layer_types(config) else note
@@ -193,14 +165,14 @@ def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One rotary embedding over the whole head, its base written down."""
-    fields = decoder_fields(checkpoint.config)
+    fields = checkpoint.fields
     parameters = fields.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     if _is_by_layer(parameters):
         why = "engines fuse the keys of all layers, so they share one rotary embedding."
         fix = "write rope_theta and rope_type at the top of rope_parameters."
         yield error("rope_parameters", sorted(parameters), why, fix)
-    elif rope_theta(checkpoint.config) is None:
+    elif checkpoint.meant.rope_theta is None:
         why = "without it transformers takes 10000 and vLLM 1000000."
         fix = "write the base of the training run as rope_theta and in rope_parameters."
         yield error("rope_theta", fields.get("rope_theta"), why, fix)
@@ -223,7 +195,7 @@ def _is_by_layer(parameters: Mapping[str, Any]) -> bool:
 
 def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The numbers that a network is built from."""
-    config, fields = checkpoint.config, decoder_fields(checkpoint.config)
+    config, fields = checkpoint.config, checkpoint.fields
     sizes = ["hidden_size", "num_attention_heads", "intermediate_size"]
     for name in sizes if checkpoint.form == ASSISTANT else [*sizes, "vocab_size"]:
         value = checkpoint.number(name)
@@ -248,36 +220,32 @@ def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
     """A drafter proposes from the target's whole vocabulary; a reduced one of its own is read by vLLM alone."""
-    reduced, whole = checkpoint.number("draft_vocab_size"), checkpoint.number("vocab_size")
-    reduced = reduced or whole_number(either(checkpoint.config, "draft_vocab_size"))
-    if reduced is None or reduced == whole:
-        return
-    why = f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map."
-    fix = "serve it with vLLM, or load it with this package."
-    yield error("draft_vocab_size", reduced, why, fix, all_but("vllm", "remote-code"))
+    reduced, whole = checkpoint.reduced_vocabulary, checkpoint.number("vocab_size")
+    if reduced is not None:
+        why = f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map."
+        fix = "serve it with vLLM, or load it with this package."
+        yield error("draft_vocab_size", reduced, why, fix, all_but("vllm", "remote-code"))
 
 
 def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that change what the drafter computes, where an engine does not read them."""
-    config, nested = checkpoint.config, nested_fields(checkpoint.config)
     for name, (absent, readers, severity) in VARIANT_FIELDS.items():
-        value = either(config, name)
+        value = checkpoint.either(name)
         if value in absent:
             continue
         others = all_but(*readers, "remote-code")
         why = f"{engine_names(others)} do not compute it."
-        if name in MONOTONE and isinstance(value, (int, float)) and value > 0 and not either(config, "selector_rank"):
+        is_positive = isinstance(value, (int, float)) and value > 0
+        if name in MONOTONE and is_positive and not checkpoint.either("selector_rank"):
             severity, why = "note", f"{why[:-1]}, and the most probable token stays the same."
         yield Finding(severity, name, value, why, f"serve it with {engine_names(readers)}.", others)
-        if name not in nested and "sglang" in readers:
+        if name not in checkpoint.nested and "sglang" in readers:
             why = "SGLang looks in dflash_config alone."
             yield Finding(severity, name, value, why, "write it there too.", ("sglang",))
-    declared = either(config, "sample_from_anchor")
+    declared = checkpoint.either("sample_from_anchor")
     if declared or (declared is None and checkpoint.form == DEEPSPEC):
         where = "" if declared else "flat fields without dflash_config: "
-        why = (
-            f"{where}the anchor proposes a token too, so engines read every proposal one position off and accept few."
-        )
+        why = f"{where}the anchor proposes too, so engines read every proposal one position off and accept few."
         fix = "load it with this package, which knows the form."
         yield error("sample_from_anchor", declared, why, fix, all_but("remote-code"))
 
@@ -294,44 +262,41 @@ def form(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def reading(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What engines would take from the config, where that is not what the checkpoint means."""
-    config, published = checkpoint.config, checkpoint.meant
+    config, auto_map = checkpoint.config, checkpoint.config.get("auto_map")
+    readers = READERS
     if checkpoint.form == SPECULATORS:
         readers = {"vllm": READERS["vllm"]}
-    elif has_our_config(config):
+    elif isinstance(auto_map, Mapping) and auto_map.get("AutoConfig") == "configuration_dflash.DFlashConfig":
+        # Native `generate` then runs our class, which finds each field in either place.
         readers = {engine: reader for engine, reader in READERS.items() if engine != "native"}
-    else:
-        readers = READERS
     taken = {engine: reader(config) for engine, reader in readers.items()}
-    for name in ("block_size", "mask_token_id", "target_layer_ids", "rope_theta"):
-        wanted = getattr(published, name)
-        others = {engine: getattr(reading, name) for engine, reading in taken.items()}
-        if wanted is not None:
-            yield from _other_values(name, wanted, {e: read for e, read in others.items() if read != wanted})
-    attention = {engine: reading.attention for engine, reading in taken.items()}
-    for read in dict.fromkeys(attention.values()):
-        if read != published.attention:
-            engines = tuple(engine for engine, layers in attention.items() if layers == read)
-            yield _other_attention(config, engines, published.attention, read)
+    for name in ("block_size", "mask_token_id", "target_layer_ids", "rope_theta", "attention"):
+        wanted = getattr(checkpoint.meant, name)
+        those: dict[Any, list[str]] = {}
+        for engine, read in taken.items():
+            if wanted is not None and getattr(read, name) != wanted:
+                those.setdefault(getattr(read, name), []).append(engine)
+        for value, engines in those.items():
+            if name == "attention":
+                yield _other_attention(checkpoint, tuple(engines), wanted, value)
+            else:
+                yield _other_value(name, tuple(engines), wanted, value)
 
 
-def _other_values(name: str, wanted: Any, others: dict[str, Any]) -> Iterator[Finding]:
+def _other_value(name: str, engines: tuple[str, ...], wanted: Any, read: Any) -> Finding:
     fix = "write rope_theta too." if name == "rope_theta" else "write it at the top level and in dflash_config."
-    for read in dict.fromkeys(others.values()):
-        engines = tuple(engine for engine, value in others.items() if value == read)
-        what = "not found" if read is None else f"read as {shown(read)}"
-        value = list(wanted) if isinstance(wanted, tuple) else wanted
-        yield error(name, value, f"{what} by {engine_names(engines)}.", fix, engines)
+    what = "not found" if read is None else f"read as {shown(read)}"
+    value = list(wanted) if isinstance(wanted, tuple) else wanted
+    return error(name, value, f"{what} by {engine_names(engines)}.", fix, engines)
 
 
-def _other_attention(
-    config: Config, engines: tuple[str, ...], wanted: tuple[LayerAttention, ...], read: tuple[LayerAttention, ...]
-) -> Finding:
+def _other_attention(checkpoint: Checkpoint, engines: tuple[str, ...], wanted: Any, read: Any) -> Finding:
     index, ours, theirs = next((i, a, b) for i, (a, b) in enumerate(zip(wanted, read, strict=False)) if a != b)
     name = "is_causal" if ours.window == theirs.window else "layer_types"
     whom = engine_names(engines)
     why = f"layer {index} is {_attention(ours)}, and {_attention(theirs)} in {whom}: fewer drafts are accepted."
     fix = "serve it with another engine; only full, bidirectional attention is read alike by all."
-    return warning(name, decoder_fields(config).get(name), why, fix, engines)
+    return warning(name, checkpoint.fields.get(name), why, fix, engines)
 
 
 def _attention(layer: LayerAttention) -> str:
@@ -345,7 +310,11 @@ def names(checkpoint: Checkpoint) -> Iterator[Finding]:
     found = config.get("architectures")
     first = str(found[0]) if isinstance(found, list) and found else None
     is_native, is_speculators = (checkpoint.form == form for form in (ASSISTANT, SPECULATORS))
-    wanted = "DFlash2DraftModel" if is_second_version(config) else "DFlashDraftModel"
+    wanted = (
+        "DFlash2DraftModel"
+        if (checkpoint.either("conv_kernel_size") or checkpoint.either("selector_rank"))
+        else "DFlashDraftModel"
+    )
     if not is_native and not is_speculators and first != wanted:
         named = first is not None and (first.startswith("DFlash") or first.endswith("DFlash"))
         why = "engines find the drafter's class by this name."

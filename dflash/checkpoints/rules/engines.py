@@ -82,11 +82,6 @@ def layer_ids(value: Any, offset: int = 0) -> tuple[int, ...] | None:
     return tuple(item + offset for item in value)
 
 
-def is_second_version(config: Config) -> bool:
-    """Whether this is a DFlash2 drafter, with convolutions or a candidate selector."""
-    return any(either(config, name) for name in ("conv_kernel_size", "selector_rank"))
-
-
 def decoder_fields(config: Config) -> Config:
     """The fields of the drafter's own layers: the whole config, or the part that speculators keeps them in."""
     inner = config.get("transformer_layer_config")
@@ -231,9 +226,3 @@ READERS: dict[str, Callable[[Config], Reading]] = {
     "trtllm": _read_as_trtllm,
     "mlx": _read_as_mlx,
 }
-
-
-def has_our_config(config: Config) -> bool:
-    """Whether the shipped DFlashConfig reads this config, which finds each field in either place."""
-    auto_map = config.get("auto_map")
-    return isinstance(auto_map, Mapping) and auto_map.get("AutoConfig") == "configuration_dflash.DFlashConfig"

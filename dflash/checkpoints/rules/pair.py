@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .config import collision, last_tap
-from .engines import either, whole_number
+from .engines import whole_number
 from .findings import Finding, error, warning
 from .reading import Checkpoint, Target, token_ids
 
@@ -19,7 +19,7 @@ def pair_sizes(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
     pairs = (
         ("hidden_size", hidden, "hidden_size"),
         ("vocab_size", checkpoint.number("vocab_size"), "vocab_size"),
-        ("num_target_layers", whole_number(either(checkpoint.config, "num_target_layers")), "num_hidden_layers"),
+        ("num_target_layers", checkpoint.own_number("num_target_layers"), "num_hidden_layers"),
     )
     for name, own, its_name in pairs:
         other = whole_number(target.config.get(its_name))
@@ -32,7 +32,7 @@ def pair_sizes(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
 def pair_taps(checkpoint: Checkpoint, target: Target) -> Iterator[Finding]:
     """The tapped layers are the target's, the last one left out."""
     depth, ids = whole_number(target.config.get("num_hidden_layers")), checkpoint.meant.target_layer_ids
-    declared = whole_number(either(checkpoint.config, "num_target_layers"))
+    declared = checkpoint.own_number("num_target_layers")
     if depth is not None and ids and depth != declared and max(ids) >= depth - 1:
         yield last_tap(list(ids), depth, "target_layer_ids")
 

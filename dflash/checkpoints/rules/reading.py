@@ -14,7 +14,7 @@ from typing import Any
 from dflash.checkpoints.dialects import dialect_of
 from dflash.common.messages import first_line
 
-from .engines import Config, Reading, decoder_fields, meant, whole_number
+from .engines import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
 
 
 CONFIG = "config.json"
@@ -61,14 +61,38 @@ class Checkpoint:
         """What the config means."""
         return meant(self.config)
 
+    @cached_property
+    def fields(self) -> Config:
+        """The fields of the drafter's own layers."""
+        return decoder_fields(self.config)
+
+    @cached_property
+    def nested(self) -> Config:
+        """`dflash_config`, empty if there is none."""
+        return nested_fields(self.config)
+
     def number(self, name: str) -> int | None:
         """An integer of the drafter's own layers."""
-        return whole_number(decoder_fields(self.config).get(name))
+        return whole_number(self.fields.get(name))
+
+    def either(self, name: str) -> Any:
+        """A field of `dflash_config` or of the top level, whichever says something."""
+        return either(self.config, name)
+
+    def own_number(self, name: str) -> int | None:
+        """An integer of `dflash_config` or of the top level."""
+        return whole_number(self.either(name))
 
     @cached_property
     def form(self) -> str:
         """The dialect that the checkpoint is written in."""
         return dialect_of(dict(self.config), self.tensors)
+
+    @property
+    def reduced_vocabulary(self) -> int | None:
+        """Tokens of the drafter's own head, where it proposes from a part of the vocabulary."""
+        words = self.number("draft_vocab_size") or self.own_number("draft_vocab_size")
+        return None if words == self.number("vocab_size") else words
 
     @property
     def head_dim(self) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
 
-from .engines import decoder_fields, either, num_layers, whole_number
+from .engines import num_layers
 from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
 from .reading import Checkpoint, is_finite
 
@@ -58,7 +58,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         return {}
     groups = checkpoint.number("num_key_value_heads") or heads
     tapped = len(ids) * (checkpoint.number("target_hidden_size") or hidden)
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (heads * head, hidden),
@@ -71,7 +71,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    if decoder_fields(checkpoint.config).get("attention_bias"):
+    if checkpoint.fields.get("attention_bias"):
         layer |= {f"self_attn.{name}_proj.bias": (groups * head,) for name in "kv"}
         layer |= {"self_attn.q_proj.bias": (heads * head,), "self_attn.o_proj.bias": (hidden,)}
     shapes: dict[str, tuple[int, ...]] = {
@@ -79,40 +79,20 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
-    layer_shapes, selector_shapes = _second_version(checkpoint, hidden)
-    for index in range(num_layers(checkpoint.config)):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in (layer | layer_shapes).items()}
-    return shapes | selector_shapes | _reduced_head(checkpoint, hidden)
-
-
-def _reduced_head(checkpoint: Checkpoint, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The head of a reduced vocabulary and its table, if there is one."""
-    words = checkpoint.number("draft_vocab_size") or whole_number(either(checkpoint.config, "draft_vocab_size"))
-    if words is None or words == checkpoint.number("vocab_size"):
-        return {}
-    return {"lm_head.weight": (words, hidden), "d2t": (words,)}
-
-
-def _second_version(
-    checkpoint: Checkpoint, hidden: int
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """What DFlash2 adds to each layer, and its candidate selector."""
-    config = checkpoint.config
-    kernel, group, rank = (
-        whole_number(either(config, n)) for n in ("conv_kernel_size", "conv_group_size", "selector_rank")
-    )
-    layer: dict[str, tuple[int, ...]] = {}
-    selector: dict[str, tuple[int, ...]] = {}
+    kernel, group = checkpoint.own_number("conv_kernel_size"), checkpoint.own_number("conv_group_size")
     if kernel and group and group > 0:
         for name in ("attention_conv", "mlp_conv"):
             layer[f"{name}.base_kernel"] = (2, kernel, hidden)
             layer[f"{name}.kernel_projection.weight"] = (2 * kernel * (hidden // group), hidden)
-    words = checkpoint.number("vocab_size")
+    for index in range(num_layers(checkpoint.config)):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    rank, words = checkpoint.own_number("selector_rank"), checkpoint.number("vocab_size")
     if rank and words:
-        selector["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-        selector["candidate_selector.predecessor_codebook"] = (words, rank)
-        selector["candidate_selector.successor_codebook"] = (words, rank)
-    return layer, selector
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        shapes["candidate_selector.predecessor_codebook"] = (words, rank)
+        shapes["candidate_selector.successor_codebook"] = (words, rank)
+    reduced = checkpoint.reduced_vocabulary
+    return shapes if reduced is None else shapes | {"lm_head.weight": (reduced, hidden), "d2t": (reduced,)}
 
 
 def _canonical(name: str) -> str:
