@@ -15,6 +15,9 @@ from .rules import check
 from .rules.findings import RETRAIN, summary
 
 
+CONVERT = "Use `dflash convert`, which writes it for this library"
+
+
 def convert_checkpoint(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -61,22 +64,25 @@ def export_checkpoint(
     drafter = _read(source, folder, **kwargs)
     for name, what in (
         ("draft_vocab_size", "a head of its own over part of the vocabulary, which SGLang and TensorRT-LLM drop"),
-        ("sample_from_anchor", "an anchor row that proposes, which vLLM refuses and SGLang ignores"),
+        ("sample_from_anchor", "an anchor that proposes, which vLLM refuses and SGLang ignores"),
     ):
-        value = getattr(drafter.config, name)
-        if value:
-            raise ValueError(
-                f"{name}={value}: this drafter has {what}. Use `dflash convert`, which writes it for this library."
-            )
+        if value := getattr(drafter.config, name):
+            raise ValueError(f"{name}={value}: this drafter has {what}. {CONVERT}.")
     _complete(drafter.config, target)
+
+    def refuse_failing(written: Path) -> None:
+        """Raises ValueError if some engine fails on the pair, with the engines and the first reason."""
+        failing = [verdict for verdict in check(written, str(target)).verdicts if verdict.verdict == "fails"]
+        if failing:
+            first, names = failing[0].findings[0], ", ".join(verdict.name for verdict in failing)
+            raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {CONVERT}.")
+
     card = write_card(drafter.config, folder.name, str(target))
-    return save_checkpoint(
-        drafter, folder, files={"README.md": card}, inspect=lambda new: _refuse_failing(new, str(target))
-    )
+    return save_checkpoint(drafter, folder, files={"README.md": card}, inspect=refuse_failing)
 
 
 def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:
-    """The drafter at `source`; ValueError if writing `folder` would replace something else."""
+    """The drafter at `source`; ValueError if its weights are broken or `folder` would replace something else."""
     if folder.exists() and Path(source).expanduser().resolve() == folder.resolve():
         raise ValueError(f"{source} is the source and the folder to write: choose another folder.")
     check_replaceable(folder)
@@ -84,31 +90,11 @@ def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlash
         drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
     except OSError as error:
         raise ValueError(f"The drafter {source} cannot be read: {first_line(error)}") from error
-    refuse_broken_weights(drafter, str(source))
-    return drafter
-
-
-def refuse_broken_weights(drafter: DFlashDraftModel, name: str) -> None:
-    """Raises ValueError if a weight is NaN or infinite."""
-    broken = [
-        key
-        for key, tensor in drafter.state_dict().items()
-        if tensor.dtype.itemsize > 1 and not tensor.isfinite().all()
-    ]
+    weights = {name: tensor for name, tensor in drafter.state_dict().items() if tensor.dtype.itemsize > 1}
+    broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if broken:
-        raise ValueError(f"Weights of {name} are NaN or infinite ({summary(broken)}): {RETRAIN}")
-
-
-def _refuse_failing(folder: Path, target: str) -> None:
-    """Raises ValueError if some engine fails on the pair, with the engines and the first reason."""
-    failing = [verdict for verdict in check(folder, target).verdicts if verdict.verdict == "fails"]
-    if failing:
-        first = failing[0].findings[0]
-        names = ", ".join(verdict.name for verdict in failing)
-        raise ValueError(
-            f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}): use `dflash convert`, which "
-            "writes it for this library."
-        )
+        raise ValueError(f"Weights of {source} are NaN or infinite ({summary(broken)}): {RETRAIN}")
+    return drafter
 
 
 def _complete(config: Any, target: str | os.PathLike[str]) -> None:

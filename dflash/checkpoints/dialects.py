@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from transformers.utils import logging
@@ -148,19 +149,15 @@ def _check_rope(fields: dict[str, Any]) -> None:
             "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
             "rope_theta and in rope_parameters."
         )
-    if older is not None and newer is not None and older != newer:
-        raise ValueError(
-            f"rope_theta={older} and rope_parameters says {newer}: engines read one or the other, so write the base "
-            "of the training run in both."
-        )
-    if not parameters or "rope_scaling" not in fields:
-        return
-    scaling, other = rope_scaling(fields["rope_scaling"]), rope_scaling(parameters)
-    if scaling != other:
-        raise ValueError(
-            f"rope_scaling={scaling} and rope_parameters says {other}: engines read one or the other, so write the "
-            "scaling of the training run in both."
-        )
+    doubles = [("rope_theta", older, newer)] if older is not None and newer is not None else []
+    if parameters and "rope_scaling" in fields:
+        doubles.append(("rope_scaling", rope_scaling(fields["rope_scaling"]), rope_scaling(parameters)))
+    for name, value, other in doubles:
+        if value != other:
+            raise ValueError(
+                f"{name}={value} and rope_parameters says {other}: engines read one or the other, so write that of the "
+                "training run in both."
+            )
 
 
 def rope_scaling(fields: Any) -> dict[str, Any] | None:
@@ -184,20 +181,16 @@ def _check_taps(fields: dict[str, Any]) -> None:
 
 def tensor_names(folder: str | os.PathLike[str]) -> set[str]:
     """Names of the tensors in a local folder's safetensors; empty if it holds none or they cannot be read."""
-    index, path = (os.path.join(folder, f"model.safetensors{ending}") for ending in (".index.json", ""))
-    text = b""
-    if os.path.isfile(index):
-        with open(index, "rb") as file:
-            text = file.read()
-    elif os.path.isfile(path):
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length < os.path.getsize(path) else b""
-    try:
-        header = dict(json.loads(text))
-    except (TypeError, ValueError):  # the loader will say what is wrong with the file
-        return set()
-    return set(header.get("weight_map") or header) - {"__metadata__"}
+    from safetensors import SafetensorError, safe_open
+
+    path = os.path.join(folder, "model.safetensors")
+    with suppress(OSError, ValueError, TypeError, KeyError, SafetensorError):  # the loader will say what is wrong
+        if os.path.isfile(f"{path}.index.json"):
+            with open(f"{path}.index.json", "rb") as index:
+                return set(json.load(index)["weight_map"])
+        with safe_open(path, "pt") as file:
+            return set(file.keys())
+    return set()
 
 
 def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:

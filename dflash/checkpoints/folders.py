@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +87,16 @@ def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -
         return
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} exists and is not a checkpoint (no config.json): choose another folder.")
-    if not set(_architectures(folder)) & set(architectures):
+    named: list[Any] = []
+    with suppress(ValueError, AttributeError, TypeError):  # a config.json that nobody can read names no class
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named += config.get("architectures") or []
+        named.append(str((config.get("auto_map") or {}).get("AutoModel")).removeprefix("modeling_dflash."))
+    if not set(map(str, named)) & set(architectures):
         raise ValueError(f"{folder} holds another model than {architectures[0]}: choose another folder.")
     for path in sorted(folder.iterdir()):
-        is_folder = path.is_dir()
-        if (is_folder and path.name not in FOLDERS) or (not is_folder and not any(map(path.match, FILES))):
+        if path.name not in FOLDERS if path.is_dir() else not any(map(path.match, FILES)):
             raise ValueError(f"{folder} holds {path.name}, which replacing it would delete: choose another folder.")
-
-
-def _architectures(folder: Path) -> tuple[str, ...]:
-    """The classes that a checkpoint's config.json names; none where it cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        named = config.get("architectures") or []
-        code = (config.get("auto_map") or {}).get("AutoModel")
-        return tuple(map(str, [*named, "DFlashDraftModel"] if code == "modeling_dflash.DFlashDraftModel" else named))
-    except (ValueError, AttributeError, TypeError):
-        return ()
 
 
 def replace_folder(new: Path, folder: Path) -> None:
