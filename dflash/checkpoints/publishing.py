@@ -32,6 +32,7 @@ TRAINING_STATE = (
     "checkpoint-*", "global_step*", "*.distcp", "*.ckpt", "state.pt", "pytorch_model_fsdp*", "events.out.tfevents.*",
     "runs", "wandb"
 )  # fmt: skip
+NETWORK = ("httpx", "httpx2", "requests", "urllib3")
 # Keys of the Hub, OpenAI, GitHub and AWS, and private keys.
 KEY = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{32,}|\bgh[pousr]_[A-Za-z0-9]{36,}|\bAKIA[0-9A-Z]{16}\b"
@@ -110,11 +111,20 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
         ValueError: if transformers cannot run the checkpoint, if the folder holds the state of a training run or what
             looks secret, or if `repo_id` is no name of a repository.
     """
-    folder = Path(folder).expanduser().absolute()
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     from dflash.model.configuration_dflash import DFlashConfig
     from dflash.model.generation_dflash import custom_generate_source, write_card
 
-    _check_name(repo_id)
+    folder = Path(folder).expanduser().absolute()
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(
+            f"{repo_id!r} is no name of a repository: give namespace/name, of letters, digits, - _ and ."
+        ) from error
+    if "/" not in repo_id:
+        raise ValueError(f"{repo_id!r} says no namespace: give your name or an organisation, as in you/{repo_id}.")
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
     report = check(folder, target)
@@ -129,25 +139,33 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
     taken, left_out = [], []
     code = _named_code(folder)
     for path in sorted(folder.iterdir()):
-        _refuse_by_name(path)
+        for patterns, fault in (
+            (SECRETS, "looks secret"),
+            (TRAINING_STATE, "is the state of a training run, which nobody loads"),
+        ):
+            if any(map(path.match, patterns)):
+                raise ValueError(f"{path.name} {fault}: move it out of the folder before it is published.")
         if path.is_file() and (any(map(path.match, FILES)) or path in code):
             taken.append(File(path.name, path))
         elif path.name != "custom_generate":
             left_out.append(path.name + "/" * path.is_dir())
     taken += [File(path.relative_to(folder).as_posix(), path) for path in sorted(folder.glob("custom_generate/*.py"))]
     files = {file.path: file for file in taken}
-    own = dict(files)
-    if CARD in files:
+    written = {} if DOOR in files else {DOOR: custom_generate_source()}
+    if CARD not in files:
+        written[CARD] = write_card(DFlashConfig.from_pretrained(folder), repo_id, target)
+    else:
         text = files[CARD].read().decode()
         renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
-        files[CARD] = files[CARD] if renamed == text else File(CARD, renamed.encode())
-    else:
-        files[CARD] = File(CARD, write_card(DFlashConfig.from_pretrained(folder), repo_id, target).encode())
-    files.setdefault(DOOR, File(DOOR, custom_generate_source().encode()))
+        written |= {} if renamed == text else {CARD: renamed}
+    files |= {name: File(name, text.encode()) for name, text in written.items()}
     for file in files.values():
-        _refuse_by_content(file)
-    written = tuple(name for name, file in files.items() if file is not own.get(name))
-    made = Publication(repo_id, tuple(files[name] for name in sorted(files)), written, tuple(left_out), report)
+        if not file.path.endswith(".safetensors") and KEY.search(file.read()):
+            raise ValueError(
+                f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one."
+            )
+    in_order = tuple(files[name] for name in sorted(files))
+    made = Publication(repo_id, in_order, tuple(written), tuple(left_out), report)
     made.card  # noqa: B018  (refused here rather than by the Hub)
     return made
 
@@ -206,21 +224,6 @@ def publish(
     return Published(publication.repo_id, url, done.oid, done.oid != before.sha)
 
 
-def _check_name(repo_id: str) -> None:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(
-            f"{repo_id!r} is no name of a repository: give namespace/name, of letters, digits, - _ and ."
-        ) from error
-    if "/" not in repo_id:
-        raise ValueError(
-            f"{repo_id!r} says no namespace: give your user name or an organisation, as in you/{repo_id}."
-        )
-
-
 def _named_code(folder: Path) -> set[Path]:
     """The files that `auto_map` names, and those that they import."""
     from transformers.dynamic_module_utils import get_relative_import_files
@@ -232,18 +235,6 @@ def _named_code(folder: Path) -> set[Path]:
         if path.is_file():
             found |= {path, *map(Path, get_relative_import_files(path))}
     return found
-
-
-def _refuse_by_name(path: Path) -> None:
-    if any(map(path.match, SECRETS)):
-        raise ValueError(f"{path.name} looks secret: move it out of the folder before it is published.")
-    if any(map(path.match, TRAINING_STATE)):
-        raise ValueError(f"{path.name} is the state of a training run, which nobody loads: move it out of the folder.")
-
-
-def _refuse_by_content(file: File) -> None:
-    if not file.path.endswith(".safetensors") and KEY.search(file.read()):
-        raise ValueError(f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one.")
 
 
 @contextmanager
@@ -268,19 +259,12 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         said = told.get(status or 0, f"the Hub refused ({first_line(error)}): try again, or look at {endpoint}.")
         raise ValueError(f"{repo_id} was not published: {said}") from error
     except Exception as error:
-        if not _is_of_the_network(error):
+        cause: BaseException | None = error  # versions of the client use several libraries, and wrap their errors
+        while cause and not (isinstance(cause, ConnectionError) or type(cause).__module__.split(".")[0] in NETWORK):
+            cause = cause.__cause__
+        if cause is None:
             raise
         raise ValueError(
             f"{repo_id} was not published: the connection to {endpoint} failed ({type(error).__name__}): try again; "
             "what has arrived is not sent twice."
         ) from error
-
-
-def _is_of_the_network(error: BaseException | None) -> bool:
-    """Whether the connection is the cause. Versions of the client use several libraries, and wrap their errors."""
-    libraries = ("httpx", "httpx2", "requests", "urllib3")
-    while error is not None:
-        if isinstance(error, ConnectionError) or type(error).__module__.split(".")[0] in libraries:
-            return True
-        error = error.__cause__
-    return False

@@ -148,7 +148,8 @@ def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
     """No weight that is NaN or infinite."""
-    broken = [name for name, tensor in checkpoint.tensors.items() if not is_finite(checkpoint.folder, tensor)]
+    stored = checkpoint.tensors.items()
+    broken = [name for name, tensor in stored if not is_finite(checkpoint.folder / tensor.file, name)]
     if broken:
         why = "it is NaN or infinite, and so is all that is computed from it."
         yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
