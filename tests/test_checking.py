@@ -677,6 +677,13 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path, content: str | None, phr
         check(tmp_path)
 
 
+def test_an_engine_that_is_none(portable: Path, dflash_command: Callable[..., Any]) -> None:
+    """Promise: it is named with those that there are, before the checkpoint is read."""
+    status, out, err = dflash_command("check", str(portable / "none"), "--engine", "mlx", "--engine", "llama.cpp")
+    assert (status, out) == (1, "")
+    assert err == f"dflash: llama.cpp is no engine (--engine): name one of {', '.join(ENGINES)}.\n"
+
+
 def test_a_target_that_is_not_there(portable: Path) -> None:
     with pytest.raises(ValueError, match=r"^The target no/such is no folder and cannot be fetched"):
         check(portable, "no/such")

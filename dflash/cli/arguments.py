@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-
-
-class Dtype(str, Enum):
-    """Names of dtypes that the commands take."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def panel(title: str) -> Callable[..., Any]:
@@ -38,8 +28,9 @@ Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A drafter's checkpoint of any tool: a folder or an id on the Hub.")
 ]
 WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Read the tensors of a pickle too.")]
-DtypeOption = Annotated[
-    Dtype,
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Annotated[
+    DtypeName,
     model_option(
         metavar="NAME",
         help="float32, bfloat16, float16, or auto: as each checkpoint is stored (the embedded pair: float32).",
@@ -56,4 +47,4 @@ Hardware = Annotated[str | None, server_option(help="Hardware of the servers, fo
 Model = Annotated[str | None, server_option(help="The served model's name. Default: the only one.")]
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
-AsJson = Annotated[bool, result_option("--json", help="Print the summary as one JSON object.")]
+AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]

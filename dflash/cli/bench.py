@@ -19,7 +19,6 @@ from .arguments import (
     ChatTemplate,
     Device,
     Dtype,
-    DtypeOption,
     Overwrite,
     Thinking,
     decoding_option,
@@ -38,7 +37,7 @@ def bench(
     drafter: Annotated[
         str | None, model_option(help="Its DFlash drafter: a local folder or an id on the Hub.")
     ] = None,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: Dtype = "auto",
     device: Device = None,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
@@ -91,7 +90,7 @@ def bench(
         if target is not None and drafter is not None:
             pair = load_pair(target, drafter, dtype, device)
         else:
-            pair = Pair(*load_embedded_pair(torch.float32 if dtype is Dtype.auto else torch_dtype(dtype)))
+            pair = Pair(*load_embedded_pair(torch.float32 if dtype == "auto" else torch_dtype(dtype)))
         asked = asked or {
             "held-out templates": [[{"role": "user", "content": one.question}] for one in heldout_problems()[:limit]]
         }

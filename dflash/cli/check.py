@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from typing import Annotated
 
 import typer
@@ -13,25 +12,17 @@ from .arguments import AsJson, TargetOfDrafter
 from .loading import checkpoint
 
 
-class Engine(str, Enum):
-    """What may run a drafter; Typer reads repeated choices from an Enum alone."""
-
-    remote_code = "remote-code"
-    native = "native"
-    vllm = "vllm"
-    sglang = "sglang"
-    trtllm = "trtllm"
-    mlx = "mlx"
-
-
 def check(
     drafter: Annotated[
         str, typer.Argument(metavar="DRAFTER", help="The drafter's checkpoint: a folder or an id on the Hub.")
     ],
     target: TargetOfDrafter = None,
     engine: Annotated[
-        list[Engine] | None,
-        typer.Option(metavar="NAME", help=f"Only this engine ({', '.join(Engine)}); may be repeated."),
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only this engine (remote-code, native, vllm, sglang, trtllm, mlx); may be repeated.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -42,7 +33,7 @@ def check(
     from dflash.checkpoints import ENGINES, report_lines
     from dflash.checkpoints import check as check_checkpoint
 
-    asked = tuple(dict.fromkeys(item.value for item in engine or ())) or tuple(ENGINES)
+    asked = tuple(dict.fromkeys(engine or ENGINES))
     report = check_checkpoint(checkpoint(drafter, "DRAFTER"), target, asked)
     if as_json:
         print(json.dumps(report.as_json(), ensure_ascii=False))

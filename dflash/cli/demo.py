@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .arguments import Dtype
+from .arguments import DtypeName
 from .loading import Pair, dtype_name, encode, given, hide_loading_bars, torch_dtype
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
 
@@ -18,8 +18,8 @@ def demo(
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this text instead.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 256,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help="float32 is exact; in bfloat16 a near-tie can flip.")
-    ] = Dtype.float32,
+        DtypeName, typer.Option(metavar="NAME", help="float32 is exact; in bfloat16 a near-tie can flip.")
+    ] = "float32",
 ) -> None:
     """Answers word problems with the embedded tiny pair, plainly and with DFlash, and compares. Needs no download."""
     with progress_bar("Loading the embedded pair", num_steps=3) as advance:

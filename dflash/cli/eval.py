@@ -19,7 +19,6 @@ from .arguments import (
     Device,
     Drafter,
     Dtype,
-    DtypeOption,
     Hardware,
     Model,
     Target,
@@ -51,7 +50,7 @@ def evaluate(
     repeats: Annotated[
         int, decoding_option(min=1, help="Answers of each method to each prompt; the median counts.")
     ] = 1,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: Dtype = "auto",
     device: Device = None,
     url: Annotated[
         str | None, server_option(help="A server (vLLM, SGLang) of the pair; no weights are loaded here.")

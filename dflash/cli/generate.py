@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dflash import __version__
 
-from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, DtypeOption, Target, Thinking, decoding_option
+from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, decoding_option
 from .demo import show_comparison, warm_up
 from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once
 from .terminal import BlockPrinter, number
@@ -25,7 +25,7 @@ def generate(
     ],
     target: Target,
     drafter: Drafter,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: Dtype = "auto",
     device: Device = None,
     chat_template: ChatTemplate = True,
     thinking: Thinking = False,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from dflash.common.messages import first_line
 
-from .arguments import Dtype
 from .terminal import progress_bar
 
 
@@ -25,7 +24,7 @@ class Pair(NamedTuple):
     tokenizer: Any
 
 
-def load_pair(target: str, drafter: str, dtype: Dtype, device: str | None) -> Pair:
+def load_pair(target: str, drafter: str, dtype: str, device: str | None) -> Pair:
     """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded."""
     target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
     is_local = os.path.isdir(target) and os.path.isdir(drafter)
@@ -95,11 +94,11 @@ def checkpoint(name: str, option: str) -> str:
     return name
 
 
-def torch_dtype(dtype: Dtype) -> Any:
+def torch_dtype(dtype: str) -> Any:
     """The value of `from_pretrained(dtype=…)`."""
     import torch
 
-    return "auto" if dtype is Dtype.auto else getattr(torch, dtype.value)
+    return "auto" if dtype == "auto" else getattr(torch, dtype)
 
 
 def known_device(device: str | None) -> str:

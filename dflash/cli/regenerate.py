@@ -14,7 +14,6 @@ from .arguments import (
     ApiKeyEnv,
     Device,
     Dtype,
-    DtypeOption,
     Model,
     Target,
     model_option,
@@ -48,7 +47,7 @@ def regenerate(
         int | None, answer_option(min=1, help="Rows answered together. Default: 8; with --url 64 requests.")
     ] = None,
     drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: Dtype = "auto",
     device: Device = None,
     url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
     model: Model = None,
@@ -126,7 +125,7 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
     return ", ".join(parts)
 
 
-def _target(target: str, drafter: str | None, dtype: Dtype, device: str | None, batch_size: int) -> tuple[Any, Any]:
+def _target(target: str, drafter: str | None, dtype: str, device: str | None, batch_size: int) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 

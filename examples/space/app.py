@@ -22,7 +22,6 @@ import torch
 import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
-from dflash.cli.arguments import Dtype
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
@@ -47,7 +46,7 @@ def load(target: str, drafter: str) -> Pair:
     """A pair by folders or Hub ids, warmed up; the embedded pair if both are empty. ValueError if they do not match."""
     if bool(target) != bool(drafter):
         raise ValueError("Target and drafter go together: name both, or neither for the embedded pair.")
-    pair = load_pair(target, drafter, Dtype.auto, None) if target else Pair(*load_embedded_pair())
+    pair = load_pair(target, drafter, "auto", None) if target else Pair(*load_embedded_pair())
     input_ids = encode(pair, "Hello.")
     timed_blocks(pair.drafter, pair.target, input_ids, max_new_tokens=24, temperature=0.0)
     timed_generate(pair.target, input_ids, max_new_tokens=8, **GREEDY)

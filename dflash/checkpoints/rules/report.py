@@ -76,12 +76,15 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
         engines: Keys of `ENGINES`; findings that concern none of them are left out.
 
     Raises:
-        ValueError: if there is no config.json in `folder` or at `target`, or it is not a JSON object.
+        ValueError: if there is no config.json in `folder` or at `target`, or it is not a JSON object; for an engine that
+            is not one of `ENGINES`.
 
     Example:
         >>> report = check("drafter-DFlash", target="Qwen/Qwen3-8B")
         >>> print([verdict.engine for verdict in report.verdicts if verdict.verdict == "works"])
     """
+    if unknown := set(engines) - set(ENGINES):
+        raise ValueError(f"{', '.join(sorted(unknown))} is no engine (--engine): name one of {', '.join(ENGINES)}.")
     checkpoint = read_checkpoint(folder)
     asked = [(rule.__name__, rule(checkpoint)) for rule in RULES]
     if target is not None:
