@@ -45,7 +45,7 @@ def embedded_path(name: str) -> Path:
     return path
 
 
-def load_embedded_pair(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DFlashDraftModel, Any]:
+def load_embedded_pair(dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, DFlashDraftModel, Any]:
     """The embedded target, its drafter and their tokenizer, on the CPU.
 
     Example:

@@ -124,7 +124,8 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
             f"{repo_id!r} is no name of a repository: give namespace/name, of letters, digits, - _ and ."
         ) from error
     if "/" not in repo_id:
-        raise ValueError(f"{repo_id!r} says no namespace: give your name or an organisation, as in you/{repo_id}.")
+        remedy = f"give your user name or an organisation, as in you/{repo_id}."
+        raise ValueError(f"{repo_id!r} says no namespace: {remedy}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
     report = check(folder, target)

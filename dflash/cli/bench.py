@@ -26,7 +26,7 @@ from .arguments import (
     prompt_option,
     result_option,
 )
-from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompts, torch_dtype
+from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompts
 from .terminal import show_table
 
 
@@ -90,7 +90,7 @@ def bench(
         if target is not None and drafter is not None:
             pair = load_pair(target, drafter, dtype, device)
         else:
-            pair = Pair(*load_embedded_pair(torch.float32 if dtype == "auto" else torch_dtype(dtype)))
+            pair = Pair(*load_embedded_pair("float32" if dtype == "auto" else dtype))
         asked = asked or {
             "held-out templates": [[{"role": "user", "content": one.question}] for one in heldout_problems()[:limit]]
         }

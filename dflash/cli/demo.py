@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .arguments import DtypeName
-from .loading import Pair, dtype_name, encode, given, hide_loading_bars, torch_dtype
+from .loading import Pair, dtype_name, encode, given, hide_loading_bars
 from .terminal import BlockPrinter, Comparison, comparison_table, legend, progress_bar
 
 
@@ -30,7 +30,7 @@ def demo(
         problems = heldout_problems()
         if prompts > len(problems):
             raise ValueError(f"--prompts {prompts}: there are {len(problems)} problems; ask for at most so many.")
-        pair = Pair(*load_embedded_pair(torch_dtype(dtype)))
+        pair = Pair(*load_embedded_pair(dtype))
         advance()
         texts = [problem.question for problem in problems[:prompts]] if prompt is None else [given(prompt)]
         inputs = [encode(pair, text) for text in texts]
@@ -58,16 +58,12 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
     for text, input_ids in zip(texts, inputs, strict=True):
         console.print(Text(f"\n{text.strip()}", "bold"))
         console.print(Text("\ntarget.generate", "dim"))
-        printer = BlockPrinter(console, pair.tokenizer)
-        plain = timed_generate(
-            pair.target, input_ids, on_tokens=printer.tokens, max_new_tokens=max_new_tokens, **GREEDY
-        )
+        printer, most = BlockPrinter(console, pair.tokenizer), {"max_new_tokens": max_new_tokens}
+        plain = timed_generate(pair.target, input_ids, on_tokens=printer.tokens, **most, **GREEDY)
         printer.end()
         console.print(Text("\nDFlash", "dim"))
         printer = BlockPrinter(console, pair.tokenizer)
-        fast = timed_blocks(
-            pair.drafter, pair.target, input_ids, printer.block, max_new_tokens=max_new_tokens, temperature=0.0
-        )
+        fast = timed_blocks(pair.drafter, pair.target, input_ids, printer.block, temperature=0.0, **most)
         printer.end()
         parts = first_difference(pair.target, input_ids, plain.token_ids, fast.token_ids)
         rows.append(Comparison(plain, fast, parts))

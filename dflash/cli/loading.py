@@ -31,7 +31,7 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None) -> Pair
     with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
         if is_local:  # a download shows bars of its own
             hide_loading_bars()
-        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        place = {"dtype": dtype, "device_map": known_device(device)}
         from transformers import AutoModelForCausalLM
 
         from dflash.model.modeling_dflash import DFlashDraftModel
@@ -94,13 +94,6 @@ def checkpoint(name: str, option: str) -> str:
     return name
 
 
-def torch_dtype(dtype: str) -> Any:
-    """The value of `from_pretrained(dtype=…)`."""
-    import torch
-
-    return "auto" if dtype == "auto" else getattr(torch, dtype)
-
-
 def known_device(device: str | None) -> str:
     """The value of `from_pretrained(device_map=…)`; ValueError for a device that cannot be used here."""
     import torch
@@ -113,9 +106,8 @@ def known_device(device: str | None) -> str:
                 raise RuntimeError("it holds shapes and no values")
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise ValueError(
-                f"--device {device} cannot be used ({first_line(error)}): try cpu, cuda, cuda:0 or auto."
-            ) from error
+            reason = first_line(error)
+            raise ValueError(f"--device {device} cannot be used ({reason}): try cpu, cuda, cuda:0 or auto.") from error
     return device
 
 

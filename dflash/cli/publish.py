@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from .arguments import TargetOfDrafter
+from .arguments import TargetOfDrafter, panel
 
 
 if TYPE_CHECKING:
     from dflash.checkpoints import Publication
 
 
-HUB = "On the Hub"
+hub_option = panel("On the Hub")
 
 
 def publish(
@@ -25,16 +25,11 @@ def publish(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be uploaded, and connect to nothing.")
     ] = False,
-    private: Annotated[
-        bool, typer.Option("--private", rich_help_panel=HUB, help="Only you or the organisation see it.")
-    ] = False,
+    private: Annotated[bool, hub_option("--private", help="Only you or the organisation see it.")] = False,
     revision: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", rich_help_panel=HUB, help="The branch; made if there is none. Default: main."),
+        str | None, hub_option(metavar="NAME", help="The branch; made if there is none. Default: main.")
     ] = None,
-    message: Annotated[
-        str, typer.Option(metavar="TEXT", rich_help_panel=HUB, help="The message of the commit.")
-    ] = "Upload a DFlash drafter",
+    message: Annotated[str, hub_option(metavar="TEXT", help="The message of the commit.")] = "Upload a DFlash drafter",
 ) -> None:
     """Publishes a drafter on the Hub in one commit: weights, config, code and card, if `dflash check` says it works.
 

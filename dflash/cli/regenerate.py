@@ -21,7 +21,7 @@ from .arguments import (
     result_option,
     server_option,
 )
-from .loading import api_key, checkpoint, hide_loading_bars, known_device, load_pair, named, own_device, torch_dtype
+from .loading import api_key, checkpoint, hide_loading_bars, known_device, load_pair, named, own_device
 from .terminal import counting_bar
 
 
@@ -135,7 +135,7 @@ def _target(target: str, drafter: str | None, dtype: str, device: str | None, ba
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with named("--target", target):
-        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+        place = {"dtype": dtype, "device_map": known_device(device)}
         model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
         return TargetWriter(model, None, batch_size), AutoTokenizer.from_pretrained(target)
 

@@ -34,21 +34,15 @@ ACCEPTED_STYLE, OWN_STYLE = "green underline", "bold magenta"
 
 @contextmanager
 def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Callable[[], None]]:
-    """Shows a bar on standard error until the end of the body and yields a function that ends a step.
-
-    Hidden where standard error is no terminal.
-    """
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = hidden or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+    """Shows a bar on standard error until the end of the body and yields a function that ends a step."""
+    with counting_bar(not hidden) as progress:
         task = progress.add_task(what, total=num_steps)
         yield lambda: progress.advance(task)
 
 
 @contextmanager
 def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
-    """Shows a bar that counts items, with `more` columns and the time left; as `progress_bar` on standard error.
+    """Shows a bar on standard error, if that is a terminal, that counts items, with `more` columns and the time left.
 
     In all processes but the first its console is silent.
     """
@@ -118,14 +112,10 @@ def has_colour(console: Console) -> bool:
 
 def legend(console: Console) -> Text:
     """One line that explains the marks."""
-    if has_colour(console):
-        return Text.assemble(
-            "DFlash marks each block: ",
-            ("accepted draft", ACCEPTED_STYLE),
-            ", then ",
-            ("the target's own token", OWN_STYLE),
-        )
-    return Text("DFlash marks each block: [accepted draft], then the target's own token")
+    draft, own = ("accepted draft", ACCEPTED_STYLE), ("the target's own token", OWN_STYLE)
+    if not has_colour(console):
+        draft, own = ("[accepted draft]", ""), ("the target's own token", "")
+    return Text.assemble("DFlash marks each block: ", draft, ", then ", own)
 
 
 @dataclass(frozen=True)
@@ -145,7 +135,10 @@ def comparison_table(rows: Sequence[Comparison]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("text", min_width=len("identical"))  # the cell that matters most is whole on any terminal
     for number, row in enumerate(rows, start=1):
-        table.add_row(str(number), *_figures([row]), _agreement(row.difference), end_section=number == len(rows))
+        agreement = "identical"
+        if row.difference is not None:
+            agreement = f"differs from token {row.difference.index}, margin {row.difference.margin:.2g}"
+        table.add_row(str(number), *_figures([row]), agreement, end_section=number == len(rows))
     if len(rows) > 1:
         same = sum(row.difference is None for row in rows)
         table.add_row("all", *_figures(rows), "identical" if same == len(rows) else f"{same} of {len(rows)} identical")
@@ -166,12 +159,6 @@ def _figures(rows: Sequence[Comparison]) -> list[str]:
     tau = sum(lengths) / len(lengths) if lengths else math.nan
     per_step = (tokens - len(rows)) / len(lengths) if lengths else math.nan
     return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
-
-
-def _agreement(difference: Difference | None) -> str:
-    if difference is None:
-        return "identical"
-    return f"differs from token {difference.index}, margin {difference.margin:.2g}"
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
