@@ -32,11 +32,7 @@ class Problem:
 
 
 def embedded_path(name: str) -> Path:
-    """The path of a file or folder of the package's assets.
-
-    Raises:
-        FileNotFoundError: if this installation lacks it.
-    """
+    """The path of a file or folder of the package's assets; FileNotFoundError if this installation lacks it."""
     path = Path(str(resources.files("dflash") / "assets" / name))
     if not path.exists():
         raise FileNotFoundError(
@@ -62,8 +58,7 @@ def load_embedded_pair(dtype: torch.dtype | str = torch.float32) -> tuple[PreTra
 def heldout_problems() -> list[Problem]:
     """Problems that neither model was trained on."""
     lines = embedded_path("heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return [Problem(row["question"], row["answer"]) for row in rows]
+    return [Problem(**json.loads(line)) for line in lines if line.strip()]
 
 
 def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:

@@ -45,17 +45,14 @@ class ServerCommand:
 def server_command(
     engine: str, target: str, drafter: str, block_size: int, extra: Sequence[str] = ()
 ) -> ServerCommand:
-    """The command by which `engine` serves `target` with `drafter`.
+    """The command by which `engine` (`vllm`, `sglang` or `trtllm`) serves two folders or Hub ids.
 
     Args:
-        engine: `vllm`, `sglang` or `trtllm`.
-        target: The target's folder or Hub id.
-        drafter: The drafter's folder or Hub id.
-        block_size: Tokens in a block, anchor included.
+        engine: The engine's name.
+        target: The target.
+        drafter: Its drafter.
+        block_size: Tokens in a block, anchor included; ValueError for a block without a draft.
         extra: Arguments of the engine's own, put last so that they win.
-
-    Raises:
-        ValueError: for a block without a draft.
 
     Example:
         >>> print(server_command("vllm", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16).script())
@@ -77,11 +74,7 @@ def server_command(
 
 
 def declared_block_size(drafter: str) -> int:
-    """`block_size` of a drafter's config.json, from its folder or from the Hub.
-
-    Raises:
-        ValueError: if it cannot be found.
-    """
+    """`block_size` of a drafter's config.json, from its folder or the Hub; ValueError if it cannot be found."""
     folder = Path(drafter).expanduser()
     try:
         folder = folder if folder.is_dir() else downloaded(drafter, "drafter", ("config.json",))
@@ -104,20 +97,18 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
         return
     its_folder = target if Path(target).expanduser().is_dir() else None
     (verdict,) = check(drafter, its_folder, (engine,)).verdicts
-    if verdict.verdict != "fails":
-        if block_size is not None and block_size > declared_block_size(drafter):
-            raise ValueError(
-                f"--block-size {block_size} is more than the {declared_block_size(drafter)} that {drafter} was "
-                "trained with: leave it out, or serve it nevertheless with --no-check."
-            )
-        return
-    first = verdict.findings[0]
-    errors = sum(finding.severity == "error" for finding in verdict.findings)
-    more = f" `dflash check` shows {errors - 1} more." if errors > 1 else ""
-    raise ValueError(
-        f"{verdict.name} cannot serve {drafter}: {first.field}={first.value!r} ({first.file}): {first.why} Remedy: "
-        f"{first.fix} --no-check serves it nevertheless.{more}"
-    )
+    errors = [finding for finding in verdict.findings if finding.severity == "error"]
+    if errors:
+        more = f" `dflash check` shows {len(errors) - 1} more." if len(errors) > 1 else ""
+        raise ValueError(
+            f"{verdict.name} cannot serve {drafter}: {errors[0].field}={errors[0].value!r} ({errors[0].file}): "
+            f"{errors[0].why} Remedy: {errors[0].fix} --no-check serves it nevertheless.{more}"
+        )
+    if block_size is not None and block_size > (trained := declared_block_size(drafter)):
+        raise ValueError(
+            f"--block-size {block_size} is more than the {trained} that {drafter} was trained with: leave it out, or "
+            "serve it nevertheless with --no-check."
+        )
 
 
 def run_server(command: ServerCommand, engine: str) -> NoReturn:

@@ -260,6 +260,32 @@ def form(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error("model_type", checkpoint.config.get("model_type"), why, f"{CONVERT}.", ("trtllm", "mlx"))
 
 
+def names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The names by which engines find the drafter's class."""
+    config = checkpoint.config
+    found = config.get("architectures")
+    first = str(found[0]) if isinstance(found, list) and found else None
+    is_native, is_speculators = (checkpoint.form == form for form in (ASSISTANT, SPECULATORS))
+    wanted = (
+        "DFlash2DraftModel"
+        if (checkpoint.either("conv_kernel_size") or checkpoint.either("selector_rank"))
+        else "DFlashDraftModel"
+    )
+    if not is_native and not is_speculators and first != wanted:
+        named = first is not None and (first.startswith("DFlash") or first.endswith("DFlash"))
+        why = "engines find the drafter's class by this name."
+        fix = f'write ["{wanted}"].'
+        yield error("architectures", found, why, fix, ("sglang",) if named else ("vllm", "sglang"))
+    if not is_native and not is_speculators and config.get("model_type") != "qwen3":
+        why = "engines build a drafter as a Qwen3 decoder."
+        fix = 'write "qwen3" with the fields of a Qwen3 config.'
+        yield warning("model_type", config.get("model_type"), why, fix, ("vllm", "sglang", "trtllm", "mlx"))
+    if "dflash" not in checkpoint.name.lower() and not is_native:
+        why = "vLLM recognises a drafter by DFlash in its name."
+        fix = 'rename it, or give vLLM "method": "dflash".'
+        yield note("folder", checkpoint.name, why, fix, ("vllm",), file=".")
+
+
 def reading(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What engines would take from the config, where that is not what the checkpoint means."""
     config, auto_map = checkpoint.config, checkpoint.config.get("auto_map")
@@ -302,29 +328,3 @@ def _other_attention(checkpoint: Checkpoint, engines: tuple[str, ...], wanted: A
 def _attention(layer: LayerAttention) -> str:
     window = "and full" if layer.window is None else f"with window {layer.window}"
     return f"{'causal' if layer.is_causal else 'bidirectional'} {window}"
-
-
-def names(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """The names by which engines find the drafter's class."""
-    config = checkpoint.config
-    found = config.get("architectures")
-    first = str(found[0]) if isinstance(found, list) and found else None
-    is_native, is_speculators = (checkpoint.form == form for form in (ASSISTANT, SPECULATORS))
-    wanted = (
-        "DFlash2DraftModel"
-        if (checkpoint.either("conv_kernel_size") or checkpoint.either("selector_rank"))
-        else "DFlashDraftModel"
-    )
-    if not is_native and not is_speculators and first != wanted:
-        named = first is not None and (first.startswith("DFlash") or first.endswith("DFlash"))
-        why = "engines find the drafter's class by this name."
-        fix = f'write ["{wanted}"].'
-        yield error("architectures", found, why, fix, ("sglang",) if named else ("vllm", "sglang"))
-    if not is_native and not is_speculators and config.get("model_type") != "qwen3":
-        why = "engines build a drafter as a Qwen3 decoder."
-        fix = 'write "qwen3" with the fields of a Qwen3 config.'
-        yield warning("model_type", config.get("model_type"), why, fix, ("vllm", "sglang", "trtllm", "mlx"))
-    if "dflash" not in checkpoint.name.lower() and not is_native:
-        why = "vLLM recognises a drafter by DFlash in its name."
-        fix = 'rename it, or give vLLM "method": "dflash".'
-        yield note("folder", checkpoint.name, why, fix, ("vllm",), file=".")

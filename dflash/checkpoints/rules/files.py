@@ -17,6 +17,45 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 SAMPLING_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "max_length", "max_new_tokens")
 
 
+def files(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Pickles, absent or broken weights, and files that belong to a model that generates."""
+    has_safetensors = any(name.endswith(".safetensors") for name in checkpoint.files)
+    for name in checkpoint.files:
+        if name == "mask_embedding.pt":
+            why = "only vLLM and SGLang replace the mask's embedding by this file."
+            fix = "serve it with vLLM or SGLang."
+            yield error("mask_embedding", name, why, fix, all_but("vllm", "sglang"), name)
+        elif name.endswith(PICKLES) and name != "training_args.bin":
+            severity, more = (warning, "") if has_safetensors else (error, ", and there are no other weights")
+            why = f"a pickle can run code when it is loaded{more}."
+            yield severity("weights", name, why, "save as safetensors and delete it.", ALL, name)
+        elif name == "generation_config.json":
+            why = "a drafter does not generate by itself, so nobody reads it."
+            yield note("generation_config", name, why, "delete it.", ALL, name)
+    if not has_safetensors:
+        yield error("weights", None, "there are no weights.", "save them as safetensors.", file=WEIGHTS)
+    for name, reason in checkpoint.unreadable.items():
+        yield error("weights", name, f"{reason}.", "fetch or save the file again.", ALL, name)
+    index = checkpoint.folder / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        yield from _missing_shards(checkpoint, index)
+    for name in SAMPLING_FIELDS:
+        if name in checkpoint.config:
+            why = "transformers reads it as a generation setting, and a drafter does not generate by itself."
+            yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
+
+
+def _missing_shards(checkpoint: Checkpoint, index: Path) -> Iterator[Finding]:
+    try:
+        listed = read_json(index, "").get("weight_map")
+    except ValueError as refusal:
+        yield error("weight_map", None, str(refusal), "fetch or save the file again.", file=index.name)
+        return
+    wanted = {str(name) for name in listed.values()} if isinstance(listed, dict) else set()
+    for name in sorted(wanted - set(checkpoint.files)):
+        yield error("weight_map", name, "this shard is not there.", "fetch the file.", file=index.name)
+
+
 def code(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The code that `AutoModel.from_pretrained(…, trust_remote_code=True)` and native `generate` would run."""
     config = checkpoint.config
@@ -78,42 +117,3 @@ def library(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error("DFlashConfig", None, why, fix, ("remote-code",))
     finally:
         logging.set_verbosity(verbosity)
-
-
-def files(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Pickles, absent or broken weights, and files that belong to a model that generates."""
-    has_safetensors = any(name.endswith(".safetensors") for name in checkpoint.files)
-    for name in checkpoint.files:
-        if name == "mask_embedding.pt":
-            why = "only vLLM and SGLang replace the mask's embedding by this file."
-            fix = "serve it with vLLM or SGLang."
-            yield error("mask_embedding", name, why, fix, all_but("vllm", "sglang"), name)
-        elif name.endswith(PICKLES) and name != "training_args.bin":
-            severity, more = (warning, "") if has_safetensors else (error, ", and there are no other weights")
-            why = f"a pickle can run code when it is loaded{more}."
-            yield severity("weights", name, why, "save as safetensors and delete it.", ALL, name)
-        elif name == "generation_config.json":
-            why = "a drafter does not generate by itself, so nobody reads it."
-            yield note("generation_config", name, why, "delete it.", ALL, name)
-    if not has_safetensors:
-        yield error("weights", None, "there are no weights.", "save them as safetensors.", file=WEIGHTS)
-    for name, reason in checkpoint.unreadable.items():
-        yield error("weights", name, f"{reason}.", "fetch or save the file again.", ALL, name)
-    index = checkpoint.folder / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        yield from _missing_shards(checkpoint, index)
-    for name in SAMPLING_FIELDS:
-        if name in checkpoint.config:
-            why = "transformers reads it as a generation setting, and a drafter does not generate by itself."
-            yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
-
-
-def _missing_shards(checkpoint: Checkpoint, index: Path) -> Iterator[Finding]:
-    try:
-        listed = read_json(index, "").get("weight_map")
-    except ValueError as refusal:
-        yield error("weight_map", None, str(refusal), "fetch or save the file again.", file=index.name)
-        return
-    wanted = {str(name) for name in listed.values()} if isinstance(listed, dict) else set()
-    for name in sorted(wanted - set(checkpoint.files)):
-        yield error("weight_map", name, "this shard is not there.", "fetch the file.", file=index.name)

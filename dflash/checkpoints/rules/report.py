@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from inspect import isgeneratorfunction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from . import config, files, pair, weights
@@ -13,18 +16,17 @@ from .findings import ALL, SEVERITIES, VERDICT_OF, Finding
 from .reading import read_checkpoint, read_target
 
 
-# A finding names its rule by the function, with hyphens.
-RULES = (
-    config.field_type, config.doubles, config.block_size, config.mask_token, config.taps, config.target_depth,
-    config.windows, config.rope, config.dimensions, config.vocabulary, config.variant, config.form, config.names,
-    config.reading, weights.tensors, weights.finite, weights.dtype, files.files, files.code, files.library,
-)  # fmt: skip
-PAIR_RULES = (pair.pair_sizes, pair.pair_taps, pair.pair_mask, pair.pair_positions)
+def _rules(*modules: ModuleType) -> list[Callable[..., Iterator[Finding]]]:
+    """The public generator functions of modules, in the order in which they are written."""
+    own = [
+        one for module in modules for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__
+    ]
+    return [one for one in own if isgeneratorfunction(one) and not one.__name__.startswith("_")]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one engine makes of the checkpoint: works, degraded (it runs and drafts worse) or fails."""
+    """What one engine makes of the checkpoint: works, degraded (it runs and drafts worse) or fails; and why."""
 
     engine: str
     name: str
@@ -86,14 +88,17 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
     if unknown := set(engines) - set(ENGINES):
         raise ValueError(f"{', '.join(sorted(unknown))} is no engine (--engine): name one of {', '.join(ENGINES)}.")
     checkpoint = read_checkpoint(folder)
-    asked = [(rule.__name__, rule(checkpoint)) for rule in RULES]
+    asked = [(rule.__name__, rule(checkpoint)) for rule in _rules(config, weights, files)]
     if target is not None:
         read = read_target(target)
-        asked += [(rule.__name__, rule(checkpoint, read)) for rule in PAIR_RULES]
+        asked += [(rule.__name__, rule(checkpoint, read)) for rule in _rules(pair)]
     found = [replace(finding, rule=name.replace("_", "-")) for name, findings in asked for finding in findings]
     findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
-    verdicts = tuple(_verdict(engine, findings) for engine in engines)
-    return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), verdicts)
+    verdicts = []
+    for engine in engines:  # fails for an error, degraded for a warning
+        mine = tuple(one for one in findings if engine in one.engines and one.severity != "note")
+        verdicts.append(Verdict(engine, ENGINES[engine], VERDICT_OF[mine[0].severity if mine else "note"], mine))
+    return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), tuple(verdicts))
 
 
 def _without_repeats(found: list[Finding]) -> list[Finding]:
@@ -116,10 +121,3 @@ def _without_repeats(found: list[Finding]) -> list[Finding]:
             finding = replace(finding, engines=engines)
         kept.append(finding)
     return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _verdict(engine: str, findings: list[Finding]) -> Verdict:
-    """Fails for an error, degraded for a warning; the findings that made it so, notes left out."""
-    mine = [finding for finding in findings if engine in finding.engines and finding.severity != "note"]
-    worst = mine[0].severity if mine else "note"
-    return Verdict(engine, ENGINES[engine], VERDICT_OF[worst], tuple(mine))

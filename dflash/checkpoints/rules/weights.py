@@ -122,6 +122,15 @@ def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> st
     return f", {len(ids)} layers of {width} (these weights hold {shape[1] / width:g})"
 
 
+def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """No weight that is NaN or infinite."""
+    stored = checkpoint.tensors.items()
+    broken = [name for name, tensor in stored if not is_finite(checkpoint.folder / tensor.file, name)]
+    if broken:
+        why = "it is NaN or infinite, and so is all that is computed from it."
+        yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
+
+
 def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One dtype, the one that the config names."""
     config = checkpoint.config
@@ -144,12 +153,3 @@ def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     if found & {"float32", "float64"}:
         why = "the file is twice as large as it need be, and engines cast it to bfloat16."
         yield note("dtype", sorted(found), why, "save in bfloat16.", ALL, WEIGHTS)
-
-
-def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """No weight that is NaN or infinite."""
-    stored = checkpoint.tensors.items()
-    broken = [name for name, tensor in stored if not is_finite(checkpoint.folder / tensor.file, name)]
-    if broken:
-        why = "it is NaN or infinite, and so is all that is computed from it."
-        yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
