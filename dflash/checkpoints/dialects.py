@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers.utils import logging
 
@@ -68,7 +68,7 @@ LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
 
 
-def _is_list_of_layers(value: Any) -> bool:
+def _is_list_of_layers(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, (list, tuple)) and all(map(is_whole_number, value))
 
 
@@ -103,9 +103,20 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
     """
     _check_kinds(fields)
     dialect = dialect_of(fields, tensor_names)
-    _check_rope(fields.get("transformer_layer_config") or fields)
+    decoder = fields.get("transformer_layer_config") or fields
+    rope = decoder.get("rope_parameters") or {}
+    by_layer = [value for value in rope.values() if isinstance(value, dict)]
+    if decoder.get("rope_theta") is None and rope.get("rope_theta") is None and not by_layer:
+        raise ValueError(
+            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
+            "rope_theta and in rope_parameters."
+        )
+    for name, value, place, other in doubles(decoder):
+        raise ValueError(
+            f"{name}={value}, and {place} says {other}: engines read one or the other, so write that of the training run "
+            "in both."
+        )
     read = {**_READERS[dialect](fields), "dialect": dialect}
-    _check_taps(read)
     absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
     if absent:
         raise ValueError(
@@ -138,26 +149,22 @@ def _check_kinds(fields: dict[str, Any]) -> None:
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
 
 
-def _check_rope(fields: dict[str, Any]) -> None:
-    """Refuses a rotary embedding without a base, or whose two spellings differ."""
-    parameters = fields.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in parameters.values()):
-        return  # a base for each layer type, which the configuration checks
-    older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
-    if older is None and newer is None:
-        raise ValueError(
-            "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
-            "rope_theta and in rope_parameters."
-        )
-    doubles = [("rope_theta", older, newer)] if older is not None and newer is not None else []
-    if parameters and "rope_scaling" in fields:
-        doubles.append(("rope_scaling", rope_scaling(fields["rope_scaling"]), rope_scaling(parameters)))
-    for name, value, other in doubles:
-        if value != other:
-            raise ValueError(
-                f"{name}={value} and rope_parameters says {other}: engines read one or the other, so write that of the "
-                "training run in both."
-            )
+def doubles(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
+    """Values in two spellings that differ: a field and its value, the other spelling and its value."""
+    parameters = fields.get("rope_parameters")
+    if isinstance(parameters, Mapping):
+        older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
+        if older is not None and newer is not None and older != newer:
+            yield "rope_theta", older, "rope_parameters", newer
+        is_by_layer = any(isinstance(value, Mapping) for value in parameters.values())
+        older, newer = (rope_scaling(spelled) or "default" for spelled in (fields.get("rope_scaling"), parameters))
+        if "rope_scaling" in fields and not is_by_layer and older != newer:
+            yield "rope_scaling", older, "rope_parameters", newer
+    nested = fields.get("dflash_config")
+    taps = fields.get("target_layer_ids") or (nested.get("target_layer_ids") if isinstance(nested, Mapping) else None)
+    states = fields.get("eagle_aux_hidden_state_layer_ids")
+    if _is_list_of_layers(taps) and _is_list_of_layers(states) and _layers_of_states(states) != list(taps):
+        yield "eagle_aux_hidden_state_layer_ids", states, "target_layer_ids plus one", [i + 1 for i in taps]
 
 
 def rope_scaling(fields: Any) -> dict[str, Any] | None:
@@ -166,17 +173,6 @@ def rope_scaling(fields: Any) -> dict[str, Any] | None:
         return None
     named = {"rope_type" if name == "type" else name: value for name, value in fields.items() if name != "rope_theta"}
     return None if named.get("rope_type", "default") == "default" else named
-
-
-def _check_taps(fields: dict[str, Any]) -> None:
-    """Refuses taps that are written twice, counted by hidden states and by layers, and differ."""
-    states = _layers_of_states(fields.get("eagle_aux_hidden_state_layer_ids"))
-    ids = fields.get("target_layer_ids") or fields["dflash_config"].get("target_layer_ids")
-    if states is not None and ids is not None and states != list(ids):
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={fields['eagle_aux_hidden_state_layer_ids']} are not "
-            f"target_layer_ids={ids} plus one: write the layers of the training run in both."
-        )
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> set[str]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, kind_faults, rope_scaling
+from dflash.checkpoints import dialects
+from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
 
-from .engines import READERS, LayerAttention, declared_layer_types, layer_ids, transformers_layer_types, whole_number
+from .engines import READERS, LayerAttention, declared_layer_types, transformers_layer_types, whole_number
 from .findings import CONVERT, TRANSFORMERS, Finding, Severity, all_but, engine_names, error, note, shown, warning
 from .reading import Checkpoint, token_ids
 
@@ -33,7 +34,7 @@ MONOTONE = ("output_multiplier", "final_logit_softcapping")
 
 def field_type(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are not of the kind that every reader expects."""
-    for name, value, kind, remedy in kind_faults(checkpoint.config):
+    for name, value, kind, remedy in dialects.kind_faults(checkpoint.config):
         yield error(name, value, f"it is not {kind}.", f"{remedy}.")
 
 
@@ -42,16 +43,7 @@ def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
     config, nested = checkpoint.config, checkpoint.nested
     pairs = [(name, config.get(name), f"dflash_config.{name}", nested.get(name)) for name in DOUBLED]
     pairs.append(("is_causal", config.get("is_causal"), "dflash_config.causal", nested.get("causal")))
-    parameters = config.get("rope_parameters")
-    if isinstance(parameters, Mapping):
-        pairs.append(("rope_theta", config.get("rope_theta"), "rope_parameters", parameters.get("rope_theta")))
-        if "rope_scaling" in config and not _is_by_layer(parameters):
-            older, newer = rope_scaling(config.get("rope_scaling")), rope_scaling(parameters)
-            pairs.append(("rope_scaling", older or "default", "rope_parameters", newer or "default"))
-    aux = layer_ids(config.get("eagle_aux_hidden_state_layer_ids"), offset=-1)
-    taps = layer_ids(checkpoint.either("target_layer_ids"))
-    if aux is not None and taps is not None:
-        pairs.append(("eagle_aux_hidden_state_layer_ids", list(aux), "target_layer_ids + 1", list(taps)))
+    pairs += dialects.doubles(checkpoint.fields)
     for name, outer, other, inner in pairs:
         if outer is not None and inner is not None and outer != inner:
             why = f"{other} says {shown(inner)}; some engines read one and some the other."
@@ -168,7 +160,7 @@ def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
     fields = checkpoint.fields
     parameters = fields.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
-    if _is_by_layer(parameters):
+    if any(isinstance(value, Mapping) for value in parameters.values()):
         why = "engines fuse the keys of all layers, so they share one rotary embedding."
         fix = "write rope_theta and rope_type at the top of rope_parameters."
         yield error("rope_parameters", sorted(parameters), why, fix)
@@ -187,10 +179,6 @@ def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
         if fields.get(name) is False:
             why = "only vLLM and SGLang rotate interleaved pairs."
             yield error(name, False, why, "serve it with vLLM or SGLang.", (*TRANSFORMERS, "trtllm", "mlx"))
-
-
-def _is_by_layer(parameters: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Mapping) for value in parameters.values())
 
 
 def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
