@@ -108,5 +108,5 @@ def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path):
 def test_an_old_name_of_a_room_still_works_and_warns():
     import dflash.evaluation
 
-    with pytest.warns(DeprecationWarning, match="dflash.evaluation.run_plan is dflash.evaluation.run_eval now"):
+    with pytest.warns(DeprecationWarning, match="dflash.evaluation.run_plan is now dflash.evaluation.run_eval"):
         assert dflash.evaluation.run_plan is dflash.evaluation.run_eval

@@ -15,8 +15,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package, for the names that its `file` imports under `if TYPE_CHECKING`.
 
-    `renamed` gives old names their new ones, as `module:name` where they are in another package now; the old ones are
-    kept for one release with a DeprecationWarning.
+    `renamed` gives old names their new ones, in this package or, with dots, in another one; they are kept for one release
+    with a DeprecationWarning.
     """
     block = next(node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -24,13 +24,9 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if renamed and name in renamed:
-            room, _, new = renamed[name].rpartition(":")
-            warnings.warn(
-                f"{package}.{name} is {room or package}.{new} now: the old name goes with the next release.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return getattr(import_module(room or package), new)
+            home, _, new = renamed[name].rpartition(".")
+            warnings.warn(f"{package}.{name} is now {home or package}.{new}.", DeprecationWarning, stacklevel=2)
+            return getattr(import_module(home or package), new)
         if name not in module_of:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(module_of))}."

@@ -111,16 +111,12 @@ __all__ = [
     "write_examples",
 ]
 
-# The command line reads the settings and needs no torch for it.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    __file__,
-    {"Plan": "Estimate", "plan": "estimate", "read_examples": "load_examples"}
-    | {
-        name: f"dflash.regeneration:{name}"
-        for name in (
-            "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter",
-            "regenerate", "regenerate_data",
-        )
-    },
-)  # fmt: skip
+# The command line reads the settings and needs no torch for it. These names of the last release are elsewhere now.
+_RENAMED = {"Plan": "Estimate", "plan": "estimate", "read_examples": "load_examples"} | {
+    name: f"dflash.regeneration.{name}"
+    for name in (
+        "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter", "regenerate",
+        "regenerate_data",
+    )
+}  # fmt: skip
+__getattr__, __dir__ = lazy_names(__name__, __file__, _RENAMED)
