@@ -16,10 +16,9 @@ from dflash.common.provenance import environment
 from dflash.model.decoding_dflash import Conversation
 from dflash.model.generation_dflash import max_positions
 
-from .draft_counters import acceptance_lengths, drafting
 from .memory import PeakMemory
 from .methods import OURS, PLAIN, VARIANTS, Method, decoding_methods
-from .timed_server import Server
+from .timed_server import Server, drafting
 from .timing import TimedRun
 
 
@@ -182,9 +181,8 @@ def _timed(server: Server, model: str, tokenizer: Any, max_new_tokens: int, inpu
     """One request; the counters are read outside the clock."""
     before = server.counters()
     reply = server.complete(model, input_ids[0].tolist(), max_new_tokens)
-    after = server.counters()
+    drafts = drafting(before, server.counters())
     token_ids = list(reply.token_ids) or tokenizer(reply.text, add_special_tokens=False)["input_ids"]
-    lengths = acceptance_lengths(before, after)
-    drafts = drafting(before, after)
-    steps = len(lengths) if lengths else round(drafts.steps) if drafts and drafts.steps else reply.num_tokens - 1
+    lengths = drafts.acceptance_lengths if drafts else []
+    steps = len(lengths) or round(drafts.steps if drafts else 0) or reply.num_tokens - 1
     return TimedRun(token_ids, reply.seconds, reply.seconds_to_first_token, 1 + steps, lengths)

@@ -12,9 +12,9 @@ from typing import Any
 
 from dflash.common.provenance import record
 
-from .draft_counters import drafting
+from .measurements import rounded
 from .results import Row
-from .timed_server import Message, Reply, Server
+from .timed_server import Message, Reply, Server, drafting
 
 
 BASELINE = "baseline"
@@ -95,31 +95,32 @@ def run_canary(
         for name, (server, model) in servers.items():
 
             def ask(index: int, server: Server = server, model: str = model) -> Reply | str:
+                request = load.max_new_tokens, load.temperature, load.seed, load.thinking
                 try:
-                    return server.stream(
-                        model, prompts[index], load.max_new_tokens, load.temperature, load.seed, load.thinking
-                    )
+                    return server.stream(model, prompts[index], *request)
                 except ValueError as error:
                     return str(error)
 
             row, replies = _under_load(ask, server, chosen[:level], chosen[level:], level)
             texts[name] = [reply.text if isinstance(reply, Reply) else None for reply in replies]
-            rows.append({"server": name, **row, **_cost(row, load)})
+            if load.price_per_hour is not None:
+                row["cost_per_million_tokens"] = round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)
+            rows.append({"server": name, **row})
             measurements += [
-                {"server": name, "concurrency": level, "prompt_index": index, **_measured(reply)}
+                {"server": name, "concurrency": level, "prompt_index": index, **_times(reply)}
                 for index, reply in zip(chosen[level:], replies, strict=True)
             ]
             progress()
         _compare(rows[-len(servers) :], texts, load)
     engines = {name: server.engine() for name, (server, _) in servers.items()}
+    served = {
+        name: {"url": one.url, "model": model, "engine": engines[name]} for name, (one, model) in servers.items()
+    }
     setup = {
         "target": " / ".join(dict.fromkeys(model for _, model in servers.values())),
-        "engine": " / ".join(dict.fromkeys(engine for engine in engines.values() if engine)) or None,
+        "engine": " / ".join(dict.fromkeys(filter(None, engines.values()))) or None,
         "device": hardware,
-        "servers": {
-            name: {"url": server.url, "model": model, "engine": engines[name]}
-            for name, (server, model) in servers.items()
-        },
+        "servers": served,
     }
     return record(
         "serving",
@@ -177,19 +178,19 @@ def _under_load(
     tokens = sum(reply.num_tokens for reply in good)
     first = [1e3 * reply.seconds_to_first_token for reply in good]
     each = [1e3 * reply.seconds_per_output_token for reply in good]
-    row = {
+    row: Row = {
         "concurrency": level,
         "requests": len(replies),
         "failed": len(replies) - len(good),
         "tokens": tokens,
-        "seconds": _rounded(seconds),
-        "tokens_per_second": _rounded(tokens / seconds),
-        "ms_to_first_token_p50": _rounded(percentile(first, 0.5)),
-        "ms_to_first_token_p99": _rounded(percentile(first, 0.99)),
-        "ms_per_output_token_p50": _rounded(percentile(each, 0.5)),
-        "ms_per_output_token_p99": _rounded(percentile(each, 0.99)),
-        "tau": _rounded(drafts.tau) if drafts else None,
-        "accepted_per_position": [_rounded(share) for share in drafts.per_position] if drafts else None,
+        "seconds": rounded(seconds),
+        "tokens_per_second": rounded(tokens / seconds),
+        "ms_to_first_token_p50": rounded(percentile(first, 0.5)),
+        "ms_to_first_token_p99": rounded(percentile(first, 0.99)),
+        "ms_per_output_token_p50": rounded(percentile(each, 0.5)),
+        "ms_per_output_token_p99": rounded(percentile(each, 0.99)),
+        "tau": rounded(drafts.tau) if drafts else None,
+        "accepted_per_position": [rounded(share) for share in drafts.per_position] if drafts else None,
         "tau_source": drafts.source if drafts else None,
     }
     return row, replies
@@ -201,26 +202,17 @@ def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load
     if base is None or len(rows) < 2:
         return
     for row in rows:
-        row["speedup"] = _rounded(row["tokens_per_second"] / base["tokens_per_second"])
+        row["speedup"] = rounded(row["tokens_per_second"] / base["tokens_per_second"])
         if load.temperature == 0:
             pairs = zip(texts[row["server"]], texts[BASELINE], strict=True)
             row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
 
 
-def _cost(row: Row, load: Load) -> Row:
-    if load.price_per_hour is None:
-        return {}
-    return {"cost_per_million_tokens": round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)}
-
-
-def _measured(reply: Reply | str) -> Row:
+def _times(reply: Reply | str) -> Row:
     if isinstance(reply, str):
         return {"error": reply}
-    return {
-        "num_tokens": reply.num_tokens,
-        "seconds": _rounded(reply.seconds),
-        "seconds_to_first_token": _rounded(reply.seconds_to_first_token),
-    }
+    times = {"seconds": rounded(reply.seconds), "seconds_to_first_token": rounded(reply.seconds_to_first_token)}
+    return {"num_tokens": reply.num_tokens, **times}
 
 
 def _dealt(count: int, needed: int, seed: int) -> list[int]:
@@ -230,7 +222,3 @@ def _dealt(count: int, needed: int, seed: int) -> list[int]:
     while len(dealt) < needed:
         dealt += draw.sample(range(count), count)
     return dealt[:needed]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 4)

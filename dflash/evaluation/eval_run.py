@@ -14,7 +14,7 @@ from dflash.common.processes import Processes
 from dflash.common.provenance import public_name, record, write_result
 
 from .backends import Backend
-from .journal import Journal, key, unfinished
+from .journal import Journal, key
 from .scoring import check_scorers
 from .task_answers import TaskAnswer, answer_questions, by_category, chat_encoder, numbered, summarise_answers
 from .tasks import TASKS, Question, known_task, load_questions
@@ -48,6 +48,12 @@ class EvalPlan:
     chat_template: bool = True
     score: bool = True
 
+
+# Fields of the environment that a kept answer depends on.
+DEPENDS_ON = (
+    "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
+    "target_parameters", "drafter_parameters", "block_size",
+)  # fmt: skip
 
 # Called with a process's share at its start (questions to answer here, questions done before) and at each answer.
 Begun = Callable[[int, int], None]
@@ -137,15 +143,15 @@ def run_eval(
                 processes.gather([None])  # nobody reads before the old answers are gone
             done = dict(processes.gather(list(journal.read().items())))
             journal.mend()
-        left = unfinished(questions, done)
+        left = [question for question in questions if key(question) not in done]
         share = processes.share(left)
         on_begin(len(share), len(questions) - len(left))
         encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
-        answered = answer_questions(
-            share, backend.begin, encode, tokenizer, backend.memory, plan.repeats, backend.max_prompt_tokens
-        )
+        limits = backend.memory, plan.repeats, backend.max_prompt_tokens
         made = []
-        for question, answers in zip(share, answered, strict=True):
+        for question, answers in zip(
+            share, answer_questions(share, backend.begin, encode, tokenizer, *limits), strict=True
+        ):
             if journal is not None:
                 journal.add(question, answers)
             made.append((key(question), answers))
@@ -176,12 +182,10 @@ def run_eval(
 def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskAnswer]) -> dict[str, Any]:
     task = TASKS[name]
     mine = [question for question in questions if question.task == name]
+    facts = {"data_set": task.address, "config": task.config, "split": task.split, "source": task.source}
     return {
         "task": name,
-        "data_set": task.address,
-        "config": task.config,
-        "split": task.split,
-        "source": task.source,
+        **facts,
         "scorer": task.scorer,
         "prompts": len(mine),
         "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
@@ -190,11 +194,7 @@ def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskA
 
 
 def _settings(setup: dict[str, Any], decoding: dict[str, Any]) -> dict[str, Any]:
-    """What a kept answer depends on: a run that continues must have the same."""
-    names = (
-        "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
-        "target_parameters", "drafter_parameters", "block_size",
-    )  # fmt: skip
+    """The settings that a kept answer depends on: a run that continues must have the same."""
     template = decoding["chat_template"]
     digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
-    return {**{name: setup.get(name) for name in names}, **decoding, "chat_template": digest}
+    return {**{name: setup.get(name) for name in DEPENDS_ON}, **decoding, "chat_template": digest}

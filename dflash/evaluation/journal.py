@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ class Journal(JsonLines):
 
     A question is known by its task, row and text, so more prompts, other tasks and another number of processes may
     follow. Other settings may not.
-
-    Args:
-        path: The journal's file.
-        settings: What the answers depend on.
-        rank: The number of this process.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
@@ -66,9 +60,3 @@ def key(question: Question) -> str:
     """A question's task, row and the hash of its text, by which it is known again."""
     text = json.dumps([question.turns, question.reference], default=str)
     return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def unfinished(questions: Iterable[Question], done: Iterable[str]) -> list[Question]:
-    """The questions that are not in the journal, in their order."""
-    known = set(done)
-    return [question for question in questions if key(question) not in known]

@@ -121,14 +121,14 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
                     "tokens": tokens,
                     "tokens_per_second": _ratio(tokens, sum(seconds)),
                     "speedup": _ratio(sum(median(m.seconds) for m in plain.values()), sum(seconds)),
-                    "speedup_p10": _rounded(ratios[len(ratios) // 10]),
-                    "speedup_p90": _rounded(ratios[-1 - len(ratios) // 10]),
+                    "speedup_p10": rounded(ratios[len(ratios) // 10]),
+                    "speedup_p90": rounded(ratios[-1 - len(ratios) // 10]),
                     "speedup_by_repeat": _speedup_by_repeat(list(plain.values()), chosen),
-                    "tokens_per_step": _rounded(tokens_per_step(tokens, forwards, len(chosen))),
+                    "tokens_per_step": rounded(tokens_per_step(tokens, forwards, len(chosen))),
                     "ms_per_step": _ratio(1e3 * (sum(seconds) - to_first), forwards - len(chosen)),
                     "ms_per_output_token": _ratio(1e3 * (sum(seconds) - to_first), tokens - len(chosen)),
                     "ms_to_first_token": _ratio(1e3 * to_first, len(chosen)),
-                    "tau_micro": _rounded(tau(lengths)),
+                    "tau_micro": rounded(tau(lengths)),
                     "tau_macro": _ratio(sum(taus), len(taus)),
                     "acceptance_histogram": _histogram(lengths) if lengths else None,
                     "compilations": sum(m.num_compilations for m in chosen),
@@ -169,8 +169,9 @@ def _speedup_by_repeat(plain: Sequence[Measurement], chosen: Sequence[Measuremen
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    return _rounded(part / whole) if whole else None
+    return rounded(part / whole) if whole else None
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
+def rounded(value: float | None) -> float | None:
+    """Four decimals; `None` for what is no finite number."""
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -121,9 +121,7 @@ class ScriptedDrafter(DFlashDraftModel):
         if proposals.confidences is None:
             return replace(proposals, token_ids=token_ids)
         return replace(
-            proposals,
-            token_ids=token_ids,
-            confidences=torch.full_like(proposals.confidences, self.script.chance),
+            proposals, token_ids=token_ids, confidences=torch.full_like(proposals.confidences, self.script.chance)
         )
 
 

@@ -81,11 +81,7 @@ def measure_point(
 
 
 def measure_prefill(
-    target: Any,
-    drafter: Any,
-    context: int,
-    methods: Sequence[str] = (EAGERLY,),
-    prefill_chunk_size: int | None = None,
+    target: Any, drafter: Any, context: int, methods: Sequence[str] = (EAGERLY,), prefill_chunk_size: int | None = None
 ) -> list[dict[str, Any]]:
     """Bytes that plain decoding and ours allocate for a prompt and two new tokens: a row per method.
 

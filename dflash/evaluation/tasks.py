@@ -40,43 +40,26 @@ class Question:
 
 @dataclass(frozen=True)
 class Form:
-    """A form in which a task's rows are published.
+    """A form in which a task's rows are published."""
 
-    Attributes:
-        columns: The columns that a row must have.
-        turns: Gives the user's messages; a row without any is not asked.
-        reference: Gives what the scorer needs; a row with `None` is not scored.
-    """
-
-    columns: tuple[str, ...]
-    turns: Callable[[Row], Sequence[str]]
-    reference: Callable[[Row], Any] = lambda row: None
+    columns: tuple[str, ...]  # those that a row must have
+    turns: Callable[[Row], Sequence[str]]  # the user's messages; a row without any is not asked
+    reference: Callable[[Row], Any] = lambda row: None  # what the scorer needs; a row with `None` is not scored
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and the questions of its rows.
-
-    Attributes:
-        local_file: Where its rows are below a `--data-root`; `NAME.jsonl` is tried too.
-        forms: Forms of its rows, the published ones first.
-        source: Whom to cite.
-        hub_id: The data set on the Hub.
-        config: Its configuration there, if it has several.
-        split: Its split there.
-        files: Addresses of JSONL files to read instead, if the Hub has no rows or only a loading script.
-        scorer: A name of `scoring.SCORERS`; `None` for open questions.
-    """
+    """A data set and the questions of its rows."""
 
     name: str
-    local_file: str
-    forms: tuple[Form, ...]
-    source: str
+    local_file: str  # where its rows are below a `--data-root`; `NAME.jsonl` is tried too
+    forms: tuple[Form, ...]  # the published ones first
+    source: str  # whom to cite
     hub_id: str | None = None
-    config: str | None = None
+    config: str | None = None  # on the Hub, if it has several
     split: str = "test"
-    files: tuple[str, ...] = ()
-    scorer: str | None = None
+    files: tuple[str, ...] = ()  # JSONL files to read instead, if the Hub has no rows or only a loading script
+    scorer: str | None = None  # a name of `scoring.SCORERS`; `None` for open questions
 
     @property
     def address(self) -> str:
@@ -96,13 +79,8 @@ def load_questions(
 ) -> list[Question]:
     """A task's questions in the data set's order: all, or `num_prompts` of them chosen by `seed`, on every machine alike.
 
-    Fewer prompts of the same seed are a subset of more. A task that has fewer rows gives all.
-
-    Args:
-        name: One of [`TASKS`].
-        num_prompts: Number of questions; `None` for all.
-        seed: Chooses them.
-        data_root: A folder of files with the rows; `None`: the Hub.
+    Fewer prompts of the same seed are a subset of more. A task that has fewer rows gives all. The rows come from files
+    in the folder `data_root`, or from the Hub.
 
     Raises:
         ValueError: for an unknown task, with those that exist; for rows without the task's columns.
@@ -214,10 +192,8 @@ def _alpaca(row: Row) -> list[str]:
 
 
 def _humaneval(row: Row) -> list[str]:
-    return [
-        "Write a solution to the following problem and make sure that it passes the tests:\n"
-        f"```python\n{row['prompt']}\n```"
-    ]
+    asked = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{asked}\n```python\n{row['prompt']}\n```"]
 
 
 def _livecodebench(row: Row) -> list[str]:
