@@ -30,23 +30,14 @@ Begin = Callable[[], dict[str, Method]]
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers, and what its figures depend on.
+    """What answers, and what its figures depend on."""
 
-    Attributes:
-        begin: Makes the methods of a dialogue.
-        max_new_tokens: The longest answer.
-        environment: Versions, hardware and the like.
-        decoding: More for the record.
-        memory: Watched while each method runs; `None` where it cannot be seen from here.
-        max_prompt_tokens: The longest prompt that leaves room for the answer, `None` for any.
-    """
-
-    begin: Begin
+    begin: Begin  # makes the methods of a dialogue
     max_new_tokens: int
-    environment: dict[str, Any]
-    decoding: dict[str, Any]
-    memory: PeakMemory | None = None
-    max_prompt_tokens: int | None = None
+    environment: dict[str, Any]  # versions, hardware and the like
+    decoding: dict[str, Any]  # more for the record
+    memory: PeakMemory | None = None  # watched while each method runs; `None` where it cannot be seen from here
+    max_prompt_tokens: int | None = None  # the longest that leaves room for the answer, `None` for any
 
 
 def pair_backend(
@@ -55,13 +46,9 @@ def pair_backend(
     max_new_tokens: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> Backend:
-    """A pair in this process.
+    """A pair in this process. `methods` are names of [`METHODS`] besides plain decoding; `None` for all.
 
-    Args:
-        target: Any causal language model.
-        drafter: Its drafter.
-        max_new_tokens: The longest answer. `None`: 2048, or half of the target's positions if that is less.
-        methods: Names of [`METHODS`], besides plain decoding; `None` for all.
+    Without `max_new_tokens` an answer has at most 2048 tokens, or half of the target's positions if that is less.
 
     Raises:
         ValueError: if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
@@ -155,13 +142,8 @@ def server_backend(
     servers meanwhile. Engines that do not count by position (SGLang) give verify steps and no acceptance lengths. The text
     of engines that do not send ids is encoded again, which is exact for most texts and not for all.
 
-    Args:
-        server: Serves the target with its drafter.
-        baseline: Serves the target alone.
-        tokenizer: The target's.
-        max_new_tokens: The longest answer; `None`: 2048.
-        model: The name that both serve it under; `None` for the only one of each.
-        hardware: What the servers run on, for the record.
+    `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the target
+    alone. An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers, for the record.
 
     Raises:
         ValueError: if a server does not answer, or serves several models and none is named.
@@ -171,9 +153,7 @@ def server_backend(
     engines = dict.fromkeys(asked.engine() for asked, _ in served.values())
     setup = {"engine": " / ".join(filter(None, engines)) or None, "device": hardware}
     servers = {name: {"url": asked.url, "model": known} for name, (asked, known) in served.items()}
-    methods: dict[str, Method] = {
-        name: partial(_timed, asked, known, tokenizer, longest) for name, (asked, known) in served.items()
-    }
+    methods: dict[str, Method] = {name: partial(_timed, *one, tokenizer, longest) for name, one in served.items()}
     return Backend(lambda: dict(methods), longest, setup, {"servers": servers})
 
 

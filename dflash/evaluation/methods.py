@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -68,12 +69,10 @@ def decoding_methods(
     wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]
 
     def plain(**options: Any) -> Method:
-        request = {"max_new_tokens": max_new_tokens, **GREEDY, **options}
-        return lambda ids, on_step=None, **kept: timed_generate(target, ids, on_step, **request, **kept)
+        return partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY, **options)
 
     def ours(drafter: PreTrainedModel, **options: Any) -> Method:
-        request = {"max_new_tokens": max_new_tokens, "temperature": 0.0, **options}
-        return lambda ids, on_step=None, **kept: timed_blocks(drafter, target, ids, on_step, **request, **kept)
+        return partial(timed_blocks, drafter, target, max_new_tokens=max_new_tokens, temperature=0.0, **options)
 
     methods: dict[str, Method] = {
         PLAIN: plain(),

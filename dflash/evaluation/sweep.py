@@ -34,17 +34,10 @@ def measure_point(
     Milliseconds are measured; the script's tau is stated, and figures that depend on it say so. A batch's step is one
     forward of the target for all sequences; towards the end, when some have stopped, for fewer.
 
-    Args:
-        target: Of a `scripted_pair`.
-        drafter: Its drafter.
-        context: Tokens of the prompt.
-        new_tokens: Written after it, at least 2.
-        batch_size: Prompts at once.
-        width: Tokens verified at once, anchor included; `None`: the drafter's block.
-        budget: Nodes of a draft tree; 0: a chain. A tree has no scripted tau: its rows hold only the tau that it needs.
-        methods: Of `VARIANTS`.
-        repeats: Of each; the median counts.
-        plain: More keywords for `target.generate`.
+    The pair is a `scripted_pair`; `context` and `new_tokens` (at least 2) count the tokens of the prompt and of its answer.
+    `width` tokens are verified at once, anchor included; `None`: the drafter's block. `budget` is the number of nodes of a
+    draft tree, 0 for a chain. A tree has no scripted tau: its rows hold only the tau that it needs. `methods` are names of
+    `VARIANTS`, and `plain` holds more keywords for `target.generate`.
     """
     limit = {} if width is None else {"max_draft_tokens": width - 1}
     tree = {"draft_tree": budget} if budget else {}
@@ -126,13 +119,8 @@ def _ways(
     target: Any, drafter: Any, new_tokens: int, methods: Sequence[str], plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Method]:
     """Plain decoding with the keywords `plain`, and variants of ours with the keywords `ours`."""
-
-    def variant(name: str) -> Method:
+    ways: dict[str, Method] = {PLAIN: partial(timed_generate, target, max_new_tokens=new_tokens, **GREEDY, **plain)}
+    for name in methods:
         options = {"max_new_tokens": new_tokens, "temperature": 0.0, **VARIANTS[name], **ours}
-        return lambda ids, on_step=None: timed_blocks(drafter, target, ids, on_step, **options)
-
-    request = {"max_new_tokens": new_tokens, **GREEDY, **plain}
-    return {
-        PLAIN: lambda ids, on_step=None: timed_generate(target, ids, on_step, **request),
-        **{name: variant(name) for name in methods},
-    }
+        ways[name] = partial(timed_blocks, drafter, target, **options)
+    return ways

@@ -73,13 +73,10 @@ def timed_generate(
     on_tokens: Callable[[list[int]], None] | None = None,
     **kwargs: Any,
 ) -> TimedRun:
-    """Runs `target.generate` under the clock; with `prompt_lookup_num_tokens` or `assistant_model` those too.
+    """Runs `target.generate` with its `kwargs` under the clock: plain, with prompt lookup or with an assistant model.
 
-    Args:
-        target: Any causal language model.
-        input_ids: Token ids [1, S], or what a tokenizer returns.
-        on_tokens: Called with new tokens as they come; its own time is not counted.
-        kwargs: Those of `target.generate`.
+    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_tokens`, which gets new tokens as they come, is not
+    counted.
     """
     prompt_ids, attention_mask = read_prompt(input_ids)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
@@ -103,14 +100,10 @@ def timed_blocks(
     on_block: Callable[[Block], None] | None = None,
     **kwargs: Any,
 ) -> TimedRun:
-    """Runs [`generate_blocks`] to its end under the clock.
+    """Runs [`generate_blocks`] with its `kwargs` to its end under the clock.
 
-    Args:
-        drafter: A `DFlashDraftModel` trained for `target`.
-        target: Any decoder-only causal language model.
-        input_ids: Token ids [1, S], or what a tokenizer returns.
-        on_block: Called with each block as it commits; its own time is not counted.
-        kwargs: Those of [`generate_blocks`].
+    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_block`, which gets each block as it commits, is not
+    counted.
     """
     texts: dict[int, list[int]] = {}
     num_steps: Counter[int] = Counter()
@@ -129,7 +122,7 @@ def timed_blocks(
         if on_block is not None:
             on_block(block)
         began = time.perf_counter()
-    token_ids = [token_id for row in sorted(texts) for token_id in texts[row]]
+    token_ids = [token_id for sequence in sorted(texts) for token_id in texts[sequence]]
     num_forwards = 1 + max(num_steps.values(), default=0)
     return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, _num_graphs() - compiled)
 
