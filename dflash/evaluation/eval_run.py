@@ -99,17 +99,8 @@ def run_eval(
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
-
-    Args:
-        plan: What is evaluated.
-        questions: Those of [`questions_of`], or a caller's own.
-        backend: What answers: `pair_backend` or `server_backend`.
-        tokenizer: The target's.
-        output: The JSON file to write, `None` for none.
-        processes: This process and its siblings; `None`: as the launcher's variables say.
-        on_begin: Called once.
-        on_question: Called at each answer.
-        overwrite: Begin anew where `output` or its journal exists.
+    `questions` are those of [`questions_of`] or a caller's own; `backend` is a [`pair_backend`] or a [`server_backend`].
+    `processes` are by default those of the launcher's variables. `overwrite` begins anew where `output` or its journal exists.
 
     Raises:
         ValueError: if the journal was begun with other settings, or another process writes `output`.

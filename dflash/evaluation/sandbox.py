@@ -29,17 +29,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """How a program ended."""
 
-    Attributes:
-        status: Its exit status; negative for the signal that killed it, `None` if its time was over.
-        output: What it wrote to standard output, at most `file_bytes`.
-        errors: The last of what it wrote to standard error.
-    """
-
-    status: int | None
-    output: str
-    errors: str
+    status: int | None  # negative for the signal that killed it, `None` if its time was over
+    output: str  # at most `file_bytes`
+    errors: str  # the last of standard error
 
 
 CHILD = Path(__file__).with_name("sandbox_child.py")

@@ -27,14 +27,7 @@ PREAMBLE = (
 
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
-    """Whether `answer`, without its thinking, is right; no answer raises.
-
-    Args:
-        scorer: A name of [`SCORERS`].
-        answer: The text; the part before `</think>` does not count.
-        reference: Of the question.
-        limits: For code.
-    """
+    """Whether `answer` is right by a scorer of [`SCORERS`]; no answer raises. The part before `</think>` does not count."""
     final = answer.rsplit("</think>", 1)[-1]
     if final.lstrip().startswith("<think>"):  # cut before the thinking ended
         return False

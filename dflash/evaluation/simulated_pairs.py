@@ -56,21 +56,15 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Script:
-    """Lengths of accepted runs: geometric, with the same chance at every position, cut at the block.
+    """Lengths of accepted runs: geometric, with the same chance at every position, cut at the block."""
 
-    Attributes:
-        mean: The mean acceptance length of a block, the target's own token included.
-        block_size: Tokens in a block.
-    """
-
-    mean: float
+    mean: float  # of the acceptance length of a block, the target's own token included
     block_size: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.block_size:
-            raise ValueError(
-                f"tau {self.mean} cannot be scripted: a block of {self.block_size} gives 1 to {self.block_size} tokens."
-            )
+            possible = f"a block of {self.block_size} gives 1 to {self.block_size} tokens"
+            raise ValueError(f"tau {self.mean} cannot be scripted: {possible}.")
 
     @property
     def chance(self) -> float:
@@ -118,11 +112,9 @@ class ScriptedDrafter(DFlashDraftModel):
         wrong = torch.where(own == right, (right + 1) % size, own)
         runs: Any = self.runs
         token_ids = torch.where(steps < runs[anchors], right, wrong)
-        if proposals.confidences is None:
-            return replace(proposals, token_ids=token_ids)
-        return replace(
-            proposals, token_ids=token_ids, confidences=torch.full_like(proposals.confidences, self.script.chance)
-        )
+        sure = proposals.confidences
+        confidences = None if sure is None else torch.full_like(sure, self.script.chance)
+        return replace(proposals, token_ids=token_ids, confidences=confidences)
 
 
 def scripted_pair(

@@ -25,22 +25,13 @@ Encode = Callable[[list[dict[str, str]]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAnswer(Measurement):
-    """One method's answer to one turn of a question.
+    """One method's answer to one turn of a question."""
 
-    Attributes:
-        row: The question's row in its data set.
-        turn: Counted from 0.
-        category: The question's.
-        score: Whether it is right; `None` without a reference, and for all turns but the last.
-        peak_memory_bytes: Peak while the method ran; `None` if that is not known.
-        text: The answer.
-    """
-
-    row: int
-    turn: int
+    row: int  # the question's in its data set
+    turn: int  # counted from 0
     category: str | None
-    score: bool | None
-    peak_memory_bytes: int | None
+    score: bool | None  # whether it is right; `None` without a reference, and for all turns but the last
+    peak_memory_bytes: int | None  # while the method ran
     text: str
 
 
@@ -70,16 +61,9 @@ def answer_questions(
     """The answers to each question, of all turns and methods, as soon as the question is done.
 
     The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
-    Every method gets the same prompt: later turns contain the first method's answers.
-
-    Args:
-        questions: Of one task or several.
-        begin: Makes the methods of a dialogue, by name.
-        encode: Gives a dialogue's ids.
-        tokenizer: Decodes the answers.
-        memory: Watched while each method runs; `None` where it cannot be seen from here.
-        repeats: How often each method answers; texts and scores are those of the first time.
-        max_prompt_tokens: A dialogue ends before a turn with a longer prompt; if that is the first, it has no answers.
+    Every method gets the same prompt: later turns contain the first method's answers. Each method answers `repeats` times;
+    texts and scores are those of the first time. A dialogue ends before a turn whose prompt is longer than
+    `max_prompt_tokens`; if that is the first, it has no answers.
     """
     is_warm = False
     for number, question in enumerate(questions):

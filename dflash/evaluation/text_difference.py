@@ -16,13 +16,11 @@ from dflash.model.generation_dflash import read_prompt
 class Difference:
     """The first token that two texts do not share.
 
-    Attributes:
-        index: Its place among the new tokens, counted from 0.
-        margin: The target's logit of the one token minus that of the other, in one forward over the shared text; near 0 for
-            a tie that rounding decides. NaN if one text only continues after the end of the other.
+    The margin is the target's logit of the one token minus that of the other, in one forward over the shared text: near 0
+    for a tie that rounding decides, NaN if one text only continues after the end of the other.
     """
 
-    index: int
+    index: int  # among the new tokens, counted from 0
     margin: float
 
 

@@ -25,21 +25,13 @@ Counters = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Reply:
-    """One streamed answer.
+    """One streamed answer. Seconds count from opening the connection."""
 
-    Attributes:
-        text: The answer, thinking included.
-        num_tokens: As the server counts them.
-        seconds: From opening the connection to the last token.
-        seconds_to_first_token: From opening the connection to the first token.
-        token_ids: The ids of the text if they were asked for and the engine sends them; else empty.
-    """
-
-    text: str
-    num_tokens: int
+    text: str  # thinking included
+    num_tokens: int  # as the server counts them
     seconds: float
     seconds_to_first_token: float
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of the text if they were asked for and the engine sends them
 
     @property
     def seconds_per_output_token(self) -> float:
@@ -169,21 +161,13 @@ def _read_chunk(chunk: dict[str, Any], where: str) -> tuple[str, list[int], bool
 
 @dataclass(frozen=True)
 class Drafting:
-    """The acceptance of a server's drafts in some span of time.
+    """The acceptance of a server's drafts in some span of time. Only vLLM counts by position."""
 
-    Attributes:
-        tau: Tokens per verify step, the target's own included.
-        per_position: Share of drafts whose proposal at position 1, 2, … was accepted; empty if the server does not say.
-        source: The counters that it was taken from.
-        steps: Verify steps; 0 if the server does not count them.
-        acceptance_lengths: Of each draft, longest first; empty for engines that do not count by position.
-    """
-
-    tau: float
-    per_position: tuple[float, ...]
-    source: str
-    steps: float = 0.0
-    acceptance_lengths: list[int] = field(default_factory=list)
+    tau: float  # tokens per verify step, the target's own included
+    per_position: tuple[float, ...]  # share of drafts whose proposal at position 1, 2, … was accepted
+    source: str  # the counters that it was taken from
+    steps: float = 0.0  # verify steps; 0 if the server does not count them
+    acceptance_lengths: list[int] = field(default_factory=list)  # of each draft, longest first
 
 
 def read_counters(metrics: str) -> dict[str, float]:
