@@ -49,10 +49,7 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
 class AnswerFile(JsonLines):
     """A run's output: JSON lines, all lines of a row together at the end.
 
-    Args:
-        path: The output, which ends in `.jsonl`.
-        settings: What its rows depend on. A run is continued with the same settings; only `samples` may grow.
-        rank: The number of this process.
+    Its rows depend on `settings`. A run is continued with the same; only `samples` may grow.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
