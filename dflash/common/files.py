@@ -19,12 +19,20 @@ def write_text(path: Path, text: str) -> None:
         OSError: if it cannot be written, with its name; what was at `path` before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        with replaced(path) as aside:
+            aside.write_text(text, encoding="utf-8")
     except OSError as error:  # a full disk names no file
         raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write. The file there replaces `path` at the end of the body; it is deleted on an error."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
