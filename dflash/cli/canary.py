@@ -53,9 +53,7 @@ def canary(
     target_ms_to_first_token: Annotated[
         float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
     ] = None,
-    price_per_hour: Annotated[
-        float | None, goal_option(min=0, help="Of one server: adds the cost of a token.")
-    ] = None,
+    price_per_hour: Annotated[float | None, goal_option(min=0, help="Of a server: adds the cost of a token.")] = None,
     output: Output = None,
     plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None,
     overwrite: Overwrite = False,
@@ -71,17 +69,8 @@ def canary(
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
-    load = Load(
-        levels,
-        rounds,
-        max_new_tokens,
-        temperature,
-        thinking,
-        seed,
-        price_per_hour,
-        target_ms_per_token,
-        target_ms_to_first_token,
-    )
+    goals = price_per_hour, target_ms_per_token, target_ms_to_first_token
+    load = Load(levels, rounds, max_new_tokens, temperature, thinking, seed, *goals)
     asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
     urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
     clients = {name: Server(address, key, timeout) for name, address in urls.items()}
@@ -104,9 +93,8 @@ def _show(result: dict[str, Any]) -> None:
         best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"
         console.print(f"Within the target, {name}: {best}", style="bold")
     if result["decoding"]["prompts_repeat"]:
-        console.print(
-            "There were fewer prompts than requests: later ones may come from the server's prefix cache.", style="dim"
-        )
+        said = "There were fewer prompts than requests: later ones may come from the server's prefix cache."
+        console.print(said, style="dim")
 
 
 def _levels(text: str) -> tuple[int, ...]:

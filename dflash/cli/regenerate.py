@@ -43,9 +43,7 @@ def regenerate(
     top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0,
     seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0,
     drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
-    batch_size: Annotated[
-        int | None, answer_option(min=1, help="Rows answered together. Default: 8; with --url 64 requests.")
-    ] = None,
+    batch_size: Annotated[int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64.")] = None,
     drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
     dtype: DtypeOption = Dtype.auto,
     device: Device = None,
@@ -69,18 +67,9 @@ def regenerate(
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
 
-    settings = RegenerationSettings(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        thinking=thinking,
-        prompt_tokens=prompt_tokens,
-        samples=samples,
-        split=split,
-        drop_cut=drop_cut,
-    )
+    rows: dict[str, Any] = {"samples": samples, "split": split, "prompt_tokens": prompt_tokens, "thinking": thinking}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    settings = RegenerationSettings(max_new_tokens=max_new_tokens, drop_cut=drop_cut, **rows, **sampling)
     known_device(device)
     processes = Processes()
     if processes.is_first:
@@ -93,21 +82,11 @@ def regenerate(
         writer, tokenizer = _target(target, drafter, dtype, device or own_device(processes), batch_size or 8)
     with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
         progress = _Bar(bar)
-        record = regenerate_data(
-            writer,
-            tokenizer,
-            data,
-            output,
-            settings,
-            target_name=target,
-            license=license,
-            provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
-            resume=resume,
-            overwrite=overwrite,
-            processes=processes,
-            on_begin=progress.begin,
-            on_row=progress.row,
-        )
+        facts = {"command": command(), "drafter": public_name(drafter), "processes": processes.count}
+        said: dict[str, Any] = {"target_name": target, "license": license, "provenance": facts}
+        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "processes": processes}
+        watched: dict[str, Any] = {"on_begin": progress.begin, "on_row": progress.row}
+        record = regenerate_data(writer, tokenizer, data, output, settings, **said, **how, **watched)
     if processes.is_first:
         print(summary(output, record, drop_cut))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -57,19 +58,13 @@ def pair_backend(
     if max_new_tokens is None:
         max_new_tokens = DEFAULT_NEW_TOKENS if limit is None else min(DEFAULT_NEW_TOKENS, limit // 2)
     if limit is not None and max_new_tokens >= limit:
-        raise ValueError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the target has {limit} positions, use fewer."
-        )
+        said = f"--max-new-tokens {max_new_tokens} leaves no room for a prompt"
+        raise ValueError(f"{said}: the target has {limit} positions, use fewer.")
     check_logits(target)
     begin = pair_dialogues(target, drafter, max_new_tokens, methods)
-    return Backend(
-        begin,
-        max_new_tokens,
-        environment(target, drafter),
-        {"caches_kept_between_turns": [name for name in begin() if name in keeping_methods(target)]},
-        PeakMemory(on_cuda=target.device.type == "cuda"),
-        None if limit is None else limit - max_new_tokens,
-    )
+    more = {"caches_kept_between_turns": [name for name in begin() if name in keeping_methods(target)]}
+    memory, room = PeakMemory(target.device.type == "cuda"), None if limit is None else limit - max_new_tokens
+    return Backend(begin, max_new_tokens, environment(target, drafter), more, memory, room)
 
 
 def pair_dialogues(
@@ -93,10 +88,7 @@ def pair_dialogues(
 
 
 def keeping_methods(target: PreTrainedModel) -> tuple[str, ...]:
-    """The methods that keep their caches from turn to turn: none if a plain cache of `target` cannot be cropped.
-
-    A cache with windows or recurrent layers cannot.
-    """
+    """The methods that keep their caches from turn to turn; none for windows and recurrent layers, which cannot crop."""
     layers = getattr(DynamicCache(config=target.config), "layers", [])
     return (PLAIN, OURS, *VARIANTS) if all(type(layer).__name__ == "DynamicLayer" for layer in layers) else ()
 
@@ -118,8 +110,8 @@ class PlainDialogue:
 
     def _reopened(self, wanted: list[int]) -> Any:
         """The cache cropped to the tokens that it shares with `wanted`, or a new one."""
-        pairs = enumerate(zip(self._held, wanted, strict=False))
-        shared = next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(self._held), len(wanted)))
+        pairs = zip(self._held, wanted, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         surplus = 0 if self._cache is None else self._cache.get_seq_length() - shared
         if not shared or surplus < 0:
             self._cache = DynamicCache(config=self._target.config)

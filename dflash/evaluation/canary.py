@@ -17,36 +17,20 @@ from .results import Row
 from .timed_server import Message, Reply, Server, drafting
 
 
-BASELINE = "baseline"
 FEWEST_REQUESTS = 16
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of each server.
+    """The requests to each server, and the largest 99th percentiles of its times. ValueError for an infinite number."""
 
-    Attributes:
-        concurrency: How many requests are under way at once, level by level; a finished one makes room for the next.
-        rounds: Requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all).
-        max_new_tokens: Longest answer.
-        temperature: 0 decodes greedily, and texts of both servers are compared.
-        thinking: Passed to the chat template; `None` passes nothing.
-        seed: Of the order of the prompts and of the servers' sampling noise.
-        price_per_hour: Of one server, in any currency.
-        target_ms_per_output_token: Largest 99th percentile of the time per output token.
-        target_ms_to_first_token: Largest 99th percentile of the time to the first token.
-
-    Raises:
-        ValueError: for a number that is not finite.
-    """
-
-    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    rounds: int = 4
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests under way at once, level by level
+    rounds: int = 4  # requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all)
     max_new_tokens: int = 512
-    temperature: float = 0.0
-    thinking: bool | None = False
-    seed: int = 0
-    price_per_hour: float | None = None
+    temperature: float = 0.0  # 0 decodes greedily, and texts of both servers are compared
+    thinking: bool | None = False  # passed to the chat template; `None` passes nothing
+    seed: int = 0  # of the order of the prompts and of the servers' sampling
+    price_per_hour: float | None = None  # of one server, in any currency
     target_ms_per_output_token: float | None = None
     target_ms_to_first_token: float | None = None
 
@@ -73,12 +57,8 @@ def run_canary(
     request per concurrent one. No prompt is repeated as long as there are enough, because a repeated prompt is in the
     server's prefix cache.
 
-    Args:
-        servers: A server and its model's name, by "dflash" and "baseline".
-        prompts: Chat messages of each prompt.
-        load: What is asked.
-        progress: Called after each server at each level.
-        hardware: What the servers run on, for the record.
+    `servers` holds a server and its model's name, by "dflash" and "baseline". `progress` is called after each server at
+    each level. `hardware` is that of the servers, for the record.
 
     Raises:
         ValueError: if a server fails a warm-up, or every request of a level; a single failed request is counted.
@@ -116,15 +96,11 @@ def run_canary(
     served = {
         name: {"url": one.url, "model": model, "engine": engines[name]} for name, (one, model) in servers.items()
     }
-    setup = {
-        "target": " / ".join(dict.fromkeys(model for _, model in servers.values())),
-        "engine": " / ".join(dict.fromkeys(filter(None, engines.values()))) or None,
-        "device": hardware,
-        "servers": served,
-    }
+    target = " / ".join(dict.fromkeys(model for _, model in servers.values()))
+    engine = " / ".join(dict.fromkeys(filter(None, engines.values()))) or None
     return record(
         "serving",
-        setup,
+        {"target": target, "engine": engine, "device": hardware, "servers": served},
         decoding={**asdict(load), "prompts": len(prompts), "prompts_repeat": needed > len(prompts)},
         summary=rows,
         at_target=at_target(rows, load),
@@ -198,13 +174,13 @@ def _under_load(
 
 def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load) -> None:
     """Adds to the rows of one level the speed-up over the baseline and the number of equal greedy texts."""
-    base = next((row for row in rows if row["server"] == BASELINE), None)
+    base = next((row for row in rows if row["server"] == "baseline"), None)
     if base is None or len(rows) < 2:
         return
     for row in rows:
         row["speedup"] = rounded(row["tokens_per_second"] / base["tokens_per_second"])
         if load.temperature == 0:
-            pairs = zip(texts[row["server"]], texts[BASELINE], strict=True)
+            pairs = zip(texts[row["server"]], texts["baseline"], strict=True)
             row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
 
 

@@ -22,31 +22,18 @@ from .tasks import TASKS, Question, known_task, load_questions
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What is evaluated.
+    """The names of a pair and of tasks, and how they are evaluated."""
 
-    Attributes:
-        target: The target's name: a Hub id, or its folder.
-        drafter: The drafter's name.
-        tasks: Names of [`TASKS`].
-        num_prompts: Questions per task, `None` for all.
-        seed: Chooses the questions.
-        data_root: A folder of local rows.
-        repeats: How often each method answers each question.
-        thinking: Whether the chat template asks for thinking.
-        chat_template: Whether it is used.
-        score: Whether answers are scored; code that the target wrote runs then, under limits.
-    """
-
-    target: str
+    target: str  # a Hub id or a folder
     drafter: str
-    tasks: tuple[str, ...]
-    num_prompts: int | None = None
-    seed: int = 0
-    data_root: Path | None = None
-    repeats: int = 1
-    thinking: bool = False
+    tasks: tuple[str, ...]  # names of [`TASKS`]
+    num_prompts: int | None = None  # per task, `None` for all
+    seed: int = 0  # chooses the questions
+    data_root: Path | None = None  # a folder of local rows
+    repeats: int = 1  # answers of each method to each question
+    thinking: bool = False  # whether the chat template asks for thinking
     chat_template: bool = True
-    score: bool = True
+    score: bool = True  # whether answers are scored; code that the target wrote runs then, under limits
 
 
 # Fields of the environment that a kept answer depends on.
@@ -150,10 +137,8 @@ def run_eval(
         done |= dict(processes.gather(made))
         answers = numbered(answer for question in questions for answer in done[key(question)])
         if not answers:
-            raise ValueError(
-                f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} the target's positions leave room for "
-                f"{backend.max_prompt_tokens} tokens, lower it."
-            )
+            room = f"the target's positions leave room for {backend.max_prompt_tokens} tokens"
+            raise ValueError(f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} {room}, lower it.")
         result = record(
             "eval",
             {**backend.environment, "processes": processes.count},

@@ -26,19 +26,13 @@ class Journal(JsonLines):
         self._settings = json.loads(json.dumps(settings))
 
     def read(self) -> dict[str, list[TaskAnswer]]:
-        """Finished questions of all processes by [`key`].
-
-        Raises:
-            ValueError: if a part was begun with other settings, with their names.
-        """
+        """Finished questions of all processes by [`key`]; ValueError if a part was begun with other settings."""
         found: dict[str, list[TaskAnswer]] = {}
         for part in self.parts():
             lines = [json.loads(line) for _, line in whole_lines(part)]
             if lines and (changed := changes(lines[0]["settings"], self._settings)):
-                raise ValueError(
-                    f"{part} was begun with other settings ({listed(changed)}): give them again, name another --output, or "
-                    "pass overwrite (--overwrite) to begin anew."
-                )
+                remedy = "give them again, name another --output, or pass overwrite (--overwrite) to begin anew"
+                raise ValueError(f"{part} was begun with other settings ({listed(changed)}): {remedy}.")
             for record in lines[1:]:
                 found[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
         return found

@@ -130,7 +130,10 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
                     "ms_to_first_token": _ratio(1e3 * to_first, len(chosen)),
                     "tau_micro": rounded(tau(lengths)),
                     "tau_macro": _ratio(sum(taus), len(taus)),
-                    "acceptance_histogram": _histogram(lengths) if lengths else None,
+                    # The number of verify steps that gave 1, 2, 3, … tokens.
+                    "acceptance_histogram": [lengths.count(n) for n in range(1, max(lengths) + 1)]
+                    if lengths
+                    else None,
                     "compilations": sum(m.num_compilations for m in chosen),
                     **_profiled([p for p in profiles if p.task == task and p.method == name]),
                 }
@@ -155,11 +158,6 @@ def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
         "profiled_host_syncs_per_step": per_step(p.host_syncs for p in profiles),
         "profiled_memory_bytes": max(p.memory_bytes for p in profiles),
     }
-
-
-def _histogram(lengths: Sequence[int]) -> list[int]:
-    """The number of verify steps that gave 1, 2, 3, … tokens."""
-    return [lengths.count(length) for length in range(1, max(lengths) + 1)]
 
 
 def _speedup_by_repeat(plain: Sequence[Measurement], chosen: Sequence[Measurement]) -> list[float | None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -66,7 +67,8 @@ def profile(
             num_steps, split = step_split(run, prompt.input_ids, target, drafter)
             syncs = host_syncs(run, prompt.input_ids, target.device)
             memory = allocated_memory(partial(run, prompt.input_ids), target.device)
-            profiles.append(Profile(prompt.task, index, name, num_steps, *split.values(), syncs, memory))
+            draft, verify, rest = split.values()
+            profiles.append(Profile(prompt.task, index, name, num_steps, draft, verify, rest, syncs, memory))
     return profiles
 
 
@@ -105,45 +107,42 @@ def step_split(
 @contextmanager
 def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
     """Calls `mark` where a part of a step begins, in our loop."""
-    depth = 0
+    is_inside = False
 
     def around(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            if depth:  # a call inside a part belongs to it
+            nonlocal is_inside
+            if is_inside:  # a call inside a part belongs to it
                 return work(*args, **kwargs)
-            depth += 1
+            is_inside = True
             mark(part)
             try:
                 return work(*args, **kwargs)
             finally:
-                depth -= 1
+                is_inside = False
                 mark("rest")
 
         return marked
 
-    parts: Any = ((Proposer, "propose", "draft"), (Pair, "verify", "verify"), (Pair, "step", "verify"))
     with ExitStack() as patches:
-        for owner, name, part in parts:
-            work = getattr(owner, name)
-            patches.callback(setattr, owner, name, work)
-            setattr(owner, name, around(part, work))
+        for owner, name, part in (
+            (Proposer, "propose", "draft"),
+            (Pair, "verify", "verify"),
+            (Pair, "step", "verify"),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, around(part, getattr(owner, name))))
         yield
 
 
 @contextmanager
 def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel, mark: Callable[[str], None]) -> Iterator[None]:
     """Calls `mark` where a part of a step begins, by the models' forwards: a draft lasts until the target's begins."""
-    handles = [
+    with (
         drafter.register_forward_pre_hook(lambda *_: mark("draft")),
         target.register_forward_pre_hook(lambda *_: mark("verify")),
         target.register_forward_hook(lambda *_: mark("rest")),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def host_syncs(run: Callable[..., TimedRun], input_ids: torch.Tensor, device: torch.device) -> float:
@@ -218,7 +217,6 @@ class _DriverSyncs:
         self._catching.__exit__(None, None, None)
 
     def total(self) -> int:
-        """Synchronisations until now."""
         return sum("synchronizing CUDA operation" in str(warning.message) for warning in self._caught)
 
 

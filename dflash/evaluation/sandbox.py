@@ -14,7 +14,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,10 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outc
         program.write_text(source, encoding="utf-8", errors="replace")
         (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
         given = stack.enter_context((place / "stdin").open("rb"))
-        output = stack.enter_context((place / "stdout").open("w+b"))
-        errors = stack.enter_context((place / "stderr").open("w+b"))
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(CHILD), json.dumps(asdict(limits)), str(program)],
-            stdin=given,
-            stdout=output,
-            stderr=errors,
-            cwd=work,
-            env=ENVIRONMENT,
-            start_new_session=True,
-            close_fds=True,
-        )
+        output, errors = (stack.enter_context((place / name).open("w+b")) for name in ("stdout", "stderr"))
+        words = [sys.executable, "-I", "-B", str(CHILD), json.dumps(asdict(limits)), str(program)]
+        files: dict[str, Any] = {"stdin": given, "stdout": output, "stderr": errors}
+        process = subprocess.Popen(words, **files, cwd=work, env=ENVIRONMENT, start_new_session=True)
         try:
             status: int | None = process.wait(limits.wall_seconds)
         except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ QUIET = 0.01
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3 target (fields of its config) and of its drafter, whose other sizes are the target's."""
+    """Fields of a Qwen3 target's config, and what differs in its drafter."""
 
     target: dict[str, int]
     draft_layers: int

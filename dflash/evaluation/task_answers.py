@@ -82,8 +82,9 @@ def answer_questions(
             peaks: dict[str, int] = {}
             rounds = []
             for repeat, methods in enumerate(sessions):
-                watched = {name: partial(_watched, memory, peaks, name, run) for name, run in methods.items()}
-                rounds.append(take_turns(methods if memory is None else watched, input_ids, number + repeat))
+                if memory is not None:
+                    methods = {name: partial(_watched, memory, peaks, name, run) for name, run in methods.items()}
+                rounds.append(take_turns(methods, input_ids, number + repeat))
             texts = {
                 name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()
             }

@@ -110,26 +110,22 @@ class Server(OpenAIClient):
                 if isinstance(chunk.get("usage"), dict):
                     num_tokens = chunk["usage"].get("completion_tokens")
         if not is_finished:
-            raise ValueError(
-                f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces: look at its log."
-            )
+            said = f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces"
+            raise ValueError(f"{said}: look at its log.")
         if not isinstance(num_tokens, int) or num_tokens < 1:
-            raise ValueError(
-                f"{where} with {len(pieces)} pieces of text and no count of its tokens: the engine must take "
-                "stream_options.include_usage."
-            )
+            said = f"{where} with {len(pieces)} pieces of text and no count of its tokens"
+            raise ValueError(f"{said}: the engine must take stream_options.include_usage.")
         return Reply("".join(pieces), num_tokens, last - began, first - began, tuple(token_ids))
 
 
 def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
     """The events of a stream."""
-    for line in response:
-        text = line.strip()
-        if not text.startswith(b"data:"):
-            if text and not text.startswith((b":", b"event:", b"id:", b"retry:")):
-                raise ValueError(f"{where} and streamed no events: {quote(line)}.")
+    for line in map(bytes.strip, response):
+        if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
             continue
-        data = text.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:"):
+            raise ValueError(f"{where} and streamed no events: {quote(line)}.")
+        data = line.removeprefix(b"data:").strip()
         if data == b"[DONE]":
             return
         try:

@@ -36,14 +36,13 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     check_writable(path)
     manifest = manifest_path(path)
     if not manifest.exists() and JsonLines(path).parts():
-        raise ValueError(
-            f"{path} holds something else than a run (there is no {manifest.name}): choose another output."
-        )
+        said = f"{path} holds something else than a run (there is no {manifest.name})"
+        raise ValueError(f"{said}: choose another output.")
     if manifest.exists() and not resume and not overwrite:
-        raise ValueError(
-            f"{path} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or "
-            "choose another output."
+        remedy = (
+            "pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or choose another output"
         )
+        raise ValueError(f"{path} holds another run: {remedy}.")
 
 
 class AnswerFile(JsonLines):
@@ -64,10 +63,8 @@ class AnswerFile(JsonLines):
         if (self._settings.get("samples") or float("inf")) > (before.get("samples") or float("inf")):
             changed.pop("samples", None)
         if changed:
-            raise ValueError(
-                f"The run to resume had other settings ({listed(changed)}): give the same, choose another output, or pass "
-                "overwrite (--overwrite) to begin anew."
-            )
+            remedy = "give the same, choose another output, or pass overwrite (--overwrite) to begin anew"
+            raise ValueError(f"The run to resume had other settings ({listed(changed)}): {remedy}.")
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
         """Deletes an older run if asked to, and half-written files of a kill; writes the manifest. For the first process."""
@@ -84,12 +81,9 @@ class AnswerFile(JsonLines):
         return {number for number, lines in self._lines().items() if len(lines) == lines[0].parts}
 
     def finish(self, drop_cut: bool) -> dict[str, int]:
-        """Joins the parts in the rows' order, and counts "rows", "tokens" and "cut" rows.
+        """Joins the parts in the rows' order, and counts "rows", "tokens" and "cut" rows. With `drop_cut` those are left out.
 
-        For the first process, when all are done. With `drop_cut`, rows that the length cut off are left out.
-
-        Raises:
-            OSError: if the output cannot be written; the parts stay.
+        For the first process, when all are done. OSError if the output cannot be written; the parts stay.
         """
         counts: Counter[str] = Counter(rows=0, tokens=0, cut=0)
         self.join(self._ordered(drop_cut, counts))

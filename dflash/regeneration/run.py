@@ -123,7 +123,7 @@ def regenerate_data(
     if named is not None and Path(named).exists() and Path(named).resolve() == Path(output).resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
     name = named or "the data"
-    source = data if named is None else read_rows(named, settings.split)
+    source: Any = data if named is None else read_rows(named, settings.split)
     rows = list(source)
     if not rows:
         raise ValueError(f"{name} holds no row: give {FORMS}.")
