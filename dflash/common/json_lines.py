@@ -79,17 +79,12 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that differ, by name, each as `8, now 9`."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The settings that differ, each as `name: 8, now 9`, for a sentence; empty if none does."""
 
     def short(value: Any) -> str:
         text = json.dumps(value)
         return text if len(text) <= 60 else f"{text[:57]}…"
 
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    return {name: f"{short(before.get(name))}, now {short(now.get(name))}" for name in names}
-
-
-def listed(changed: Mapping[str, str]) -> str:
-    """What [`changes`] found, for a sentence."""
-    return "; ".join(f"{name}: {said}" for name, said in changed.items())
+    return "; ".join(f"{name}: {short(before.get(name))}, now {short(now.get(name))}" for name in names)

@@ -75,16 +75,13 @@ def pair_dialogues(
     If only one of the two kept them, later turns would compare prompts and not decoders.
     """
     methods = decoding_methods(target, drafter, max_new_tokens, names)
-    keeps = keeping_methods(target)
+    keeps = [name for name in methods if name in keeping_methods(target)]
 
-    def of_dialogue(name: str) -> Method:
-        if name not in keeps:
-            return methods[name]
-        if name == PLAIN:
-            return PlainDialogue(target, methods[name])
-        return partial(methods[name], conversation=Conversation())
+    def begin() -> dict[str, Method]:
+        kept = {name: partial(methods[name], conversation=Conversation()) for name in keeps if name != PLAIN}
+        return methods | kept | ({PLAIN: PlainDialogue(target, methods[PLAIN])} if PLAIN in keeps else {})
 
-    return lambda: {name: of_dialogue(name) for name in methods}
+    return begin
 
 
 def keeping_methods(target: PreTrainedModel) -> tuple[str, ...]:

@@ -64,7 +64,9 @@ def run_canary(
         ValueError: if a server fails a warm-up, or every request of a level; a single failed request is counted.
     """
     needed = sum(load.requests(level) + level for level in load.concurrency)
-    order = _dealt(len(prompts), needed, load.seed)
+    draw, everyone = random.Random(load.seed), range(len(prompts))
+    # All prompts shuffled, then all of them again.
+    order = [i for _ in range(math.ceil(needed / len(prompts))) for i in draw.sample(everyone, len(prompts))]
     rows: list[Row] = []
     measurements: list[Row] = []
     dealt = 0
@@ -86,10 +88,14 @@ def run_canary(
             if load.price_per_hour is not None:
                 row["cost_per_million_tokens"] = round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)
             rows.append({"server": name, **row})
-            measurements += [
-                {"server": name, "concurrency": level, "prompt_index": index, **_times(reply)}
-                for index, reply in zip(chosen[level:], replies, strict=True)
-            ]
+            for index, reply in zip(chosen[level:], replies, strict=True):
+                one: Row = {"server": name, "concurrency": level, "prompt_index": index}
+                if isinstance(reply, str):
+                    measurements.append(one | {"error": reply})
+                    continue
+                first = rounded(reply.seconds_to_first_token)
+                times = {"seconds": rounded(reply.seconds), "seconds_to_first_token": first}
+                measurements.append(one | {"num_tokens": reply.num_tokens} | times)
             progress()
         _compare(rows[-len(servers) :], texts, load)
     engines = {name: server.engine() for name, (server, _) in servers.items()}
@@ -182,19 +188,3 @@ def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load
         if load.temperature == 0:
             pairs = zip(texts[row["server"]], texts["baseline"], strict=True)
             row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
-
-
-def _times(reply: Reply | str) -> Row:
-    if isinstance(reply, str):
-        return {"error": reply}
-    times = {"seconds": rounded(reply.seconds), "seconds_to_first_token": rounded(reply.seconds_to_first_token)}
-    return {"num_tokens": reply.num_tokens, **times}
-
-
-def _dealt(count: int, needed: int, seed: int) -> list[int]:
-    """`needed` prompts' indices: all of them shuffled, then all of them again."""
-    draw = random.Random(seed)
-    dealt: list[int] = []
-    while len(dealt) < needed:
-        dealt += draw.sample(range(count), count)
-    return dealt[:needed]

@@ -113,7 +113,12 @@ def run_eval(
         journal: Journal | None = None
         done: dict[str, list[TaskAnswer]] = {}
         if output is not None:
-            journal = Journal(output.with_suffix(".jsonl"), _settings(backend.environment, decoding), processes.rank)
+            template = decoding["chat_template"]
+            digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
+            settings = (
+                {name: backend.environment.get(name) for name in DEPENDS_ON} | decoding | {"chat_template": digest}
+            )
+            journal = Journal(output.with_suffix(".jsonl"), settings, processes.rank)
             journal.path.parent.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for part in journal.parts() if processes.is_first else ():
@@ -167,10 +172,3 @@ def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskA
         "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
         "with_answers": sum(question.reference is not None for question in mine),
     }
-
-
-def _settings(setup: dict[str, Any], decoding: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a kept answer depends on: a run that continues must have the same."""
-    template = decoding["chat_template"]
-    digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
-    return {**{name: setup.get(name) for name in DEPENDS_ON}, **decoding, "chat_template": digest}

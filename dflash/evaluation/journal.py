@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash.common.json_lines import JsonLines, as_line, changes, listed, whole_lines
+from dflash.common.json_lines import JsonLines, as_line, changes, whole_lines
 
 from .task_answers import TaskAnswer
 from .tasks import Question
@@ -32,7 +32,7 @@ class Journal(JsonLines):
             lines = [json.loads(line) for _, line in whole_lines(part)]
             if lines and (changed := changes(lines[0]["settings"], self._settings)):
                 remedy = "give them again, name another --output, or pass overwrite (--overwrite) to begin anew"
-                raise ValueError(f"{part} was begun with other settings ({listed(changed)}): {remedy}.")
+                raise ValueError(f"{part} was begun with other settings ({changed}): {remedy}.")
             for record in lines[1:]:
                 found[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
         return found

@@ -112,6 +112,10 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
             tokens, forwards = sum(m.num_tokens for m in chosen), sum(m.num_forwards for m in chosen)
             lengths = [length for m in chosen for length in m.acceptance_lengths]
             taus = [tau(m.acceptance_lengths) for m in chosen if m.acceptance_lengths]
+            # The task's seconds in each repeat, of plain decoding and of this method.
+            totals = [
+                [sum(each) for each in zip(*(m.seconds for m in of), strict=True)] for of in (plain.values(), chosen)
+            ]
             rows.append(
                 {
                     "task": task,
@@ -123,7 +127,7 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
                     "speedup": _ratio(sum(median(m.seconds) for m in plain.values()), sum(seconds)),
                     "speedup_p10": rounded(ratios[len(ratios) // 10]),
                     "speedup_p90": rounded(ratios[-1 - len(ratios) // 10]),
-                    "speedup_by_repeat": _speedup_by_repeat(list(plain.values()), chosen),
+                    "speedup_by_repeat": [_ratio(mine, other) for mine, other in zip(*totals, strict=True)],
                     "tokens_per_step": rounded(tokens_per_step(tokens, forwards, len(chosen))),
                     "ms_per_step": _ratio(1e3 * (sum(seconds) - to_first), forwards - len(chosen)),
                     "ms_per_output_token": _ratio(1e3 * (sum(seconds) - to_first), tokens - len(chosen)),
@@ -158,12 +162,6 @@ def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
         "profiled_host_syncs_per_step": per_step(p.host_syncs for p in profiles),
         "profiled_memory_bytes": max(p.memory_bytes for p in profiles),
     }
-
-
-def _speedup_by_repeat(plain: Sequence[Measurement], chosen: Sequence[Measurement]) -> list[float | None]:
-    """The task's speed-up in each repeat."""
-    totals = [[sum(seconds) for seconds in zip(*(m.seconds for m in of), strict=True)] for of in (plain, chosen)]
-    return [_ratio(mine, theirs) for mine, theirs in zip(*totals, strict=True)]
 
 
 def _ratio(part: float, whole: float) -> float | None:

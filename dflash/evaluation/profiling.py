@@ -100,7 +100,7 @@ def step_split(
     num_steps = timed.num_forwards - 1
     split = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
     for (part, began), (_, ended) in pairwise(marks[max(0, starts[0] - 1) :]):  # after the first token
-        split[part] += _milliseconds(began, ended)
+        split[part] += 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)
     return num_steps, {part: total / max(num_steps, 1) for part, total in split.items()}
 
 
@@ -226,7 +226,3 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _milliseconds(began: Any, ended: Any) -> float:
-    return 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)

@@ -60,15 +60,10 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outc
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # all processes of the session
+            process.wait()
         return Outcome(status, _text(output, 0, limits.file_bytes), _text(errors, -2000, 2000))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills all processes of the session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _text(file: BinaryIO, start: int, length: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash.common.files import check_writable, write_text
-from dflash.common.json_lines import JsonLines, changes, listed, whole_lines
+from dflash.common.json_lines import JsonLines, changes, whole_lines
 from dflash.common.manifest import manifest_path, read_manifest
 
 
@@ -59,12 +59,12 @@ class AnswerFile(JsonLines):
     def check_settings(self) -> None:
         """Raises ValueError, with their names, if the run to resume had other settings."""
         before = read_manifest(self.path)["settings"] if self.manifest.exists() else self._settings
-        changed = changes(before, self._settings)
-        if (self._settings.get("samples") or float("inf")) > (before.get("samples") or float("inf")):
-            changed.pop("samples", None)
-        if changed:
+        samples = self._settings.get("samples")
+        if (samples or float("inf")) > (before.get("samples") or float("inf")):
+            before = before | {"samples": samples}
+        if changed := changes(before, self._settings):
             remedy = "give the same, choose another output, or pass overwrite (--overwrite) to begin anew"
-            raise ValueError(f"The run to resume had other settings ({listed(changed)}): {remedy}.")
+            raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
         """Deletes an older run if asked to, and half-written files of a kill; writes the manifest. For the first process."""
@@ -97,7 +97,11 @@ class AnswerFile(JsonLines):
         for _, parts in sorted(self._lines().items()):
             if len(parts) != parts[0].parts:
                 continue
-            texts = [_read_line(line) for line in parts]
+            texts = []
+            for path, offset, _ in parts:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    texts.append(file.readline())
             rows = list(map(json.loads, texts))
             is_cut = rows[0]["finish"] == "length"
             counts["cut"] += is_cut
@@ -121,9 +125,3 @@ class AnswerFile(JsonLines):
                 if len(whole) == whole[0].parts or number not in found:
                     found[number] = whole
         return found
-
-
-def _read_line(line: Line) -> bytes:
-    with line.path.open("rb") as file:
-        file.seek(line.offset)
-        return file.readline()
