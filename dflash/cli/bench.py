@@ -14,19 +14,8 @@ from rich.text import Text
 
 from dflash.common.files import check_output, only_writer
 
-from .arguments import (
-    AsJson,
-    ChatTemplate,
-    Device,
-    DtypeOption,
-    Overwrite,
-    Thinking,
-    decoding_option,
-    model_option,
-    prompt_option,
-    read_prompts,
-    result_option,
-)
+from . import arguments
+from .arguments import decoding_option, model_option, prompt_option, read_prompts, result_option
 from .options import Dtype, Pair, hide_loading_bars, known_device, listed, load_pair, show_table, torch_dtype
 
 
@@ -35,8 +24,8 @@ def bench(
         str | None, model_option(help="The target: a folder or Hub id. Default: the embedded pair.")
     ] = None,
     drafter: Annotated[str | None, model_option(help="Its DFlash drafter: a folder or Hub id.")] = None,
-    dtype: DtypeOption = Dtype.auto,
-    device: Device = None,
+    dtype: arguments.DtypeOption = Dtype.auto,
+    device: arguments.Device = None,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -46,15 +35,15 @@ def bench(
         ),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
-    chat_template: ChatTemplate = True,
-    thinking: Thinking = False,
+    chat_template: arguments.ChatTemplate = True,
+    thinking: arguments.Thinking = False,
     methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None,
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256,
     repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 3,
     profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4,
     output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    overwrite: arguments.Overwrite = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts.
 

@@ -10,19 +10,8 @@ from rich.console import Console
 
 from dflash.common.files import check_output
 
-from .arguments import (
-    ApiKeyEnv,
-    Hardware,
-    Model,
-    Output,
-    Overwrite,
-    Thinking,
-    panel,
-    prompt_option,
-    read_prompts,
-    result_option,
-    server_option,
-)
+from . import arguments
+from .arguments import panel, prompt_option, read_prompts, result_option, server_option
 from .options import api_key, show_table
 from .terminal import progress_bar
 
@@ -33,17 +22,17 @@ load_option, goal_option = panel("Load"), panel("Targets and cost")
 def canary(
     url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
     baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
+    model: arguments.Model = None,
+    api_key_env: arguments.ApiKeyEnv = None,
     timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
-    hardware: Hardware = None,
+    hardware: arguments.Hardware = None,
     prompts: Annotated[
         Path | None,
         prompt_option(
             help="Your own traffic: a file with a prompt a line, or JSON with messages, prompt or question."
         ),
     ] = None,
-    thinking: Thinking = False,
+    thinking: arguments.Thinking = False,
     concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",
     rounds: Annotated[int, load_option(min=1, help="Requests of a level per concurrent one; at least 16 in all.")] = 4,
     max_new_tokens: Annotated[int, load_option(min=2, help="Longest answer, in tokens.")] = 512,
@@ -54,9 +43,9 @@ def canary(
         float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
     ] = None,
     price_per_hour: Annotated[float | None, goal_option(min=0, help="Of a server: adds the cost of a token.")] = None,
-    output: Output = None,
+    output: arguments.Output = None,
     plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: arguments.Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
     levels = _levels(concurrency)

@@ -13,44 +13,20 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from .arguments import (
-    AsJson,
-    ChatTemplate,
-    Device,
-    Drafter,
-    DtypeOption,
-    Hardware,
-    Model,
-    Target,
-    Thinking,
-    decoding_option,
-    prompt_option,
-    result_option,
-    server_option,
-)
-from .options import (
-    Dtype,
-    checkpoint,
-    hide_loading_bars,
-    known_device,
-    listed,
-    load_pair,
-    named,
-    own_device,
-    show_table,
-)
+from . import arguments, options
+from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar
 
 
 def evaluate(
-    target: Target,
-    drafter: Drafter,
+    target: arguments.Target,
+    drafter: arguments.Drafter,
     tasks: Annotated[str, typer.Option(help="Names of the tasks above, with commas between.")],
     prompts: Annotated[int, prompt_option(min=0, help="Prompts per task; 0 for all.")] = 80,
     seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0,
     data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None,
-    chat_template: ChatTemplate = True,
-    thinking: Thinking = False,
+    chat_template: arguments.ChatTemplate = True,
+    thinking: arguments.Thinking = False,
     score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True,
     methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash",
     max_new_tokens: Annotated[
@@ -58,17 +34,17 @@ def evaluate(
         decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
     ] = None,
     repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 1,
-    dtype: DtypeOption = Dtype.auto,
-    device: Device = None,
+    dtype: arguments.DtypeOption = options.Dtype.auto,
+    device: arguments.Device = None,
     url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang); loads no weights.")] = None,
     baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
-    model: Model = None,
-    hardware: Hardware = None,
+    model: arguments.Model = None,
+    hardware: arguments.Hardware = None,
     output: Annotated[
         Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")
     ] = None,
     overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
 
@@ -85,7 +61,7 @@ def evaluate(
     torchrun --nproc-per-node N -m dflash eval …,
     or accelerate launch (which starts a single one with --cpu).
     """
-    hide_loading_bars()
+    options.hide_loading_bars()
     if data_root is not None:  # reading local rows takes no time, and its errors are sentences of ours
         import datasets
 
@@ -98,11 +74,12 @@ def evaluate(
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
     if url is not None and methods != "dflash":
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
-    chosen = listed(methods, "--methods")
+    chosen = options.listed(methods, "--methods")
     check_methods(chosen)
-    known_device(device)
-    names = checkpoint(target, "--target"), checkpoint(drafter, "--drafter"), listed(tasks, "--tasks")
-    plan = EvalPlan(*names, prompts or None, seed, data_root, repeats, thinking, chat_template, score)
+    options.known_device(device)
+    wanted = options.listed(tasks, "--tasks")
+    pair_names = options.checkpoint(target, "--target"), options.checkpoint(drafter, "--drafter")
+    plan = EvalPlan(*pair_names, wanted, prompts or None, seed, data_root, repeats, thinking, chat_template, score)
     processes = Processes()
     if url is not None and processes.count > 1:
         raise ValueError(
@@ -114,7 +91,7 @@ def evaluate(
     if url is not None and baseline_url is not None:
         backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
     else:
-        pair = load_pair(target, drafter, dtype, device or own_device(processes))
+        pair = options.load_pair(target, drafter, dtype, device or options.own_device(processes))
         backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
         if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
             cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
@@ -149,7 +126,7 @@ def _served(
     from dflash.evaluation import Server, server_backend
 
     servers = Server(url), Server(baseline_url)
-    with named("--target", target):
+    with options.named("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target)
     return server_backend(*servers, tokenizer, max_new_tokens, model, hardware), tokenizer
 
@@ -184,7 +161,8 @@ def _show(result: dict[str, Any]) -> None:
     from dflash.evaluation import caveat, place_of, table_of
 
     rows = result["summary"]
-    show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
+    table = table_of([*rows, *_means(rows)], SHOWN, short=True)
+    options.show_table(table, "Everything counted, the prompt's forward too")
     console = Console(highlight=False)
     decoding, setup = result["decoding"], result["environment"]
     facts = [

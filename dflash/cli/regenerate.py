@@ -10,18 +10,8 @@ from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output
 
+from . import options
 from .arguments import ApiKeyEnv, Device, DtypeOption, Model, Target, model_option, panel, result_option, server_option
-from .options import (
-    Dtype,
-    api_key,
-    checkpoint,
-    hide_loading_bars,
-    known_device,
-    load_pair,
-    named,
-    own_device,
-    torch_dtype,
-)
 from .terminal import counting_bar
 
 
@@ -45,7 +35,7 @@ def regenerate(
     drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
     batch_size: Annotated[int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64.")] = None,
     drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
-    dtype: DtypeOption = Dtype.auto,
+    dtype: DtypeOption = options.Dtype.auto,
     device: Device = None,
     url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
     model: Model = None,
@@ -62,7 +52,7 @@ def regenerate(
         raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
     if url is None and (model is not None or api_key_env is not None):
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
-    hide_loading_bars()
+    options.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
@@ -70,16 +60,16 @@ def regenerate(
     rows: dict[str, Any] = {"samples": samples, "split": split, "prompt_tokens": prompt_tokens, "thinking": thinking}
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings = RegenerationSettings(max_new_tokens=max_new_tokens, drop_cut=drop_cut, **rows, **sampling)
-    known_device(device)
+    options.known_device(device)
     processes = Processes()
     if processes.is_first:
         check_answer_file(output, resume, overwrite)
         check_output(output)
-    target = checkpoint(target, "--target")
+    target = options.checkpoint(target, "--target")
     if url is not None:
         writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
     else:
-        writer, tokenizer = _target(target, drafter, dtype, device or own_device(processes), batch_size or 8)
+        writer, tokenizer = _target(target, drafter, dtype, device or options.own_device(processes), batch_size or 8)
     with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
         progress = _Bar(bar)
         facts = {"command": command(), "drafter": public_name(drafter), "processes": processes.count}
@@ -104,17 +94,19 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
     return ", ".join(parts)
 
 
-def _target(target: str, drafter: str | None, dtype: Dtype, device: str | None, batch_size: int) -> tuple[Any, Any]:
+def _target(
+    target: str, drafter: str | None, dtype: options.Dtype, device: str | None, batch_size: int
+) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 
     if drafter is not None:
-        pair = load_pair(target, drafter, dtype, device)
+        pair = options.load_pair(target, drafter, dtype, device)
         return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with named("--target", target):
-        place = {"dtype": torch_dtype(dtype), "device_map": known_device(device)}
+    with options.named("--target", target):
+        place = {"dtype": options.torch_dtype(dtype), "device_map": options.known_device(device)}
         model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
         return TargetWriter(model, None, batch_size), AutoTokenizer.from_pretrained(target)
 
@@ -125,8 +117,8 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
 
     from dflash.regeneration import ServerWriter
 
-    key = api_key(api_key_env)
-    with named("--target", target):
+    key = options.api_key(api_key_env)
+    with options.named("--target", target):
         tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target)
         try:
             generation_config = GenerationConfig.from_pretrained(target)
