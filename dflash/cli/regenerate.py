@@ -94,9 +94,7 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
     return ", ".join(parts)
 
 
-def _target(
-    target: str, drafter: str | None, dtype: options.Dtype, device: str | None, batch_size: int
-) -> tuple[Any, Any]:
+def _target(target: str, drafter: str | None, dtype: Any, device: str | None, batch_size: int) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 

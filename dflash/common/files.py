@@ -15,8 +15,7 @@ from filelock import FileLock, Timeout
 def write_text(path: Path, text: str) -> None:
     """Writes `path` aside and then renames it: a reader or an interruption never meets half a file; folders are made.
 
-    Raises:
-        OSError: if it cannot be written, with its name; what was at `path` before stays.
+    OSError with its name if it cannot be written; what was at `path` before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -61,10 +60,8 @@ def check_output(path: Path, overwrite: bool = True) -> None:
 def only_writer(path: Path) -> Iterator[None]:
     """Keeps other processes of this machine from writing `path`, a file or a folder, while the body runs.
 
-    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it.
-
-    Raises:
-        ValueError: if another process holds it, with that process's number and since when it runs what.
+    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with the
+    number of the process that holds it.
     """
     path = path.expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,10 +49,8 @@ def pair_backend(
 ) -> Backend:
     """A pair in this process. `methods` are names of [`METHODS`] besides plain decoding; `None` for all.
 
-    Without `max_new_tokens` an answer has at most 2048 tokens, or half of the target's positions if that is less.
-
-    Raises:
-        ValueError: if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
+    Without `max_new_tokens` an answer has at most 2048 tokens, or half of the target's positions if that is less. ValueError
+    if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
     """
     limit = max_positions(target)
     if max_new_tokens is None:
@@ -133,9 +131,7 @@ def server_backend(
 
     `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the target
     alone. An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers, for the record.
-
-    Raises:
-        ValueError: if a server does not answer, or serves several models and none is named.
+    ValueError if a server does not answer, or serves several models and none is named.
     """
     longest = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     served = {PLAIN: (baseline, baseline.only_model(model)), OURS: (server, server.only_model(model))}

@@ -58,10 +58,8 @@ def run_canary(
     server's prefix cache.
 
     `servers` holds a server and its model's name, by "dflash" and "baseline". `progress` is called after each server at
-    each level. `hardware` is that of the servers, for the record.
-
-    Raises:
-        ValueError: if a server fails a warm-up, or every request of a level; a single failed request is counted.
+    each level. `hardware` is that of the servers, for the record. ValueError if a server fails a warm-up, or every request
+    of a level; a single failed request is counted.
     """
     needed = sum(load.requests(level) + level for level in load.concurrency)
     draw, everyone = random.Random(load.seed), range(len(prompts))

@@ -16,14 +16,10 @@ import torch
 
 
 class PeakMemory:
-    """Peak memory, models included: call `reset`, run, then `read` the bytes.
-
-    Attributes:
-        kind: "CUDA allocated" by tensors on all GPUs, or "process resident", the whole process.
-    """
+    """Peak memory, models included: call `reset`, run, then `read` the bytes."""
 
     def __init__(self, on_cuda: bool) -> None:
-        self.kind = "CUDA allocated" if on_cuda else "process resident"
+        self.kind = "CUDA allocated" if on_cuda else "process resident"  # by tensors on all GPUs; the whole process
         self._devices = range(torch.cuda.device_count()) if on_cuda else range(0)
 
     def reset(self) -> None:

@@ -61,9 +61,7 @@ def decoding_methods(
     """Greedy decoding by name: plain `target.generate` (always first), and the others of `names`, `None` for all.
 
     Two of them split a speed-up into its causes: the loop without any proposal, and an untrained drafter of the same shape.
-
-    Raises:
-        ValueError: for a name that does not exist, with those that do.
+    ValueError for a name that does not exist, with those that do.
     """
     check_methods(names or ())
     wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]

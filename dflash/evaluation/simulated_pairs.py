@@ -131,10 +131,8 @@ def scripted_pair(
 ) -> tuple[Qwen3ForCausalLM, ScriptedDrafter]:
     """A target and a drafter of a shape of `SHAPES`, in eval mode, with a script of mean acceptance length `tau`.
 
-    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes.
-
-    Raises:
-        ValueError: for a shape that does not exist, or a tau that its block cannot have.
+    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes. ValueError for a
+    shape that does not exist, or a tau that its block cannot have.
     """
     if name not in SHAPES:
         raise ValueError(f"There is no shape {name!r}: choose from {', '.join(SHAPES)}.")
@@ -188,8 +186,7 @@ def scripted_continuation(target: Qwen3ForCausalLM, prompt_ids: torch.Tensor, le
 @contextmanager
 def _new_weights(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
     """Builds models in this dtype, on this device, from one seed; the global generator is left as it was."""
-    before = torch.get_default_dtype()
-    place = torch.device(device)
+    before, place = torch.get_default_dtype(), torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(0)
         torch.set_default_dtype(dtype)

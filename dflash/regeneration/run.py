@@ -34,25 +34,15 @@ Writer = TargetWriter | ServerWriter
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationSettings(Sampling):
-    """What is answered, and how: the fields of [`Sampling`], and these.
+    """The rows to answer and how: the fields of [`Sampling`], and these."""
 
-    Attributes:
-        max_new_tokens: The longest answer; also cut at the end of the target's positions.
-        seed: Of sampling, and of the choice of `samples`. A row's answer depends on its number and on this.
-        thinking: Whether the chat template asks for thinking.
-        prompt_tokens: Number of tokens of a `text` that are its prompt.
-        samples: Number of rows; `None` for all. Fewer rows are a subset of more.
-        split: Of a data set that has several.
-        drop_cut: Leave out rows with an answer that the longest length cut off.
-    """
-
-    max_new_tokens: int = 2048
-    seed: int = 0
-    thinking: bool = False
-    prompt_tokens: int = 16
-    samples: int | None = None
-    split: str = "train"
-    drop_cut: bool = False
+    max_new_tokens: int = 2048  # also cut at the end of the target's positions
+    seed: int = 0  # of sampling and the choice of `samples`; a row's answer depends on its number and on this
+    thinking: bool = False  # whether the chat template asks for thinking
+    prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
+    samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
+    split: str = "train"  # of a data set that has several
+    drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,13 +191,13 @@ def _dialogues(
             dialogue = as_dialogue(number, rows[number - 1], tokenizer, **how)
         except Unanswerable as reason:
             left_out[str(reason)] += 1
+            continue
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        if dialogue.room(1, positions):
+            found.append(dialogue)
         else:
-            if dialogue.room(1, positions):
-                found.append(dialogue)
-            else:
-                left_out[f"a prompt that fills the target's {positions} positions"] += 1
+            left_out[f"a prompt that fills the target's {positions} positions"] += 1
     if not found:
         said = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
         raise ValueError(f"No row of {name} can be answered: {said}; give rows with a question.")
@@ -237,14 +227,11 @@ def _rounds(
     """Answers one batch turn by turn until all of it is finished."""
     going = list(dialogues)
     while going:
-        requests = [
-            Request(
-                dialogue.prompt_ids or (),
-                row_seed(settings.seed, dialogue.number, dialogue.num_answers),
-                dialogue.room(settings.max_new_tokens, writer.positions),
-            )
-            for dialogue in going
-        ]
+        requests = []
+        for one in going:
+            seed = row_seed(settings.seed, one.number, one.num_answers)
+            room = one.room(settings.max_new_tokens, writer.positions)
+            requests.append(Request(one.prompt_ids or (), seed, room))
         answers = writer(requests, settings.sampling)
         for dialogue, answer in zip(going, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)

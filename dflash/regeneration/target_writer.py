@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as processing
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
@@ -70,9 +64,7 @@ class TargetWriter:
     """The target in this process. A drafter makes it faster; in fp32 it changes no token.
 
     An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
-
-    Raises:
-        ValueError: if the target's logits are NaN or infinite, here or in an answer.
+    ValueError if the target's logits are NaN or infinite, here or in an answer.
     """
 
     is_concurrent = False  # requests do not run side by side
@@ -175,14 +167,14 @@ def _write(
         attention_mask[i, width - len(prompt) :] = 1
     config = target.config.get_text_config(decoder=True)
     watch = _Watch()
-    processors = LogitsProcessorList([watch])
+    processors = processing.LogitsProcessorList([watch])
     if sampling.temperature:
         # After those that the target's own config asks for, in the order of `generate`.
-        processors.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(processing.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            processors.append(TopKLogitsWarper(sampling.top_k))
+            processors.append(processing.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
+            processors.append(processing.TopPLogitsWarper(sampling.top_p))
         processors.append(_ByUniforms(PositionUniforms(len(prompts), generators), width))
     # A preallocated cache is faster; targets with linear layers have caches of their own.
     has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
@@ -206,7 +198,7 @@ def _write(
     return sequences[:, width:].tolist()
 
 
-class _Watch(LogitsProcessor):
+class _Watch(processing.LogitsProcessor):
     """Notes whether any score was NaN or infinite; read once at the end, because each read waits for the device."""
 
     is_broken: bool | torch.Tensor = False
@@ -217,7 +209,7 @@ class _Watch(LogitsProcessor):
         return scores
 
 
-class _ByUniforms(LogitsProcessor):
+class _ByUniforms(processing.LogitsProcessor):
     """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
 
     def __init__(self, uniforms: PositionUniforms, width: int) -> None:
