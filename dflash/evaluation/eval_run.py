@@ -113,9 +113,8 @@ def run_eval(
         if output is not None:
             template = decoding["chat_template"]
             digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
-            settings = (
-                {name: backend.environment.get(name) for name in DEPENDS_ON} | decoding | {"chat_template": digest}
-            )
+            setup = {name: backend.environment.get(name) for name in DEPENDS_ON}
+            settings = setup | decoding | {"chat_template": digest}
             journal = Journal(output.with_suffix(".jsonl"), settings, processes.rank)
             journal.path.parent.mkdir(parents=True, exist_ok=True)
             if overwrite:
@@ -129,10 +128,9 @@ def run_eval(
         on_begin(len(share), len(questions) - len(left))
         encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
         limits = backend.memory, plan.repeats, backend.max_prompt_tokens
+        answered = answer_questions(share, backend.begin, encode, tokenizer, *limits)
         made = []
-        for question, answers in zip(
-            share, answer_questions(share, backend.begin, encode, tokenizer, *limits), strict=True
-        ):
+        for question, answers in zip(share, answered, strict=True):
             if journal is not None:
                 journal.add(question, answers)
             made.append((key(question), answers))

@@ -33,23 +33,16 @@ EAGERLY = "dflash eager"
 QUIET = 0.01
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Fields of a Qwen3 target's config, and what differs in its drafter."""
-
-    target: dict[str, int]
-    draft_layers: int
-    mask_token_id: int
-    block_size: int = 16
-
-
-def _shape(hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int) -> Shape:
+def _shape(
+    hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int
+) -> tuple[dict[str, int], int]:
+    """Fields of a Qwen3 target's config, and the layers of its drafter, whose other sizes are the target's."""
     sizes = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
     sizes |= {"hidden_size": hidden, "intermediate_size": intermediate} | others
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    return Shape(sizes, draft_layers, min(151669, sizes["vocab_size"] - 1))
+    return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}, draft_layers
 
 
+BLOCK_SIZE = 16
 SMALL = {"vocab_size": 8192, "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 16384}
 SMOKE = {"vocab_size": 512, "head_dim": 32, "num_key_value_heads": 1, "max_position_embeddings": 16384}
 # The first two are Qwen3 with z-lab/Qwen3-{8B,4B}-DFlash-b16; no drafter was published for the third. The last two are for
@@ -136,15 +129,15 @@ def scripted_pair(
     """
     if name not in SHAPES:
         raise ValueError(f"There is no shape {name!r}: choose from {', '.join(SHAPES)}.")
-    shape = SHAPES[name]
-    script = Script(tau, shape.block_size)
+    sizes, draft_layers = SHAPES[name]
+    script = Script(tau, BLOCK_SIZE)
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    fields: dict[str, Any] = {**shape.target, **ends, "tie_word_embeddings": False, "rope_theta": 1e6}
-    num_layers = shape.target["num_hidden_layers"]
+    fields: dict[str, Any] = {**sizes, **ends, "tie_word_embeddings": False, "rope_theta": 1e6}
+    num_layers = sizes["num_hidden_layers"]
     config = DFlashConfig(
-        **{**fields, "num_hidden_layers": shape.draft_layers},
-        block_size=shape.block_size,
-        mask_token_id=shape.mask_token_id,
+        **{**fields, "num_hidden_layers": draft_layers},
+        block_size=BLOCK_SIZE,
+        mask_token_id=min(151669, sizes["vocab_size"] - 1),
         num_target_layers=num_layers,
         target_layer_ids=default_target_layer_ids(num_layers),
     )

@@ -89,18 +89,10 @@ def answer_questions(
                 name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()
             }
             scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
-            answers += [
-                TaskAnswer(
-                    **vars(one),
-                    row=question.index,
-                    turn=turn,
-                    category=question.category,
-                    score=scores.get(one.method),
-                    peak_memory_bytes=peaks.get(one.method),
-                    text=texts[one.method],
-                )
-                for one in measured(question.task, turn, rounds)
-            ]
+            for one in measured(question.task, turn, rounds):
+                score, peak, text = scores.get(one.method), peaks.get(one.method), texts[one.method]
+                known: dict[str, Any] = {"row": question.index, "turn": turn, "category": question.category}
+                answers.append(TaskAnswer(**vars(one), **known, score=score, peak_memory_bytes=peak, text=text))
             messages.append({"role": "assistant", "content": next(iter(texts.values()))})
         yield answers
 

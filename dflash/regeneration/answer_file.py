@@ -39,10 +39,8 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
         said = f"{path} holds something else than a run (there is no {manifest.name})"
         raise ValueError(f"{said}: choose another output.")
     if manifest.exists() and not resume and not overwrite:
-        remedy = (
-            "pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or choose another output"
-        )
-        raise ValueError(f"{path} holds another run: {remedy}.")
+        remedy = "resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or choose another output"
+        raise ValueError(f"{path} holds another run: pass {remedy}.")
 
 
 class AnswerFile(JsonLines):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -39,7 +40,8 @@ class Dialogue:
         self.num_turns = max(len(questions), 1)
         self.num_answers = 0
         self.is_cut = False
-        self._tokenizer, self._encode, self._questions = tokenizer, encode, questions
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._encode, self._questions = encode, questions
         self._messages = list(questions[0]) if questions else []
         self._columns = columns or {}
         self._sequences: list[tuple[list[int], list[int], list[int], int]] = []  # prompt, response, mask, messages
@@ -94,10 +96,6 @@ class Dialogue:
             row |= {"prompt_ids": prompt_ids, "response_ids": response_ids}
             found.append(row if all(mask) else row | {"response_mask": mask})
         return found
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
 
     def _append(self, prompt_ids: list[int], token_ids: Sequence[int]) -> None:
         if self._sequences:
