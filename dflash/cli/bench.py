@@ -130,7 +130,8 @@ def show(result: dict[str, Any]) -> None:
             title = f"A step, profiled on {of_task[0]['profiled_prompts']} prompts (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
     facts = (
-        f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, at most "
-        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. {caveat(rows, setup['target_dtype'])}"
+        f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, "
+        f"at most {decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. "
+        f"{caveat(rows, setup['target_dtype'])}"
     )
     Console(highlight=False).print(Text(facts.rstrip(), "dim"))

@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write. The file there replaces `path` at the end of the body; it is deleted on an error."""
+    """A path to write: its file replaces `path` at the end of the body, and is deleted after an error."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield aside
@@ -48,7 +48,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_output(path: Path, overwrite: bool = True) -> None:
-    """Raises as [`check_writable`] does, and ValueError if `path` exists and may not be overwritten or is being written."""
+    """Raises as [`check_writable`], and ValueError if `path` is being written, or exists without `overwrite`."""
     check_writable(path)
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists: pass overwrite (--overwrite) to replace it, or name another path.")
@@ -60,8 +60,8 @@ def check_output(path: Path, overwrite: bool = True) -> None:
 def only_writer(path: Path) -> Iterator[None]:
     """Keeps other processes of this machine from writing `path`, a file or a folder, while the body runs.
 
-    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with the
-    number of the process that holds it.
+    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with
+    the number of the process that holds it.
     """
     path = path.expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

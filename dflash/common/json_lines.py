@@ -36,7 +36,7 @@ class JsonLines:
             os.truncate(self._own, sum(len(line) for _, line in whole_lines(self._own)))
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes a line for each record to this process's part, to the disk; OSError if it cannot: earlier lines stay."""
+        """Writes a line for each record to this process's part, on the disk; after an OSError earlier lines stay."""
         try:
             with self._own.open("ab") as file:
                 _write(file, map(as_line, records))
@@ -44,7 +44,7 @@ class JsonLines:
             raise self._unwritten(f"{self._own} cannot be written", error) from error
 
     def join(self, lines: Iterable[bytes]) -> None:
-        """Puts `lines` into the file, aside and then renamed, and deletes the other parts; OSError if it cannot: all stay."""
+        """Puts `lines` into the file and deletes the other parts; after an OSError all parts stay."""
         try:
             with replaced(self.path) as aside, aside.open("wb") as file:
                 _write(file, lines)

@@ -1,4 +1,4 @@
-"""Public names of a package on first use (PEP 562): importing torch takes seconds, for which the command line shows a bar."""
+"""Public names of a package on first use (PEP 562), because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 def lazy_names(
     package: str, names_of: Mapping[str, str | Iterable[str]], renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose modules hold these names; an unknown one is an AttributeError.
+    """The `__getattr__` and `__dir__` of a package whose modules hold these names; AttributeError for others.
 
-    The names of a module are an iterable, or one string with spaces between them. `renamed` gives old names their new ones;
-    they are kept for one release with a DeprecationWarning.
+    The names of a module are an iterable, or one string with spaces between them. `renamed` gives old names their new
+    ones; they are kept for one release with a DeprecationWarning.
     """
     module_of = {
         name: module

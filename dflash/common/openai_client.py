@@ -1,4 +1,4 @@
-"""A client of one server that speaks the OpenAI protocol (vLLM, SGLang, …): addresses, headers, errors. It knows no clock."""
+"""A client of one server that speaks the OpenAI protocol (vLLM, SGLang, …): addresses, headers, errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
 class OpenAIClient:
     """A server by its URL, with or without `/v1` at its end.
 
-    Every failure is a ValueError of one sentence that names the address and, where there is one, the status. A user name
-    and a password in `url` are dropped; `api_key` is sent as a bearer token; `timeout` is the longest silence in seconds.
+    Every failure is a ValueError of one sentence that names the address and, where there is one, the status. A user
+    name and a password in `url` are dropped; `api_key` is sent as a bearer token; `timeout` is the longest silence in
+    seconds.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:

@@ -49,8 +49,8 @@ def pair_backend(
 ) -> Backend:
     """A pair in this process. `methods` are names of [`METHODS`] besides plain decoding; `None` for all.
 
-    Without `max_new_tokens` an answer has at most 2048 tokens, or half of the target's positions if that is less. ValueError
-    if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
+    Without `max_new_tokens` an answer has at most 2048 tokens, or half of the target's positions if that is less.
+    ValueError if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
     """
     limit = max_positions(target)
     if max_new_tokens is None:
@@ -83,7 +83,7 @@ def pair_dialogues(
 
 
 def keeping_methods(target: PreTrainedModel) -> tuple[str, ...]:
-    """The methods that keep their caches from turn to turn; none for windows and recurrent layers, which cannot crop."""
+    """The methods that keep their caches between turns; none with windows or recurrent layers, which cannot crop."""
     layers = getattr(DynamicCache(config=target.config), "layers", [])
     return (PLAIN, OURS, *VARIANTS) if all(type(layer).__name__ == "DynamicLayer" for layer in layers) else ()
 
@@ -126,12 +126,12 @@ def server_backend(
     """A server with DFlash and one without as the two methods.
 
     One request is under way at a time, because the counters of a server are read around it: nobody else may use the
-    servers meanwhile. Engines that do not count by position (SGLang) give verify steps and no acceptance lengths. The text
-    of engines that do not send ids is encoded again, which is exact for most texts and not for all.
+    servers meanwhile. Engines that do not count by position (SGLang) give verify steps and no acceptance lengths. The
+    text of engines that do not send ids is encoded again, which is exact for most texts and not for all.
 
-    `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the target
-    alone. An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers, for the record.
-    ValueError if a server does not answer, or serves several models and none is named.
+    `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the
+    target alone. An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers,
+    for the record. ValueError if a server does not answer, or serves several models and none is named.
     """
     longest = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     served = {PLAIN: (baseline, baseline.only_model(model)), OURS: (server, server.only_model(model))}

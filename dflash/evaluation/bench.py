@@ -37,7 +37,8 @@ def run_bench(
     """Decodes every prompt greedily by every method, `repeats` times, interleaved, and returns the result.
 
     `methods` are names of [`METHODS`] besides plain decoding; `None` for all. Of each task, `num_profiled` prompts are
-    decoded again to profile their steps. `decoding` holds more for the record: names of the pair, chat template, thinking.
+    decoded again to profile their steps. `decoding` holds more for the record: names of the pair, chat template,
+    thinking.
 
     Raises:
         ValueError: for an unknown method, or a target whose logits are NaN or infinite.

@@ -22,7 +22,7 @@ FEWEST_REQUESTS = 16
 
 @dataclass(frozen=True)
 class Load:
-    """The requests to each server, and the largest 99th percentiles of its times. ValueError for an infinite number."""
+    """The requests to each server, and the largest 99th percentiles of its times; all numbers are finite."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests under way at once, level by level
     rounds: int = 4  # requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all)
@@ -57,9 +57,9 @@ def run_canary(
     request per concurrent one. No prompt is repeated as long as there are enough, because a repeated prompt is in the
     server's prefix cache.
 
-    `servers` holds a server and its model's name, by "dflash" and "baseline". `progress` is called after each server at
-    each level. `hardware` is that of the servers, for the record. ValueError if a server fails a warm-up, or every request
-    of a level; a single failed request is counted.
+    `servers` holds a server and its model's name, by "dflash" and "baseline". `progress` is called after each server
+    at each level. `hardware` is that of the servers, for the record. ValueError if a server fails a warm-up, or every
+    request of a level; a single failed request is counted.
     """
     needed = sum(load.requests(level) + level for level in load.concurrency)
     draw, everyone = random.Random(load.seed), range(len(prompts))

@@ -86,9 +86,10 @@ def run_eval(
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
-    `questions` are those of [`questions_of`] or a caller's own; `backend` is a [`pair_backend`] or a [`server_backend`].
-    `processes` are by default those of the launcher's variables. `overwrite` begins anew where `output` or its journal exists.
-    ValueError if the journal was begun with other settings, or another process writes `output`.
+    `questions` are those of [`questions_of`] or a caller's own; `backend` is a [`pair_backend`] or a
+    [`server_backend`]. `processes` are by default those of the launcher's variables. `overwrite` begins anew where
+    `output` or its journal exists. ValueError if the journal was begun with other settings, or another process writes
+    `output`.
     """
     processes = processes or Processes()
     with ExitStack() as lock:

@@ -1,4 +1,4 @@
-"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of a result made of them.
+"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of their result.
 
 Machines are shared and noisy, so a speed is always a ratio of two methods that took turns on every prompt.
 """
@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method on one prompt: counts of its first text, seconds of every repeat, and graphs compiled in all of them."""
+    """One method on one prompt: counts of its first text, seconds of every repeat, graphs compiled in all."""
 
     task: str
     prompt_index: int
@@ -64,7 +64,7 @@ def compare(
 
 
 def take_turns(methods: Mapping[str, Method], input_ids: torch.Tensor, first: int) -> dict[str, TimedRun]:
-    """Every method once on one prompt, in an order that rotates with `first`: none always runs after the same neighbour."""
+    """Every method once on one prompt, in an order that rotates with `first`."""
     names = list(methods)
     shift = first % len(names)
     runs = {name: methods[name](input_ids) for name in names[shift:] + names[:shift]}

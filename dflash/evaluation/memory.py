@@ -1,7 +1,7 @@
 """The memory of a decode, in bytes.
 
-`PeakMemory` includes the models and costs nothing, so it may be read while a clock runs. `allocated_memory` is exact and
-counts only what the decode allocates; it slows the decode down.
+`PeakMemory` includes the models and costs nothing, so it may be read while a clock runs. `allocated_memory` is exact
+and counts only what the decode allocates; it slows the decode down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PeakMemory:
 
 
 def allocated_memory(work: Callable[[], Any], device: torch.device) -> int:
-    """Peak bytes of the tensors that `work()` allocates, by the allocator's own count (on the CPU, by the profiler's)."""
+    """Peak bytes of the tensors that `work()` allocates, counted by the allocator, on the CPU by the profiler."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

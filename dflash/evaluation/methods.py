@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared, by name: plain `generate`, prompt lookup, native DFlash, ours and its variants."""
+"""The ways of decoding that are compared: plain `generate`, prompt lookup, native DFlash, ours and its variants."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def decoding_methods(
 ) -> dict[str, Method]:
     """Greedy decoding by name: plain `target.generate` (always first), and the others of `names`, `None` for all.
 
-    Two of them split a speed-up into its causes: the loop without any proposal, and an untrained drafter of the same shape.
-    ValueError for a name that does not exist, with those that do.
+    Two of them split a speed-up into its causes: the loop without any proposal, and an untrained drafter of the same
+    shape. ValueError for a name that does not exist, with those that do.
     """
     check_methods(names or ())
     wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]

@@ -1,7 +1,7 @@
 """The parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
 
-Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures are
-per verify step, without the prefill.
+Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures
+are per verify step, without the prefill.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ def step_split(
     def mark(part: str) -> None:
         marks.append((part, _now(target.device)))
 
-    # Our loop is watched around its own parts, which may be compiled. A loop without them is of transformers, and is watched
-    # around the models' forwards.
+    # Our loop is watched around its own parts, which may be compiled; a loop of transformers around the models' forwards.
     for watched in (_watched_loop, partial(_watched_models, target, drafter)):
         marks.clear()
         starts.clear()
@@ -148,8 +147,8 @@ def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel, mark: Cal
 def host_syncs(run: Callable[..., TimedRun], input_ids: torch.Tensor, device: torch.device) -> float:
     """Times in a verify step that the host waits for a value.
 
-    On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched through
-    a streamer, for which `generate` reads each token: that is one of its waits.
+    On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched
+    through a streamer, for which `generate` reads each token: that is one of its waits.
     """
     count = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
     seen: list[int] = []

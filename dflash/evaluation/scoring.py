@@ -27,7 +27,7 @@ PREAMBLE = (
 
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
-    """Whether `answer` is right by a scorer of [`SCORERS`]; no answer raises. The part before `</think>` does not count."""
+    """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]; no answer raises."""
     final = answer.rsplit("</think>", 1)[-1]
     if final.lstrip().startswith("<think>"):  # cut before the thinking ended
         return False
@@ -35,7 +35,7 @@ def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = N
 
 
 def check_scorers(scorers: Iterable[str]) -> None:
-    """Raises ValueError with the remedy if one of these scorers cannot work here: before hours are spent on answers."""
+    """Raises ValueError with the remedy if one of these scorers cannot work here."""
     for scorer in scorers:
         said = None
         if scorer == "math" and find_spec("math_verify") is None:

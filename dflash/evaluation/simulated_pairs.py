@@ -1,8 +1,9 @@
 """Pairs of a published shape with random weights, whose text and acceptance are fixed in advance by a script.
 
 They measure the cost of a step without published weights. Both models compute everything that trained ones would; only
-their outputs are arranged: the target's text counts up, and the drafter is right as often as the script says. Milliseconds
-are measured, acceptance never is: a report of such a pair says "simulated" and states the tau of its script.
+their outputs are arranged: the target's text counts up, and the drafter is right as often as the script says.
+Milliseconds are measured, acceptance never is: a report of such a pair says "simulated" and states the tau of its
+script.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Script:
     def runs(self, count: int) -> torch.Tensor:
         """`count` numbers of right proposals, the same in every call, [count] on the CPU."""
         generator = torch.Generator(device="cpu").manual_seed(0)
-        # Explicit, because a pair is built under another default: bf16 is too coarse, and a device has its own generator.
+        # Explicit: a pair is built under another default, bf16 is too coarse, and a device has its own generator.
         uniforms = torch.rand(count, self.block_size - 1, generator=generator, device="cpu", dtype=torch.float32)
         return (uniforms < self.chance).long().cumprod(dim=1).sum(dim=1)
 
@@ -96,8 +97,8 @@ def _mean_length(chance: float, width: int) -> float:
 class ScriptedDrafter(DFlashDraftModel):
     """A random drafter for a target that counts: after anchor t it proposes t + 1, t + 2, … as often as scripted.
 
-    Its forward, head and argmax run as usual; its own proposals follow the run of right ones. The length of the run depends
-    only on the anchor, so a step needs no state.
+    Its forward, head and argmax run as usual; its own proposals follow the run of right ones. The length of the run
+    depends only on the anchor, so a step needs no state.
     """
 
     def __init__(self, config: DFlashConfig, script: Script) -> None:
@@ -124,8 +125,8 @@ def scripted_pair(
 ) -> tuple[Qwen3ForCausalLM, ScriptedDrafter]:
     """A target and a drafter of a shape of `SHAPES`, in eval mode, with a script of mean acceptance length `tau`.
 
-    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes. ValueError for a
-    shape that does not exist, or a tau that its block cannot have.
+    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes. ValueError
+    for a shape that does not exist, or a tau that its block cannot have.
     """
     if name not in SHAPES:
         raise ValueError(f"There is no shape {name!r}: choose from {', '.join(SHAPES)}.")
@@ -156,7 +157,7 @@ def scripted_pair(
 
 
 def useless(drafter: ScriptedDrafter) -> ScriptedDrafter:
-    """A drafter with the weights of this one whose proposals are never right; its confidences stay those of the script."""
+    """A drafter with the weights and confidences of this one, whose proposals are never right."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in drafter.parameters()}
     twin = copy.deepcopy(drafter, shared)
     cast(torch.Tensor, twin.runs).zero_()
@@ -207,10 +208,10 @@ def measure_point(
     Milliseconds are measured; the script's tau is stated, and figures that depend on it say so. A batch's step is one
     forward of the target for all sequences; towards the end, when some have stopped, for fewer.
 
-    The pair is a `scripted_pair`; `context` and `new_tokens` (at least 2) count the tokens of the prompt and of its answer.
-    `width` tokens are verified at once, anchor included; `None`: the drafter's block. `budget` is the number of nodes of a
-    draft tree, 0 for a chain. A tree has no scripted tau: its rows hold only the tau that it needs. `methods` are names of
-    `VARIANTS`, and `plain` holds more keywords for `target.generate`.
+    The pair is a `scripted_pair`; `context` and `new_tokens` (at least 2) count the tokens of the prompt and of its
+    answer. `width` tokens are verified at once, anchor included; `None`: the drafter's block. `budget` is the number
+    of nodes of a draft tree, 0 for a chain. A tree has no scripted tau: its rows hold only the tau that it needs.
+    `methods` are names of `VARIANTS`, and `plain` holds more keywords for `target.generate`.
     """
     limit = {} if width is None else {"max_draft_tokens": width - 1}
     tree = {"draft_tree": budget} if budget else {}

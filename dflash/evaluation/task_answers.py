@@ -1,4 +1,4 @@
-"""Each method's answers to each question: asked in turns, under the clock, and scored. It knows no file and no process."""
+"""Each method's answers to each question: asked in turns, under the clock, and scored."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def answer_questions(
     """The answers to each question, of all turns and methods, as soon as the question is done.
 
     The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
-    Every method gets the same prompt: later turns contain the first method's answers. Each method answers `repeats` times;
-    texts and scores are those of the first time. A dialogue ends before a turn whose prompt is longer than
+    Every method gets the same prompt: later turns contain the first method's answers. Each method answers `repeats`
+    times; texts and scores are those of the first time. A dialogue ends before a turn whose prompt is longer than
     `max_prompt_tokens`; if that is the first, it has no answers.
     """
     is_warm = False

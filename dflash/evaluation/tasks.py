@@ -69,7 +69,7 @@ def known_task(name: str) -> Task:
 def load_questions(
     name: str, num_prompts: int | None = None, seed: int = 0, data_root: Path | None = None
 ) -> list[Question]:
-    """A task's questions in the data set's order: all, or `num_prompts` of them chosen by `seed`, on every machine alike.
+    """A task's questions in the data set's order: all, or `num_prompts` of them chosen by `seed`.
 
     Fewer prompts of the same seed are a subset of more. A task that has fewer rows gives all. The rows come from files
     in the folder `data_root`, or from the Hub.

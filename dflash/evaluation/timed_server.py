@@ -71,8 +71,8 @@ class Server(OpenAIClient):
     ) -> Reply:
         """The answer to chat `messages` in the server's template, streamed under the clock.
 
-        `seed` is that of the server's sampling noise. `thinking` is passed to the template as `enable_thinking`, unless
-        it is `None`.
+        `seed` is that of the server's sampling noise. `thinking` is passed to the template as `enable_thinking`,
+        unless it is `None`.
         """
         asked: dict[str, Any] = {} if seed is None else {"seed": seed}
         if thinking is not None:
@@ -81,7 +81,7 @@ class Server(OpenAIClient):
         return self._stream("/v1/chat/completions", model, max_new_tokens, asked)
 
     def complete(self, model: str, token_ids: Sequence[int], max_new_tokens: int) -> Reply:
-        """The greedy continuation of a prompt's ids, streamed under the clock; with its ids if the engine sends them."""
+        """The greedy continuation of ids, streamed under the clock; with its own ids if the engine sends them."""
         asked = {"prompt": list(token_ids), "temperature": 0.0, "return_token_ids": True}
         return self._stream("/v1/completions", model, max_new_tokens, asked)
 
@@ -167,7 +167,7 @@ class Drafting:
 
 
 def read_counters(metrics: str) -> dict[str, float]:
-    """The samples about drafts in Prometheus' text format, summed over engines; a position follows its counter's name."""
+    """The samples about drafts in Prometheus' text, summed over engines; a position follows its counter's name."""
     found: dict[str, float] = {}
     gauges: list[float] = []
     for sample in SAMPLE.finditer(metrics):
@@ -190,8 +190,8 @@ def read_counters(metrics: str) -> dict[str, float]:
 def drafting(before: Counters | None, after: Counters | None) -> Drafting | None:
     """The acceptance between two readings of [`Server.counters`]; `None` if nothing was drafted.
 
-    vLLM counts drafts and accepted tokens. SGLang counts verify steps and the tokens that were kept, so an answer's last
-    step counts less there; its older versions show only the mean of the last moments.
+    vLLM counts drafts and accepted tokens. SGLang counts verify steps and the tokens that were kept, so an answer's
+    last step counts less there; its older versions show only the mean of the last moments.
     """
     if before is None or after is None:
         return None

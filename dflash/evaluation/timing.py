@@ -65,8 +65,8 @@ def timed_generate(
 ) -> TimedRun:
     """Runs `target.generate` with its `kwargs` under the clock: plain, with prompt lookup or with an assistant model.
 
-    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_tokens`, which gets new tokens as they come, is not
-    counted.
+    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_tokens`, which gets new tokens as they come, is
+    not counted.
     """
     prompt_ids, attention_mask = read_prompt(input_ids)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
@@ -88,8 +88,8 @@ def timed_blocks(
 ) -> TimedRun:
     """Runs [`generate_blocks`] with its `kwargs` to its end under the clock.
 
-    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_block`, which gets each block as it commits, is not
-    counted.
+    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_block`, which gets each block as it commits, is
+    not counted.
     """
     texts: dict[int, list[int]] = {}
     num_steps: Counter[int] = Counter()

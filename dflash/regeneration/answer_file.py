@@ -25,7 +25,8 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     """Makes sure that a run may write its answers to `path`: asked before models are loaded, and before writing.
 
     Raises:
-        ValueError: for a path that `dflash train` would not read, one that holds something else than a run, or a run and
+        ValueError: for a path that `dflash train` would not read, one that holds something else than a run, or a run
+        and
             neither `resume` nor `overwrite` is given.
         OSError: for a path that cannot be written.
     """
@@ -65,7 +66,7 @@ class AnswerFile(JsonLines):
             raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Deletes an older run if asked to, and half-written files of a kill; writes the manifest. For the first process."""
+        """Deletes an older run if asked to, and files of a kill; writes the manifest. For the first process."""
         for name in (self.path.name, self.manifest.name):
             for unfinished in self.path.parent.glob(f".{name}.*.tmp"):
                 unfinished.unlink()
@@ -79,7 +80,7 @@ class AnswerFile(JsonLines):
         return {number for number, lines in self._lines().items() if len(lines) == lines[0].parts}
 
     def finish(self, drop_cut: bool) -> dict[str, int]:
-        """Joins the parts in the rows' order, and counts "rows", "tokens" and "cut" rows. With `drop_cut` those are left out.
+        """Joins the parts in the rows' order, without cut rows if `drop_cut`; counts "rows", "tokens" and "cut" rows.
 
         For the first process, when all are done. OSError if the output cannot be written; the parts stay.
         """

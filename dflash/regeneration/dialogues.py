@@ -115,8 +115,8 @@ def as_dialogue(
 ) -> Dialogue:
     """The dialogue of row `number` (from 1), whatever its form.
 
-    It has `messages` (or `conversations`), `prompt` with or without `completion`, `text`, whose first `num_prompt_tokens`
-    tokens are the prompt, or `prompt_ids`.
+    It has `messages` (or `conversations`), `prompt` with or without `completion`, `text`, whose first
+    `num_prompt_tokens` tokens are the prompt, or `prompt_ids`.
 
     Raises:
         Unanswerable: for a row without a question.

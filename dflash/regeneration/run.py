@@ -89,23 +89,25 @@ def regenerate_data(
 ) -> RegenerationRecord:
     """Writes `data` with the target's own answers to `output`.
 
-    A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when they
-    are finished, and in the data's order at the end. The manifest beside the output holds the settings, `target_name`, the
-    data's `license` (by default what the source states) and `provenance`, such as the command.
+    A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when
+    they are finished, and in the data's order at the end. The manifest beside the output holds the settings,
+    `target_name`, the data's `license` (by default what the source states) and `provenance`, such as the command.
 
-    `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for
-    `dflash train --data`: `resume` goes on with the run in it, `overwrite` begins anew. `processes` are by default those of
-    the launcher's variables. `on_begin` is called with the number of rows to answer here and the record so far, `on_row`
+    `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for `dflash train
+    --data`: `resume` goes on with the run in it, `overwrite` begins anew. `processes` are by default those of the
+    launcher's variables. `on_begin` is called with the number of rows to answer here and the record so far, `on_row`
     with the number of new tokens of each finished row.
 
     Raises:
-        ValueError: for data without a question, settings that changed, an output that holds something else or that another
+        ValueError: for data without a question, settings that changed, an output that holds something else or that
+        another
             process writes, or a target whose logits are NaN or infinite.
         OSError: if the output cannot be written; the rows in it stay.
 
     Example:
         >>> writer = TargetWriter(target)
-        >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", RegenerationSettings(samples=1000))
+        >>> settings = RegenerationSettings(samples=1000)
+        >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", settings)
     """
     settings = settings or RegenerationSettings()
     processes = processes or Processes()
@@ -150,7 +152,7 @@ def regenerate_data(
         processes.gather([None])
         file.mend()
 
-        # Rows of like length and number of turns share a batch; the longest first, so that memory runs out at once or never.
+        # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.
         open_rows.sort(key=lambda one: (one.num_turns, len(one.prompt_ids or ()), one.number), reverse=True)
         share = processes.share(open_rows)
         on_begin(len(share), record)

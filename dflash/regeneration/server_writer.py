@@ -1,4 +1,4 @@
-"""The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): prompts' ids go out, answers' ids come back."""
+"""The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def regenerate(
 ) -> Iterator[Regenerated]:
     """The target's response to each prompt, greedy at temperature 0, in the order in which batches finish.
 
-    Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not on
-    the batch, and no global state changes.
+    Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
+    on the batch, and no global state changes.
     """
     write, sampling = TargetWriter(target, drafter, batch_size), Sampling(temperature, top_p, top_k)
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
