@@ -57,9 +57,18 @@ def regenerate(
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
 
-    rows: dict[str, Any] = {"samples": samples, "split": split, "prompt_tokens": prompt_tokens, "thinking": thinking}
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    settings = RegenerationSettings(max_new_tokens=max_new_tokens, drop_cut=drop_cut, **rows, **sampling)
+    settings = RegenerationSettings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        thinking=thinking,
+        prompt_tokens=prompt_tokens,
+        samples=samples,
+        split=split,
+        drop_cut=drop_cut,
+    )
     options.known_device(device)
     processes = Processes()
     if processes.is_first:
@@ -72,11 +81,21 @@ def regenerate(
         writer, tokenizer = _target(target, drafter, dtype, device or options.own_device(processes), batch_size or 8)
     with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
         progress = _Bar(bar)
-        facts = {"command": command(), "drafter": public_name(drafter), "processes": processes.count}
-        said: dict[str, Any] = {"target_name": target, "license": license, "provenance": facts}
-        how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "processes": processes}
-        watched: dict[str, Any] = {"on_begin": progress.begin, "on_row": progress.row}
-        record = regenerate_data(writer, tokenizer, data, output, settings, **said, **how, **watched)
+        record = regenerate_data(
+            writer,
+            tokenizer,
+            data,
+            output,
+            settings,
+            target_name=target,
+            license=license,
+            provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
+            resume=resume,
+            overwrite=overwrite,
+            processes=processes,
+            on_begin=progress.begin,
+            on_row=progress.row,
+        )
     if processes.is_first:
         print(summary(output, record, drop_cut))
 

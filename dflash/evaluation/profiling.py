@@ -85,7 +85,7 @@ def step_split(
     def mark(part: str) -> None:
         marks.append((part, _now(target.device)))
 
-    # Our loop is watched around its own parts, which may be compiled; a loop of transformers around the models' forwards.
+    # Our loop is watched around its own parts, which may be compiled; a loop of transformers, around its forwards.
     for watched in (_watched_loop, partial(_watched_models, target, drafter)):
         marks.clear()
         starts.clear()

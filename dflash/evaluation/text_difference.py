@@ -31,7 +31,7 @@ def first_difference(
     token_ids: Sequence[int],
     other_ids: Sequence[int],
 ) -> Difference | None:
-    """The first difference of two continuations of a prompt, `None` if they are identical; one forward of the target."""
+    """The first difference of two continuations of a prompt, `None` if they are identical. One target forward."""
     pairs = zip_longest(token_ids, other_ids)
     found = next(((i, token, other) for i, (token, other) in enumerate(pairs) if token != other), None)
     if found is None:
