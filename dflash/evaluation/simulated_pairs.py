@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -34,13 +34,17 @@ EAGERLY = "dflash eager"
 QUIET = 0.01
 
 
-def _shape(
-    hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int
-) -> tuple[dict[str, int], int]:
+class Shape(NamedTuple):
     """Fields of a Qwen3 target's config, and the layers of its drafter, whose other sizes are the target's."""
+
+    target: dict[str, int]
+    draft_layers: int
+
+
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int) -> Shape:
     sizes = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
     sizes |= {"hidden_size": hidden, "intermediate_size": intermediate} | others
-    return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}, draft_layers
+    return Shape(sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}, draft_layers)
 
 
 BLOCK_SIZE = 16
