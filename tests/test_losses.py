@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash import DFlashConfig
 from dflash.model.modeling_dflash import CandidateSelector
-from dflash.training import (
+from dflash.training.losses import (
     LOSSES,
     POSITION_WEIGHTS,
     Candidates,
@@ -38,12 +38,6 @@ def test_weights_decay_from_the_first_drafted_token(block_size: int, gamma: floa
             assert weights[row, k - 1].item() == pytest.approx(expected)
 
 
-def test_uniform_weights_are_one_where_a_row_is_learned() -> None:
-    is_learned = torch.tensor([[True, True, False]])
-    weights = position_weights("uniform", gamma=1.0)(torch.rand(1, 3), is_learned)
-    assert weights.tolist() == [[1.0, 1.0, 0.0]]
-
-
 @pytest.mark.parametrize("alpha", [0.5, 0.1])
 def test_dpace_weights_are_what_confidence_adds_to_the_tokens_accepted(alpha: float) -> None:
     """Against the gradient of the expected accepted length, of which they are the derivative by the logarithm of a chance."""
@@ -65,16 +59,12 @@ def test_dpace_weights_are_what_confidence_adds_to_the_tokens_accepted(alpha: fl
 
 def test_unknown_names_and_values_are_refused() -> None:
     empty = torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    with pytest.raises(ValueError, match=r"loss='mse' is unknown: choose one of ce, forward_kl, mix"):
+    with pytest.raises(ValueError, match=r"loss='mse' is unknown: choose one of ce, forward_kl"):
         chunked_loss(*empty, lambda states: states, 8, loss="mse")
-    with pytest.raises(ValueError, match="loss='mix' reads the target's logits"):
-        chunked_loss(*empty, lambda states: states, 8, loss="mix")
-    with pytest.raises(ValueError, match=r"position_weights='linear' is unknown: choose one of decay, dpace, uniform"):
+    with pytest.raises(ValueError, match="loss='forward_kl' reads the target's logits"):
+        chunked_loss(*empty, lambda states: states, 8, loss="forward_kl")
+    with pytest.raises(ValueError, match=r"position_weights='linear' is unknown: choose one of decay, dpace"):
         position_weights("linear", gamma=1.0)
-    with pytest.raises(ValueError, match=r"gamma=0\.0 is not a decay"):
-        position_weights("decay", gamma=0.0)
-    with pytest.raises(ValueError, match=r"dpace_alpha=0\.0 is outside"):
-        position_weights("dpace", gamma=1.0, alpha=0.0)
 
 
 def naive_row_loss(name: str, logits: torch.Tensor, label: int, teacher: torch.Tensor) -> torch.Tensor:
@@ -84,7 +74,6 @@ def naive_row_loss(name: str, logits: torch.Tensor, label: int, teacher: torch.T
     losses: dict[str, Callable[[], torch.Tensor]] = {
         "ce": lambda: -q[label].log(),
         "forward_kl": lambda: sum((p[i] * (p[i] / q[i]).log() for i in ids), torch.tensor(0.0)),
-        "mix": lambda: -0.1 * q[label].log() + 0.9 * sum(((p[i] - q[i]).abs() for i in ids), torch.tensor(0.0)),
     }
     return losses[name]()
 

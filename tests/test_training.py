@@ -309,7 +309,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "weight_decay": {"weight_decay": 0.5},
     "max_grad_norm": {"max_grad_norm": 1e-4, "warmup_ratio": 1.0},
     "loss": {"loss": "forward_kl"},
-    "position_weights": {"position_weights": "uniform"},
+    "position_weights": {"position_weights": "dpace"},
     "gamma": {"gamma": 1.0},
     "dpace_alpha": {"position_weights": "dpace", "dpace_alpha": 0.9},
     "selector_weight": {"selector_weight": 0.1},

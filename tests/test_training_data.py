@@ -189,7 +189,7 @@ def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(nam
         with pytest.raises(AttributeError, match=name):
             getattr(dflash.training, name)
         return
-    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{name} is dflash\.regeneration\.{name} now"):
+    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{name} is now dflash\.regeneration\.{name}\."):
         assert getattr(dflash.training, name) is getattr(dflash.regeneration, name)
 
 
@@ -197,7 +197,7 @@ def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(nam
     ("old", "new"), [("plan", "estimate"), ("Plan", "Estimate"), ("read_examples", "load_examples")]
 )
 def test_what_was_renamed_is_found_by_its_old_name_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{old} is dflash\.training\.{new} now"):
+    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{old} is now dflash\.training\.{new}\."):
         assert getattr(dflash.training, old) is getattr(dflash.training, new)
 
 

@@ -8,8 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.training import BLOCKWISE, MOST_SCORES, BlockLayout, blockwise_attention, lay_out_blocks
-from dflash.training.layout import packed_causal_mask
+from dflash.training import lay_out_blocks
+from dflash.training.block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
+from dflash.training.layout import BlockLayout, packed_causal_mask
 
 
 MASK_ID = 49

@@ -15,8 +15,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package whose modules hold these names; an unknown one is an AttributeError.
 
-    The names of a module are an iterable, or one string with spaces between them. `renamed` gives old names their new ones;
-    they are kept for one release with a DeprecationWarning.
+    The names of a module are an iterable, or one string with spaces between them. `renamed` gives old names their new ones,
+    in this package or, with dots, in another one; they are kept for one release with a DeprecationWarning.
     """
     module_of = {
         name: module
@@ -26,8 +26,9 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if renamed and name in renamed:
-            warnings.warn(f"{package}.{name} is now {package}.{renamed[name]}.", DeprecationWarning, stacklevel=2)
-            name = renamed[name]
+            home, _, new = renamed[name].rpartition(".")
+            warnings.warn(f"{package}.{name} is now {home or package}.{new}.", DeprecationWarning, stacklevel=2)
+            return getattr(import_module(home or package), new)
         if name not in module_of:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(module_of))}."

@@ -12,13 +12,16 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-LossName = Literal["ce", "forward_kl", "mix"]
-PositionWeights = Literal["decay", "dpace", "uniform"]
+LossName = Literal["ce", "forward_kl"]
+PositionWeights = Literal["decay", "dpace"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# Losses and settings of earlier releases, and what to use instead of each.
-REMOVED_LOSSES = {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "mix"}
+# Values and settings of earlier releases, and what to use instead of each.
+REMOVED_VALUES = {
+    "loss": {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "forward_kl", "mix": "forward_kl"},
+    "position_weights": {"uniform": "decay"},
+}
 REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
 
 DRAFTER = "The drafter's shape"
@@ -70,8 +73,8 @@ class TrainingSettings:
     )
     target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
     device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
-    loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl and mix: the target's distribution.")
-    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential, D-PACE or equal.")
+    loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl: the target's distribution.")
+    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential or D-PACE.")
     gamma: float | None = _setting(None, LOSS, "Decay of these weights. Default: the paper's for the block size.")
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of a DFlash2 drafter's selector.", 0)
@@ -107,8 +110,9 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        if self.loss in REMOVED_LOSSES:
-            raise ValueError(f"loss={self.loss!r} was removed: use loss={REMOVED_LOSSES[self.loss]!r}.")
+        for name, instead in REMOVED_VALUES.items():
+            if (value := getattr(self, name)) in instead:
+                raise ValueError(f"{name}={value!r} was removed: use {name}={instead[value]!r}.")
         for one in fields(self):
             value, hint, least = getattr(self, one.name), hints[one.name], one.metadata["least"]
             if type(value) is int and float in _options(hint):
