@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashDraftModel, spec_generate
 from dflash.model import modeling_dflash
-from dflash.training import LOSSES, Batch, DrafterLoss, Example, FrozenTarget, collate
+from dflash.training import LOSSES, Batch, DrafterLoss, Example, FrozenTarget, TrainingSettings, collate
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 
 
@@ -106,7 +106,8 @@ def test_loss_equals_the_loss_of_decoded_blocks(
 ) -> None:
     """Labels, the target's columns and the drafter's rows: one of them off by one shows here."""
     drafter = drafter_of(**fields)
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), 3.0, 4, loss=loss, weights=weights)
+    settings = TrainingSettings(gamma=3.0, chunk_rows=4, loss=loss, position_weights=weights)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), settings)
     found, counts = loss_of(batch_of(EXAMPLE))
     expected, weight_sum, runs = naive_loss(drafter, target, loss, weights, 3.0)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -126,8 +127,8 @@ def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: 
     for parameter in selector.parameters():
         torch.nn.init.normal_(parameter)
     pair = FrozenTarget(target, drafter)
-    found, counts = DrafterLoss(pair, 3.0, selector_weight=0.25)(batch_of(EXAMPLE))
-    without, _ = DrafterLoss(pair, 3.0, selector_weight=0.0)(batch_of(EXAMPLE))
+    found, counts = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.25))(batch_of(EXAMPLE))
+    without, _ = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.0))(batch_of(EXAMPLE))
 
     expected, num_hits = torch.zeros((), dtype=torch.float64), 0
     for anchor in ANCHORS:
@@ -154,16 +155,16 @@ def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: 
 
 
 def test_states_read_before_give_the_same_loss(target: PreTrainedModel) -> None:
-    pair, batch = FrozenTarget(target, drafter_of()), batch_of(EXAMPLE)
-    states, online = pair(batch, wants_states=True), DrafterLoss(pair, loss="forward_kl")(batch)[0]
+    pair, batch, settings = FrozenTarget(target, drafter_of()), batch_of(EXAMPLE), TrainingSettings(loss="forward_kl")
+    states, online = pair(batch, wants_states=True), DrafterLoss(pair, settings)(batch)[0]
     target.forward = None  # it is not read again
-    assert torch.equal(DrafterLoss(pair, states_of=lambda *_: states, loss="forward_kl")(batch)[0], online)
+    assert torch.equal(DrafterLoss(pair, settings, states_of=lambda *_: states)(batch)[0], online)
 
 
 def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedModel) -> None:
     """A process with no share of a batch must still meet the others."""
     drafter = drafter_of()
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), weights="dpace")
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), TrainingSettings(position_weights="dpace"))
     loss, counts = loss_of(batch_of(EXAMPLE).share(3, 4))
     loss.backward()
     assert loss.item() == counts.weight_sum.item() == 0.0

@@ -15,6 +15,7 @@ from dflash.training import (
     DrafterLoss,
     Example,
     FrozenTarget,
+    TrainingSettings,
     can_pack,
     collate,
     epoch_batches,
@@ -180,7 +181,8 @@ def test_packing_changes_neither_loss_nor_gradient(loss: str, weights: str) -> N
     examples, anchors = make_examples([11, 7, 14, 9]), [[3, 5, 9], [4], [3, 4, 5, 12], [6]]
     # Supervised from its first token on, so that nothing but its document ends the block before it.
     examples[2] = with_response([], examples[2].input_ids)
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), None, 7, loss=loss, weights=weights)
+    settings = TrainingSettings(chunk_rows=7, loss=loss, position_weights=weights)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), settings)
     found = []
     for rows in (None, [[0, 2], [3, 1]], [[1, 3, 0, 2]]):
         drafter.zero_grad()

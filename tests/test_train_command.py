@@ -412,6 +412,7 @@ def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], s
         ({"steps": "many"}, "steps='many' is not a whole number"),
         ({"steps": True}, "steps=True is not a whole number"),
         ({"loss": "mse"}, "loss='mse' is not one of ce, forward_kl"),
+        ({"position_weights": "linear"}, "position_weights='linear' is not one of decay, dpace"),
         ({"compile": "yes"}, "compile='yes' is not true or false"),
         ({"target_layer_ids": [1, "2"]}, "is not a list of numbers"),
         ({"gamma": float("nan")}, "gamma=nan: give a number above 0"),

@@ -177,7 +177,7 @@ def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
 ) -> None:
     examples = written_by(target, 4)
     anchors = [[6, 9], [8, 9, 10], [7], []]
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), gamma=3.0, chunk_rows=5)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), TrainingSettings(gamma=3.0, chunk_rows=5))
 
     together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
     (together / counts.weight_sum).backward()

@@ -6,7 +6,7 @@ Figures travel as sum and count, so that batches, processes and steps add up to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
 # ce: -log q(token of the data), the paper's. forward_kl: KL(p || q) of the target's distribution p and the drafter's q (JetSpec).
 LOSSES = ("ce", "forward_kl")
-# The paper's exponential decay, or D-PACE.
-POSITION_WEIGHTS = ("decay", "dpace")
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 # From how sure the drafter is of each label [G, P] and the rows that are learned [G, P] to the rows' weights [G, P].
@@ -34,13 +32,9 @@ PositionWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def reads_target(loss: str) -> bool:
     """Whether the loss needs the target's logits; ValueError for a name that is none of `LOSSES`."""
-    _check_name("loss", loss, LOSSES)
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}.")
     return loss != "ce"
-
-
-def _check_name(what: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(known)}.")
 
 
 def default_gamma(block_size: int) -> float:
@@ -71,12 +65,6 @@ def dpace_weights(alpha: float) -> PositionWeights:
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
-
-
-def position_weights(name: str, *, gamma: float, alpha: float = 0.5) -> PositionWeights:
-    """The weights called `name`, one of `POSITION_WEIGHTS`: "decay" by `gamma`, "dpace" by `alpha`."""
-    _check_name("position_weights", name, POSITION_WEIGHTS)
-    return decay_weights(gamma) if name == "decay" else dpace_weights(alpha)
 
 
 @dataclass(frozen=True)

@@ -121,17 +121,7 @@ class Trainer:
             enable = getattr(drafter, "activation_checkpointing_enable", drafter.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         self._frozen = FrozenTarget(target, drafter)
-        self._loss_of = DrafterLoss(
-            self._frozen,
-            settings.gamma,
-            settings.chunk_rows,
-            network,
-            self._cached_features(announce),
-            loss=settings.loss,
-            weights=settings.position_weights,
-            dpace_alpha=settings.dpace_alpha,
-            selector_weight=settings.selector_weight,
-        )
+        self._loss_of = DrafterLoss(self._frozen, settings, network, self._cached_features(announce))
         self._pack_length = settings.pack_length if can_pack(target) else None
         if settings.pack_length is not None and self._pack_length is None and announce is not None:
             announce(f"{type(target).__name__} cannot keep packed sequences apart: they are not packed.")
