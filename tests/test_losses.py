@@ -80,9 +80,7 @@ def naive_row_loss(name: str, logits: torch.Tensor, label: int, teacher: torch.T
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("weigh", [decay_weights(3.0), dpace_weights(0.5)], ids=["decay", "dpace"])
 @pytest.mark.parametrize("chunk_rows", [4, 64])
-def test_chunked_loss_and_gradient_equal_the_naive_ones(
-    loss: str, weigh: PositionWeights, chunk_rows: int
-) -> None:
+def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weigh: PositionWeights, chunk_rows: int) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
     labels, head = torch.randint(0, VOCAB, (ROWS,)), torch.randn(VOCAB, WIDTH, dtype=torch.float64)

@@ -51,17 +51,16 @@ def train(
     given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
     for name in given.keys() & REMOVED.keys():
         raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
-    asked = _from_file(config) | given
     places = {"target": target, "data": data, "output": output}
+    asked = _from_file(config) | given | {name: place for name, place in places.items() if place is not None}
     for name in places:
-        written = asked.pop(name, None)
-        places[name] = written if places[name] is None else places[name]
-        if places[name] is None:
+        if asked.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
+    model, texts, folder = (str(asked.pop(name)) for name in places)
     settings = TrainingSettings(**asked)
     hide_loading_bars()
     if dry_run:
-        _rehearse(str(places["target"]), str(places["data"]), settings)
+        _rehearse(model, texts, settings)
         return
 
     from dflash.common.provenance import command
@@ -69,9 +68,9 @@ def train(
 
     try:
         record = train_drafter(
-            str(places["target"]),
-            str(places["data"]),
-            str(places["output"]),
+            model,
+            texts,
+            folder,
             settings,
             resume=resume,
             overwrite=overwrite,
@@ -88,7 +87,7 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
-        print(f"{places['output']}: step {record.best_step}{tau}{was_complete}")
+        print(f"{folder}: step {record.best_step}{tau}{was_complete}")
 
 
 def _announce(sentence: str) -> None:
@@ -140,11 +139,8 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
 
 
 def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit in ("B", "KiB") else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
+    power = min(3, max(0, int(size).bit_length() - 1) // 10)
+    return f"{size / 1024**power:.{power // 2}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _duration(seconds: float) -> str:
@@ -186,23 +182,13 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
     options = OWN_FLAGS | {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
     options |= {one.name: _option(one, get_type_hints(TrainingSettings)[one.name]) for one in fields(TrainingSettings)}
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if get_args(hint)[0] is bool and name in OWN_FLAGS else None,
-            annotation=hint,
-        )
-        for name, hint in options.items()
-    ]
-
-    def command_function(**given: Any) -> None:
-        function(**given)
-
-    command_function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command_function.__annotations__ = options
-    command_function.__name__, command_function.__doc__ = function.__name__, function.__doc__
-    return command_function
+    defaults = {name: False if hint.__origin__ is bool else None for name, hint in OWN_FLAGS.items()}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, default=defaults.get(name), annotation=hint) for name, hint in options.items()]
+    )
+    function.__annotations__ = options
+    return function
 
 
 def _option(one: Any, hint: Any) -> Any:

@@ -9,8 +9,7 @@ from dflash.common.lazy import lazy_names, names_for_typing
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
-    from .anchors import sample_anchors, valid_anchors
-    from .batches import Batch, collate, epoch_batches
+    from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
     from .checkpointing import save_drafter
     from .data import (
         FORMS,

@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
 
 
+@dataclass(slots=True, init=False)
 class Example:
     """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1."""
 
-    __slots__ = ("mask_array", "token_array")
+    token_array: array[int]
+    mask_array: array[int]
 
     def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> None:
         self.token_array = array("i", input_ids)
@@ -50,13 +53,6 @@ class Example:
 
     def __len__(self) -> int:
         return len(self.token_array)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Example)
-            and self.token_array == other.token_array
-            and self.mask_array == other.mask_array
-        )
 
     def __hash__(self) -> int:
         return hash((self.token_array.tobytes(), self.mask_array.tobytes()))

@@ -9,7 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 
-from .anchors import valid_anchors
+from .batches import valid_anchors
 from .data import Example, stop_ids
 
 
@@ -22,15 +22,9 @@ def usable(
     """The examples in which a block can stand; ValueError for data or a mask token that the pair cannot be trained with."""
     config, mask_token_id = target.config.get_text_config(decoder=True), drafter.config.mask_token_id or 0
     pad_token_id = getattr(target.generation_config, "pad_token_id", None)
-    check_mask_token(
-        mask_token_id,
-        vocab_size=config.vocab_size,
-        pad_token_id=config.pad_token_id if pad_token_id is None else pad_token_id,
-        eos_token_ids=sorted(stop_ids(target.generation_config)),
-    )
-    kept, left_out = usable_examples(
-        examples, block_size=drafter.config.block_size, vocab_size=config.vocab_size, mask_token_id=mask_token_id
-    )
+    pad_token_id = config.pad_token_id if pad_token_id is None else pad_token_id
+    check_mask_token(mask_token_id, config.vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
+    kept, left_out = usable_examples(examples, drafter.config.block_size, config.vocab_size, mask_token_id)
     if left_out and announce is not None:
         announce(
             f"{left_out:,} of {len(examples):,} sequences are left out: shorter than a block, or without two supervised tokens "
@@ -40,7 +34,7 @@ def usable(
 
 
 def usable_examples(
-    examples: Sequence[Example], *, block_size: int, vocab_size: int, mask_token_id: int
+    examples: Sequence[Example], block_size: int, vocab_size: int, mask_token_id: int
 ) -> tuple[list[Example], int]:
     """The examples of `block_size` tokens or more with a valid anchor, and how many others were left out.
 
@@ -93,7 +87,7 @@ def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]],
 
 
 def check_mask_token(
-    mask_token_id: int, *, vocab_size: int, pad_token_id: int | None, eos_token_ids: Iterable[int]
+    mask_token_id: int, vocab_size: int, pad_token_id: int | None, eos_token_ids: Iterable[int]
 ) -> None:
     """Raises ValueError if the target has no such token, or if the token means something to it already."""
     if not 0 <= mask_token_id < vocab_size:

@@ -6,7 +6,7 @@ Losses, gradients and counts travel as sums.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import accelerate
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 
@@ -62,15 +61,14 @@ def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
 
     `options` of `fully_shard` are the layers' alone: weights outside them are read after the forward too.
     """
-    for layer in drafter.layers:
-        fully_shard(layer, **options)
+    shard_layers(drafter.layers, **options)
     fully_shard(drafter)
 
 
-def shard_layers(target: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Shards a target's layers; its embedding and head, which the drafter calls too, stay whole."""
+def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
+    """Shards layers alone: a target's embedding and head, which the drafter calls too, stay whole."""
     for layer in layers:
-        fully_shard(layer)
+        fully_shard(layer, **options)
 
 
 def is_sharded(model: nn.Module) -> bool:

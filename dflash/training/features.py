@@ -11,7 +11,6 @@ import json
 import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +96,15 @@ def write_features(
     *,
     wants_states: bool,
     batch_tokens: int,
-    autocast: AbstractContextManager[Any] | None = None,
     precision: str = "no",
     announce: Callable[[str], None] | None = None,
-    show_progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
     With `wants_states` the target's last hidden states are written too, for losses that read its logits. The target reads
-    `batch_tokens` at a time under `autocast`, which the settings call `precision`. `announce` is told how much will be
-    written, before it is.
+    `batch_tokens` at a time, in the `precision` that the settings call `mixed_precision`. `announce` is told how much will
+    be written; with it, a bar shows the progress.
 
     Raises:
         ValueError: if the folder holds something else, or its disk has no room.
@@ -137,13 +134,14 @@ def write_features(
             parts.clear()
         waiting_tokens = 0
 
+    autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=precision == "bf16")
     with (
         saving("features", folder),
-        tqdm(total=len(examples), desc="features", disable=not show_progress, dynamic_ncols=True) as bar,
+        tqdm(total=len(examples), desc="features", disable=announce is None, dynamic_ncols=True) as bar,
     ):
         for chosen in _batches(examples, batch_tokens):
             batch = collate(chosen, [[]] * len(chosen), pad_token_id=0)
-            with autocast or nullcontext():
+            with autocast:
                 states = target(batch, wants_states)
             for row, example in enumerate(chosen):
                 key, length = key_of(example.token_array), len(example)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -119,7 +119,7 @@ class TrainingSettings:
                 object.__setattr__(self, one.name, value := float(value))
             if value is False and hint == Precision:  # YAML 1.1 reads `no` as false
                 object.__setattr__(self, one.name, value := "no")
-            if not _fits(value, hint):
+            if not any(_fits(value, option) for option in _options(hint)):
                 raise ValueError(f"{one.name}={value!r} is not {_name(hint)}: {one.metadata['help']}")
             if least is not None and value is not None and not (value >= least and math.isfinite(value)):
                 raise ValueError(f"{one.name}={value}: give {least} or more.")
@@ -145,12 +145,11 @@ class TrainingSettings:
 
     def changed_from(self, saved: dict[str, Any]) -> list[str]:
         """`name: saved value, now value` of each setting that decides what is learned and differs from a saved one."""
-        now = asdict(self)
         return [
-            f"{one.name}: {saved.get(one.name)!r}, now {now[one.name]!r}"
+            f"{one.name}: {saved.get(one.name)!r}, now {now!r}"
             for one in fields(self)
-            if not one.metadata["is_free"]
-            and saved.get(one.name, None if one.default is MISSING else one.default) != now[one.name]
+            for now in [getattr(self, one.name)]
+            if not one.metadata["is_free"] and saved.get(one.name, one.default) != now
         ]
 
 
@@ -187,30 +186,18 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    for option in _options(hint):
-        if get_origin(option) is Literal:
-            fits = value in get_args(option)
-        elif get_origin(option) is list:
-            fits = isinstance(value, list) and all(type(item) is get_args(option)[0] for item in value)
-        else:
-            fits = type(value) is option  # True is no number
-        if fits:
-            return True
-    return False
+def _fits(value: Any, option: Any) -> bool:
+    if get_origin(option) is Literal:
+        return value in get_args(option)
+    if get_origin(option) is list:
+        return isinstance(value, list) and all(type(item) is int for item in value)
+    return type(value) is option  # True is no number
 
 
 def _name(hint: Any) -> str:
-    """A type in words."""
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        list[int]: "a list of numbers",
-    }
-    options = [option for option in _options(hint) if option is not NoneType]
-    return " or ".join(
-        f"one of {', '.join(get_args(option))}" if get_origin(option) is Literal else words[option]
-        for option in options
-    )
+    """A type in words; `None` is not said."""
+    (option,) = (option for option in _options(hint) if option is not NoneType)
+    if get_origin(option) is Literal:
+        return f"one of {', '.join(get_args(option))}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(option, "a list of numbers")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .anchors import valid_anchors
-from .batches import epoch_sequences
+from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
 from .distributed import is_sharded
 from .losses import rows_of_chunk

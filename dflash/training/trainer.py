@@ -137,7 +137,7 @@ class Trainer:
         settings, device = self.settings, self.accelerator.device
         movable: Any = self.target.requires_grad_(False).eval()
         if settings.shard_target:  # before it is moved: as a whole it may be larger than a device
-            shard_layers(self.target, list(decoder_layers(self.target)))
+            shard_layers(decoder_layers(self.target))
         if not hasattr(self.target, "hf_device_map"):
             movable.to(device)
         if state is not None:
@@ -165,17 +165,12 @@ class Trainer:
         folder = Path(settings.features).expanduser()
         if not (folder / MANIFEST).is_file() and self.is_first:
             with only_writer(folder):
-                write_features(
-                    folder,
-                    self._frozen,
-                    self.examples,
-                    wants_states=wants_states,
-                    batch_tokens=settings.batch_tokens,
-                    autocast=self._autocast,
-                    precision=settings.mixed_precision,
-                    announce=announce,
-                    show_progress=announce is not None,
-                )
+                how: dict[str, Any] = {
+                    "batch_tokens": settings.batch_tokens,
+                    "precision": settings.mixed_precision,
+                    "announce": announce,
+                }
+                write_features(folder, self._frozen, self.examples, wants_states=wants_states, **how)
         self.accelerator.wait_for_everyone()
         return CachedFeatures(folder, facts_of(self._frozen, self.examples, wants_states, settings.mixed_precision))
 
