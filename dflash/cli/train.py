@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from dflash.training import REMOVED, TrainingSettings
+from dflash.training import REMOVED, TrainingSettings, read_yaml
 
 from .options import hide_loading_bars
 
@@ -49,10 +49,11 @@ def train(
     torchrun --nproc_per_node N -m dflash train …
     """
     given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
-    for name in given.keys() & REMOVED.keys():
-        raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
     places = {"target": target, "data": data, "output": output}
-    asked = _from_file(config) | given | {name: place for name, place in places.items() if place is not None}
+    asked = read_yaml(config, list(places)) if config is not None else {}
+    asked |= given | {name: place for name, place in places.items() if place is not None}
+    for name in asked.keys() & REMOVED.keys():
+        raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
     for name in places:
         if asked.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
@@ -105,8 +106,10 @@ def _print_point(point: dict[str, Any]) -> None:
 
 def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     """Prints what the run would take, after a few real steps of it; writes nothing."""
+    import torch
+
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, estimate, peak_memory, prepare
+    from dflash.training import Trainer, estimate, prepare
 
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
@@ -133,9 +136,8 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
         f"time      about {_duration(seconds * size.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
-    peak = peak_memory(trainer.accelerator.device)
-    if peak is not None:
-        print(f"measured  {_bytes(peak)} at most on {trainer.accelerator.device} in these steps")
+    if (device := trainer.accelerator.device).type == "cuda":
+        print(f"measured  {_bytes(torch.cuda.max_memory_allocated(device))} at most on {device} in these steps")
 
 
 def _bytes(size: float) -> str:
@@ -148,24 +150,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _from_file(path: Path | None) -> dict[str, Any]:
-    """The settings of a YAML file, and target, data and output."""
-    if path is None:
-        return {}
-    if not path.is_file():
-        raise ValueError(
-            f"--config {path} is no file: write one `name: value` a line, the names as the flags are called."
-        )
-    from dflash.training import read_yaml
-
-    found = read_yaml(path)
-    known = {one.name for one in fields(TrainingSettings)} | {"target", "data", "output"}
-    unknown = sorted(set(found) - known)
-    if unknown:
-        raise ValueError(f"--config {path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
-    return found
 
 
 def _listed(name: str, value: Any) -> Any:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .run import train, train_drafter
     from .run_record import TrainingRecord
     from .settings import REMOVED, TrainingSettings, read_yaml
-    from .size_estimate import Estimate, estimate, peak_memory
+    from .size_estimate import Estimate, estimate
     from .trainer import Trainer
     from .training_state import state_folder
 
@@ -67,7 +67,6 @@ __all__ = [
     "load_examples",
     "measure_acceptance",
     "new_drafter",
-    "peak_memory",
     "prepare",
     "prompt_of",
     "read_rows",

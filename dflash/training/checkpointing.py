@@ -70,10 +70,8 @@ class Checkpointer:
             remove_state(state_folder(self.output))
 
     def _facts(self) -> dict[str, Any]:
-        trainer = self.trainer
         self._read_clock()
-        processes = trainer.accelerator.num_processes
-        return describe_run(trainer.drafter, self.inputs, trainer.settings, self.record, processes) | self.provenance
+        return describe_run(self.trainer, self.inputs, self.record) | self.provenance
 
     def _read_clock(self) -> None:
         self.record.seconds = round(self._seconds_before + self.elapsed(), 1)

@@ -226,7 +226,7 @@ def rows_of_chunk(vocab_size: int) -> int:
 
 @dataclass
 class DraftCounts:
-    """Teacher-forced counts of drafted blocks; `a += b` joins those of two batches."""
+    """Teacher-forced counts of drafted blocks; `a + b` joins those of two batches."""
 
     loss_sum: torch.Tensor  # weighted loss
     weight_sum: torch.Tensor
@@ -235,10 +235,8 @@ class DraftCounts:
     accepted: torch.Tensor  # tokens right in an unbroken run from the first one, over all blocks
     blocks: torch.Tensor  # blocks with a trained position
 
-    def __iadd__(self, other: DraftCounts) -> DraftCounts:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        return self
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def summary(self) -> dict[str, float | list[float]]:
         """The means: loss, accuracy of each proposal, and accepted proposals per block."""

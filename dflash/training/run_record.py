@@ -19,7 +19,7 @@ from dflash.common.provenance import library_version
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .data import Example, fingerprint
-from .settings import TrainingSettings
+from .trainer import Trainer
 from .training_state import public_settings
 
 
@@ -59,7 +59,8 @@ def describe_inputs(
 ) -> dict[str, Any]:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
     fields = drafter.config.to_diff_dict().items()
-    shape = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
+    told = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
+    shape = json.dumps(told, sort_keys=True, default=str)
     return {
         "target": {
             "class": type(target).__name__,
@@ -67,35 +68,23 @@ def describe_inputs(
             "revision": getattr(target.config, "_commit_hash", None),  # on the Hub
             "fingerprint": model_fingerprint(target),
         },
-        "drafter": {
-            "parameters": num_parameters(drafter),
-            "fingerprint": _short_hash(json.dumps(shape, sort_keys=True, default=str)),
-        },
+        "drafter": {"parameters": num_parameters(drafter), "fingerprint": _short_hash(shape)},
         "data": {
             "examples": len(examples),
             "tokens": sum(map(len, examples)),
             "supervised_tokens": supervised_tokens(examples),
             "fingerprint": fingerprint(examples),
         },
-        "held_out": {
-            "prompts": len(held_out),
-            "fingerprint": _short_hash(repr([list(prompt) for prompt in held_out])),
-        },
+        "held_out": {"prompts": len(held_out), "fingerprint": _short_hash(repr(list(map(list, held_out))))},
     }
 
 
-def describe_run(
-    drafter: DFlashDraftModel,
-    inputs: dict[str, Any],
-    settings: TrainingSettings,
-    record: TrainingRecord,
-    num_processes: int = 1,
-) -> dict[str, Any]:
+def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecord) -> dict[str, Any]:
     """What a reader needs to repeat the run."""
     return {
-        "settings": asdict(public_settings(settings)),
-        "processes": num_processes,
-        "parameters": num_parameters(drafter),
+        "settings": asdict(public_settings(trainer.settings)),
+        "processes": trainer.accelerator.num_processes,
+        "parameters": num_parameters(trainer.drafter),
         **inputs,
         "versions": {
             "dflash": library_version(),

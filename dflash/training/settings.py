@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -153,10 +154,12 @@ class TrainingSettings:
         ]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a YAML file, with `-` and `_` in their names alike; ValueError for anything else or a field given twice."""
+def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a YAML file and `others`, with `-` and `_` in names alike; ValueError for anything else or one given twice."""
     import yaml
 
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: write one `name: value` a line, the names as the flags are called.")
     try:
         text = path.read_text(encoding="utf-8")
         found, tree = yaml.safe_load(text), yaml.compose(text)
@@ -172,8 +175,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise ValueError(f"{path} gives {', '.join(twice)} more than once: keep one line of each.")
-    for name in names.keys() & REMOVED.keys():
-        raise ValueError(f"{path} gives {name}, which was removed: {REMOVED[name]}.")
+    unknown = sorted(names.keys() - {one.name for one in fields(TrainingSettings)} - set(others) - REMOVED.keys())
+    if unknown:
+        raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
     for name, value in found.items():
         if isinstance(value, str):  # YAML 1.1 reads a rate of 6e-4 as text
             with suppress(ValueError):
