@@ -114,7 +114,9 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     size, config = estimate(trainer), ready.drafter.config
-    print(f"steps     {size.steps:,} ({size.epochs:.1f} epochs of {size.batches_per_epoch:,} batches)")
+    print(
+        f"steps     {size.steps:,} ({size.steps / size.batches_per_epoch:.1f} epochs of {size.batches_per_epoch:,} batches)"
+    )
     print(
         f"data      {size.sequences:,} sequences, {size.tokens:,} tokens an epoch, {size.supervised_tokens:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"

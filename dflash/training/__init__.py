@@ -10,7 +10,7 @@ from dflash.common.lazy import lazy_names, names_for_typing
 if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
     from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
-    from .checkpointing import save_drafter
+    from .checkpointing import TrainingRecord, save_drafter
     from .data import (
         FORMS,
         Example,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
     from .run import train, train_drafter
-    from .run_record import TrainingRecord
     from .settings import REMOVED, TrainingSettings, read_yaml
     from .size_estimate import Estimate, estimate
     from .trainer import Trainer

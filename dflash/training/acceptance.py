@@ -51,7 +51,8 @@ def measure_acceptance(
     A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
     """
     total = Acceptance(0, 0, 0)
-    decoding_dflash.logger.addFilter(_is_error)
+    quiet: Any = _is_error
+    decoding_dflash.logger.addFilter(quiet)
     try:
         for prompt in prompts:
             input_ids = torch.tensor([list(prompt)], device=target.device)
@@ -61,7 +62,7 @@ def measure_acceptance(
                 if not block.is_prefill:
                     total += Acceptance(1, block.acceptance_length, len(block.token_ids))
     finally:
-        decoding_dflash.logger.removeFilter(_is_error)
+        decoding_dflash.logger.removeFilter(quiet)
     return total
 
 

@@ -99,9 +99,8 @@ def sharegpt_messages(turns: Iterable[Mapping[str, str]]) -> list[dict[str, str]
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
     _check_template(tokenizer)
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
-    )
+    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True} | template_kwargs
+    encoded = tokenizer.apply_chat_template(messages, **how)
     loss_mask = list(map(int, encoded["assistant_masks"]))
     if not any(loss_mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
         raise ValueError(
@@ -114,9 +113,8 @@ def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template
 def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
     prompt_ids = encode_prompt(prompt, tokenizer, **template_kwargs)
     if isinstance(completion, str):
-        return with_response(
-            prompt_ids, [*tokenizer(completion, add_special_tokens=False)["input_ids"], *_end(tokenizer)]
-        )
+        response_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        return with_response(prompt_ids, [*response_ids, *_end(tokenizer)])
     whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True, **template_kwargs)
     input_ids = list(whole["input_ids"])
     if input_ids[: len(prompt_ids)] != prompt_ids:
@@ -134,10 +132,8 @@ def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[i
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
     _check_template(tokenizer)
-    encoded = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-    )
-    return list(encoded["input_ids"])
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True} | template_kwargs
+    return list(tokenizer.apply_chat_template(prompt, **how)["input_ids"])
 
 
 def _check_template(tokenizer: Any) -> None:
@@ -248,9 +244,8 @@ def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"Line {number} of {path} is not UTF-8: save the file in UTF-8.") from error
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"Line {number} of {path} is not JSON ({error.msg}): write one object a line."
-                ) from error
+                said = f"is not JSON ({error.msg}): write one object a line"
+                raise ValueError(f"Line {number} of {path} {said}.") from error
             if not isinstance(row, dict):
                 raise ValueError(f"Line {number} of {path} is not an object: write one with {FORMS}.")
             yield row

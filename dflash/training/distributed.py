@@ -36,23 +36,18 @@ def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None
     Raises:
         ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
     """
-    kind = accelerator.distributed_type
+    kind, asked = accelerator.distributed_type, "accelerate's configuration asks for"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(
-            f"accelerate's configuration asks for {kind.value}, which drafters are not trained with: ask for FSDP 2."
-        )
+        raise ValueError(f"{asked} {kind.value}, which drafters are not trained with: ask for FSDP 2.")
     if kind != DistributedType.FSDP:
         return None
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
-        raise ValueError(
-            f"accelerate's configuration asks for FSDP {plugin.fsdp_version}: write `fsdp_version: 2` there, or leave FSDP out and "
-            "give --shard."
-        )
+        remedy = "write `fsdp_version: 2` there, or leave FSDP out and give --shard"
+        raise ValueError(f"{asked} FSDP {plugin.fsdp_version}: {remedy}.")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError(
-            "accelerate's configuration asks for fsdp_offload_params, and a drafter is small: write `fsdp_offload_params: false`."
-        )
+        remedy = "write `fsdp_offload_params: false`"
+        raise ValueError(f"{asked} fsdp_offload_params, and a drafter is small: {remedy}.")
     return {"reshard_after_forward": plugin.reshard_after_forward}
 
 

@@ -53,8 +53,8 @@ class DrafterLoss:
         self.drafter: Any = pair.drafter
         self.config = self.drafter.config
         self.settings = settings = settings or TrainingSettings()
-        self.network = network or self.drafter
-        self.states_of = states_of or pair
+        self.network = self.drafter if network is None else network
+        self.states_of = pair if states_of is None else states_of
         gamma = settings.gamma or default_gamma(self.config.block_size)
         is_dpace = settings.position_weights == "dpace"
         self.weights = dpace_weights(settings.dpace_alpha) if is_dpace else decay_weights(gamma)

@@ -23,11 +23,10 @@ from dflash.common.stopwatch import stopwatch
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
-from .checkpointing import Checkpointer
+from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
 from .data import Example
 from .data_checks import check_lengths, usable
 from .loading import answers_of, prepare
-from .run_record import TrainingRecord, describe_inputs
 from .settings import TrainingSettings
 from .trainer import StepFigures, Trainer, is_cpu_alone
 from .training_state import (

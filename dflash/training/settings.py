@@ -54,15 +54,9 @@ class TrainingSettings:
     init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
     num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
     intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)
-    num_taps: int | None = _setting(
-        None, DRAFTER, "Target layers that it reads, by the paper's spread. Default: 5.", 1
-    )
-    target_layer_ids: list[int] | None = _setting(
-        None, DRAFTER, "These layers instead, counted from 0 and without the last, as in 1,9,17."
-    )
-    block_size: int | None = _setting(
-        None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or --init's.", 1
-    )
+    num_taps: int | None = _setting(None, DRAFTER, "Target layers it reads, by the paper's spread. Default: 5.", 1)
+    target_layer_ids: list[int] | None = _setting(None, DRAFTER, "These layers instead, from 0, not the last: 1,9,17.")
+    block_size: int | None = _setting(None, DRAFTER, "Tokens of a block with anchor. Default: 16, or --init's.", 1)
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
     is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
     conv_kernel_size: int | None = _setting(None, DRAFTER, "DFlash2: positions mixed into one. Default: no mixing.", 1)
@@ -70,7 +64,7 @@ class TrainingSettings:
     selector_rank: int | None = _setting(None, DRAFTER, "DFlash2: rank of the selector. Default: no selector.", 1)
     selector_top_k: int | None = _setting(None, DRAFTER, "DFlash2: candidates that the selector chooses among.", 1)
     mask_token_id: int | None = _setting(
-        None, DRAFTER, "Id that fills a block. Default: the tokenizer's mask token, or an unused id."
+        None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
     )
     target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
     device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
@@ -98,9 +92,7 @@ class TrainingSettings:
     compile: bool = _setting(False, COMPUTE, "Compile the drafter's training forward.")
     shard: bool = _setting(False, COMPUTE, "Shard the drafter's weights and optimiser over the processes (FSDP2).")
     shard_target: bool = _setting(False, COMPUTE, "Shard the target's layers over the processes too.")
-    features: str | None = _setting(
-        None, COMPUTE, "Folder of the target's features, written first if it is new. Default: online."
-    )
+    features: str | None = _setting(None, COMPUTE, "Folder of the target's features, written if new. Default: online.")
     chunk_rows: int | None = _setting(None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB.", 1)
     eval_every: int = _setting(500, KEPT, "Steps between measurements on the held-out prompts.", 1)
     eval_new_tokens: int = _setting(256, KEPT, "Length of the texts that are measured.", 1)
@@ -135,14 +127,11 @@ class TrainingSettings:
         if not 0 < self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.")
         if self.features is not None and self.shard_target:
-            raise ValueError(
-                f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
-                "either out."
-            )
+            why = "one process writes features with the whole target; leave either out"
+            raise ValueError(f"features={self.features!r} and shard_target: {why}.")
         if self.num_taps is not None and self.target_layer_ids is not None:
-            raise ValueError(
-                f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}: give the number or the layers."
-            )
+            both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
+            raise ValueError(f"{both}: give the number or the layers.")
 
     def changed_from(self, saved: dict[str, Any]) -> list[str]:
         """`name: saved value, now value` of each setting that decides what is learned and differs from a saved one."""

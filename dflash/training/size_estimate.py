@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
+from .checkpointing import num_parameters, supervised_tokens
 from .distributed import is_sharded
 from .losses import rows_of_chunk
-from .run_record import num_parameters, supervised_tokens
 from .trainer import Trainer
 
 
@@ -25,11 +25,6 @@ class Estimate:
     target_parameters: int
     memory: dict[str, int]  # bytes per process, by what holds them
     feature_bytes: int  # of the target's features on disk
-
-    @property
-    def epochs(self) -> float:
-        """How often the data is passed over."""
-        return self.steps / self.batches_per_epoch
 
 
 def estimate(trainer: Trainer) -> Estimate:

@@ -61,17 +61,15 @@ def saving(what: str, folder: Path) -> Iterator[None]:
         if not isinstance(error, (OSError, RuntimeError)) and type(error).__name__ != "SafetensorError":
             raise
         before = "the older one stands" if folder.exists() else "there is no older one"
-        raise OSError(
-            f"The {what} {folder} cannot be written ({first_line(error)}); {before}: make room and run again with --resume."
-        ) from error
+        remedy = "make room and run again with --resume"
+        raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {before}: {remedy}.") from error
 
 
 def read_tensors(folder: Path) -> dict[str, Any] | None:
     """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
     if not folder.is_dir():
-        raise ValueError(
-            f"The training state {folder} is not on this machine: give an output on a disk that all machines share."
-        )
+        remedy = "give an output on a disk that all machines share"
+        raise ValueError(f"The training state {folder} is not on this machine: {remedy}.")
     path = folder / TENSORS_FILE
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
