@@ -67,19 +67,10 @@ def train(
     from dflash.common.provenance import command
     from dflash.training import train_drafter
 
+    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "on_point": _print_point, "announce": _announce}
+    how |= {"provenance": {"command": command()}, "show_progress": sys.stderr.isatty()}
     try:
-        record = train_drafter(
-            model,
-            texts,
-            folder,
-            settings,
-            resume=resume,
-            overwrite=overwrite,
-            provenance={"command": command()},
-            show_progress=sys.stderr.isatty(),
-            on_point=_print_point,
-            announce=_announce,
-        )
+        record = train_drafter(model, texts, folder, settings, **how)
     except FloatingPointError as error:
         raise ValueError(str(error)) from error
     if record.stopped_at is not None:
@@ -98,10 +89,8 @@ def _announce(sentence: str) -> None:
 
 def _print_point(point: dict[str, Any]) -> None:
     tau = f", tau {point['tau']:.2f}" if "tau" in point else ""
-    print(
-        f"step {point['step']}: loss {point['loss']:.3f}, {point['accepted_per_block']:.2f} accepted per block{tau}",
-        flush=True,
-    )
+    accepted = f"{point['accepted_per_block']:.2f} accepted per block"
+    print(f"step {point['step']}: loss {point['loss']:.3f}, {accepted}{tau}", flush=True)
 
 
 def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
@@ -114,9 +103,8 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     size, config = estimate(trainer), ready.drafter.config
-    print(
-        f"steps     {size.steps:,} ({size.steps / size.batches_per_epoch:.1f} epochs of {size.batches_per_epoch:,} batches)"
-    )
+    epochs = f"{size.steps / size.batches_per_epoch:.1f} epochs of {size.batches_per_epoch:,} batches"
+    print(f"steps     {size.steps:,} ({epochs})")
     print(
         f"data      {size.sequences:,} sequences, {size.tokens:,} tokens an epoch, {size.supervised_tokens:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"

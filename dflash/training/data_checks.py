@@ -26,10 +26,8 @@ def usable(
     check_mask_token(mask_token_id, config.vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
     kept, left_out = usable_examples(examples, drafter.config.block_size, config.vocab_size, mask_token_id)
     if left_out and announce is not None:
-        announce(
-            f"{left_out:,} of {len(examples):,} sequences are left out: shorter than a block, or without two supervised tokens "
-            "in a row."
-        )
+        why = "shorter than a block, or without two supervised tokens in a row"
+        announce(f"{left_out:,} of {len(examples):,} sequences are left out: {why}.")
     return kept
 
 
@@ -75,15 +73,11 @@ def usable_examples(
 def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]], positions: int | None) -> None:
     """Raises ValueError for a sequence beyond the target's positions, or a held-out prompt that leaves no room for an answer."""
     longest, prompt = (max(map(len, texts), default=0) for texts in (examples, prompts))
+    there = f"tokens and the target {positions} positions"
     if positions is not None and longest > positions:
-        raise ValueError(
-            f"A sequence has {longest} tokens and the target {positions} positions: give a max_length of at most {positions}."
-        )
+        raise ValueError(f"A sequence has {longest} {there}: give a max_length of at most {positions}.")
     if positions is not None and prompt >= positions:
-        raise ValueError(
-            f"A held-out prompt has {prompt} tokens and the target {positions} positions: give a smaller max_length, or "
-            "shorter prompts."
-        )
+        raise ValueError(f"A held-out prompt has {prompt} {there}: give a smaller max_length, or shorter prompts.")
 
 
 def check_mask_token(
@@ -91,10 +85,8 @@ def check_mask_token(
 ) -> None:
     """Raises ValueError if the target has no such token, or if the token means something to it already."""
     if not 0 <= mask_token_id < vocab_size:
-        raise ValueError(
-            f"mask_token_id={mask_token_id} is no row of the target's embedding, which has {vocab_size}: choose one that "
-            "never occurs in text."
-        )
+        rows = f"no row of the target's embedding, which has {vocab_size}"
+        raise ValueError(f"mask_token_id={mask_token_id} is {rows}: choose one that never occurs in text.")
     meanings = {"the padding": pad_token_id, **{f"an end-of-text ({i})": i for i in eos_token_ids}}
     for meaning, token_id in meanings.items():
         if mask_token_id == token_id:

@@ -113,10 +113,9 @@ class FrozenTarget(Pair):
         ours = self.logits(states).float()
         error = (ours - logits.to(ours.device).float()).abs().max()
         if error > 0.05 * logits.float().std():
-            raise ValueError(
-                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
-                f"{error.item():.3g}): train with loss='ce', which does not read them."
-            )
+            differ = f"are not its head's over the last hidden state (they differ by {error.item():.3g})"
+            name = type(self.target).__name__
+            raise ValueError(f"The logits of {name} {differ}: train with loss='ce', which does not read them.")
         self._is_head_known = True
 
 

@@ -57,9 +57,8 @@ def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: to
     Padding is a document too, so that every token sees at least one.
     """
     length, device = document_ids.shape[1], document_ids.device
-    visible = written_out(
-        target_sees(torch.arange(length, device=device)[None], None, window), 1, length, length, device
-    )
+    sees_key = target_sees(torch.arange(length, device=device)[None], None, window)
+    visible = written_out(sees_key, 1, length, length, device)
     return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
 
 

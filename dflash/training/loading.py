@@ -88,13 +88,13 @@ def prepare(
     ends = {tokenizer.eos_token_id} - {None}
     check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
     usable_ones = usable(examples, drafter, model, announce)  # of all, so that what is refused is named by its row
-    found = f"the data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
+    found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
     if settings.held_out > len(usable_ones):
-        raise ValueError(f"held_out={settings.held_out}: {found} give at most {len(usable_ones) // 10}.")
+        raise ValueError(f"held_out={settings.held_out}: the {found} give at most {len(usable_ones) // 10}.")
     examples, held_out = hold_out(usable_ones, settings.held_out, settings.seed)
     if len(held_out) < settings.held_out and announce is not None:
         left = "true acceptance is not measured, and the last weights are kept"
-        announce(f"T{found[1:]} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
+        announce(f"The {found} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
     return Prepared(model, tokenizer, drafter, examples, held_out)
 
 

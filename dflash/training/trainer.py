@@ -211,8 +211,8 @@ class Trainer:
             whole = whole_copy(self.drafter)
             whole.eval()
             # A sharded target runs only where all processes run it, so each decodes all prompts.
-            alone = is_sharded(self.target)
-            index, count = (0, 1) if alone else (accelerator.process_index, accelerator.num_processes)
+            is_everywhere = is_sharded(self.target)
+            index, count = (0, 1) if is_everywhere else (accelerator.process_index, accelerator.num_processes)
             acceptance = measure_acceptance(whole, self.target, held_out[index::count], self.settings.eval_new_tokens)
             if count > 1:
                 acceptance = join_acceptances(accelerator, acceptance)
@@ -232,12 +232,9 @@ class Trainer:
         self.step_number = state["step"]
         self.next_place = state["place"]["epoch"], state["place"]["index"]
         if state["counts"] is not None:
-            share, device = (
-                slice(self.accelerator.process_index, None, self.accelerator.num_processes),
-                self.accelerator.device,
-            )
-            counts = {name: value[share].sum(dim=0).to(device) for name, value in state["counts"].items()}
-            self.counts = DraftCounts(**counts)
+            index, count = self.accelerator.process_index, self.accelerator.num_processes
+            shares = {name: value[index::count].sum(dim=0) for name, value in state["counts"].items()}
+            self.counts = DraftCounts(**{name: value.to(self.accelerator.device) for name, value in shares.items()})
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The share of this process in `batch`, by the parts in which it is computed."""
