@@ -98,9 +98,7 @@ def sharegpt_messages(turns: Iterable[Mapping[str, str]]) -> list[dict[str, str]
 
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
-    _check_template(tokenizer)
-    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True} | template_kwargs
-    encoded = tokenizer.apply_chat_template(messages, **how)
+    encoded = _apply_template(messages, tokenizer, return_assistant_tokens_mask=True, **template_kwargs)
     loss_mask = list(map(int, encoded["assistant_masks"]))
     if not any(loss_mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
         raise ValueError(
@@ -115,8 +113,7 @@ def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kw
     if isinstance(completion, str):
         response_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
         return with_response(prompt_ids, [*response_ids, *_end(tokenizer)])
-    whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True, **template_kwargs)
-    input_ids = list(whole["input_ids"])
+    input_ids = list(_apply_template([*prompt, *completion], tokenizer, **template_kwargs)["input_ids"])
     if input_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
             "The chat template writes this prompt differently when an answer follows, so the answer's first token is not "
@@ -131,17 +128,16 @@ def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[i
         if getattr(tokenizer, "chat_template", "") is None:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
-    _check_template(tokenizer)
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True} | template_kwargs
-    return list(tokenizer.apply_chat_template(prompt, **how)["input_ids"])
+    return list(_apply_template(prompt, tokenizer, add_generation_prompt=True, **template_kwargs)["input_ids"])
 
 
-def _check_template(tokenizer: Any) -> None:
+def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> Any:
     if getattr(tokenizer, "chat_template", "") is None:
         raise ValueError(
             "The tokenizer has no chat template, so messages cannot be written: set tokenizer.chat_template, or give rows "
             "of text, or of prompt and completion as text."
         )
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
 
 def _end(tokenizer: Any) -> list[int]:
