@@ -121,7 +121,7 @@ def test_loss_equals_the_loss_of_decoded_blocks(
 
 
 def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: PreTrainedModel) -> None:
-    """DFlash2: cross entropy among the row's candidates behind the true token, rows without the label left out."""
+    """DFlash2: cross entropy among the row's candidates after the true token, rows without the label left out."""
     drafter = drafter_of(**SELECTOR)
     selector: Any = drafter.candidate_selector
     for parameter in selector.parameters():

@@ -56,7 +56,7 @@ def test_rows_hold_every_document_once_and_no_more_than_fits() -> None:
 
 
 def test_a_row_tells_its_documents_apart() -> None:
-    """Against a loop: ids, documents and anchors of each, and padding behind the last."""
+    """Against a loop: ids, documents and anchors of each, and padding after the last."""
     examples = make_examples([6, 9, 5, 7])
     anchors = [[3, 4], [3, 5, 6], [], [4]]
     batch = collate(examples, anchors, pad_token_id=0, sequences=[[2, 0], [1, 3]], width=20)

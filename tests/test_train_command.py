@@ -150,7 +150,7 @@ def test_a_dflash2_drafter_is_trained_from_the_command_line(run: Any, tmp_path: 
 def test_the_record_and_the_card_say_who_wrote_the_answers(
     run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From `dflash regenerate`'s manifest, which stands beside its rows: target, law, source and licence."""
+    """From `dflash regenerate`'s manifest, which stands beside its rows: target, distribution, source and licence."""
     questions, answers, output = (tmp_path / name for name in ("chats.jsonl", "answers.jsonl", "my-DFlash"))
     rows = [{"prompt_ids": [5, 6, 7 + i], "license": "cc-by-4.0"} for i in range(20)]
     questions.write_text("\n".join(map(json.dumps, rows)))

@@ -1,4 +1,4 @@
-"""Writes what a run leaves behind: the best checkpoint with its facts and card and, until the run is complete, its state.
+"""Writes what a run leaves: the best checkpoint with its facts and card and, until the run is complete, its state.
 
 The facts are the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
@@ -125,7 +125,7 @@ def supervised_tokens(examples: Sequence[Example]) -> int:
 
 @dataclass
 class Checkpointer:
-    """Writes, on the first process, what a run leaves behind; all processes must call."""
+    """Writes, on the first process, what a run leaves; all processes must call."""
 
     trainer: Trainer
     output: Path  # folder of the checkpoint
