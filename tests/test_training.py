@@ -177,7 +177,7 @@ def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
 ) -> None:
     examples = written_by(target, 4)
     anchors = [[6, 9], [8, 9, 10], [7], []]
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), gamma=3.0, chunk_rows=5)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), TrainingSettings(gamma=3.0, chunk_rows=5))
 
     together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
     (together / counts.weight_sum).backward()
@@ -309,7 +309,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "weight_decay": {"weight_decay": 0.5},
     "max_grad_norm": {"max_grad_norm": 1e-4, "warmup_ratio": 1.0},
     "loss": {"loss": "forward_kl"},
-    "position_weights": {"position_weights": "uniform"},
+    "position_weights": {"position_weights": "dpace"},
     "gamma": {"gamma": 1.0},
     "dpace_alpha": {"position_weights": "dpace", "dpace_alpha": 0.9},
     "selector_weight": {"selector_weight": 0.1},

@@ -65,7 +65,7 @@ def test_a_completion_is_what_the_assistant_says(tokenizer: Any) -> None:
     assert as_messages.input_ids == one_turn.input_ids
 
 
-def test_a_text_is_supervised_behind_its_first_token(tokenizer: Any) -> None:
+def test_a_text_is_supervised_after_its_first_token(tokenizer: Any) -> None:
     example = encode({"text": "Ann has 3 apples."}, tokenizer)
     assert tokenizer.decode(example.input_ids) == "Ann has 3 apples." + tokenizer.eos_token
     assert example.loss_mask == [0] + [1] * (len(example) - 1)
@@ -185,7 +185,7 @@ def test_sources_that_do_not_exist_are_refused(tokenizer: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", dflash.regeneration.__all__)
 def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(name: str) -> None:
-    if name in ("Answer", "Request"):  # they were not here
+    if name in ("Answer", "Request", "check_answer_file", "row_seed"):  # they were not here
         with pytest.raises(AttributeError, match=name):
             getattr(dflash.training, name)
         return
