@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from tiny_models import (
     BLOCK_SIZE,
-    FAMILIES,
     PAD_TOKEN_ID,
     SMALL,
     PlacedDrafter,
