@@ -102,6 +102,7 @@ ABSENT = object()  # leaves a field of `DIMENSIONS` out
 ALTERNATING = ["sliding_attention", "full_attention"] * (NUM_TARGET_LAYERS // 2)
 LINEAR_THEN_FULL = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
     "head_dim": ABSENT,
     "num_key_value_heads": 4,
@@ -127,6 +128,12 @@ DELTA_NET = {
     "linear_conv_kernel_dim": 4,
 }
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
+GEMMA_4 = {
+    "sliding_window": 8,
+    "layer_types": ALTERNATING,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 
 IMAGE_TOKEN_ID = 90
 VISION = {
@@ -176,8 +183,7 @@ FAMILIES = {
     "gpt_oss": Family(
         "GptOss",
         {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **LOCAL_EXPERTS,
             "sliding_window": 8,
             "layer_types": ALTERNATING,
             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -207,15 +213,7 @@ FAMILIES = {
     ),
     "gemma4": Family(
         "Gemma4",
-        {
-            "sliding_window": 8,
-            "layer_types": ALTERNATING,
-            "final_logit_softcapping": 4.0,
-            "global_head_dim": 16,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
+        {**GEMMA_4, "final_logit_softcapping": 4.0, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
         window=8,
         seed=4,
         versions=(5,),
@@ -223,14 +221,7 @@ FAMILIES = {
     ),
     "gemma4_shared_kv": Family(
         "Gemma4",
-        {
-            "sliding_window": 8,
-            "layer_types": ALTERNATING,
-            "global_head_dim": 16,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
+        {**GEMMA_4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
         window=8,
         seed=9,
         versions=(5,),
@@ -250,25 +241,17 @@ FAMILIES = {
         seed=6,
     ),
     "glm4_moe_lite": Family("Glm4MoeLite", LATENT, seed=5, versions=(5,)),
-    "minimax_m2": Family(
-        "MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}, seed=5, versions=(5,)
-    ),
+    "minimax_m2": Family("MiniMaxM2", {**LOCAL_EXPERTS, "rotary_dim": 8}, seed=5, versions=(5,)),
     "deepseek_v2": Family("DeepseekV2", LATENT, seed=5),
     "deepseek_v3": Family("DeepseekV3", LATENT, seed=4),
     "phi": Family("Phi", {"head_dim": ABSENT}, seed=2),
     "phi3": Family("Phi3", {"head_dim": ABSENT}, seed=4),
     "phi3_window": Family("Phi3", {"head_dim": ABSENT, "sliding_window": 8}, window=8, seed=3),
-    "phimoe": Family(
-        "Phimoe",
-        {"head_dim": ABSENT, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-        seed=8,
-    ),
+    "phimoe": Family("Phimoe", {"head_dim": ABSENT, **LOCAL_EXPERTS, "sliding_window": None}, seed=8),
     "mistral": Family("Mistral", {"sliding_window": 8}, window=8, seed=5),
     "ministral": Family("Ministral", {"sliding_window": 8, "layer_types": ALTERNATING}, window=8, seed=7),
     "ministral3": Family("Ministral3", {"sliding_window": None}, seed=3, versions=(5,)),
-    "mixtral": Family(
-        "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, window=8, seed=6
-    ),
+    "mixtral": Family("Mixtral", {**LOCAL_EXPERTS, "sliding_window": 8}, window=8, seed=6),
     "granite": Family(
         "Granite",
         {
@@ -280,11 +263,7 @@ FAMILIES = {
         },
         seed=7,
     ),
-    "granitemoe": Family(
-        "GraniteMoe",
-        {"head_dim": ABSENT, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0},
-        seed=8,
-    ),
+    "granitemoe": Family("GraniteMoe", {"head_dim": ABSENT, **LOCAL_EXPERTS, "embedding_multiplier": 3.0}, seed=8),
     "cohere": Family("Cohere", {"head_dim": ABSENT, "logit_scale": 0.25}, seed=5),
     "cohere2": Family(
         "Cohere2", {"sliding_window": 8, "layer_types": ALTERNATING, "logit_scale": 0.25}, window=8, seed=7

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from families import FAMILIES
 from tiny_models import (
@@ -39,12 +40,7 @@ from dflash.model.step_dflash import CompiledPair
 NEW_TOKENS = 24
 SLIDING = ["sliding_attention", "full_attention"]
 SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
-GREEDY: dict[str, Any] = {
-    "temperature": 0.0,
-    "max_new_tokens": NEW_TOKENS,
-    "stop_token_ids": [],
-    "return_dict_in_generate": True,
-}
+GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS}
 
 
 @pytest.fixture(autouse=True)

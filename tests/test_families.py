@@ -267,14 +267,8 @@ def test_text_behind_an_image(name: str) -> None:
     output = spec_generate(ScriptedDrafter(target, expected, EVERY_LENGTH), target, ids, **GREEDY, **inputs)
     assert torch.equal(output.sequences, expected[:, : ids.shape[1] + NEW_TOKENS])
     assert output.acceptance_lengths == [expected_lengths(EVERY_LENGTH, NEW_TOKENS)]
-    begun = generate_blocks(
-        ScriptedDrafter(target, expected, EVERY_LENGTH),
-        target,
-        ids,
-        max_new_tokens=NEW_TOKENS,
-        temperature=0.0,
-        **inputs,
-    )
+    asked = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, **inputs}
+    begun = generate_blocks(ScriptedDrafter(target, expected, EVERY_LENGTH), target, ids, **asked)
     written = next(begun).token_ids + next(begun).token_ids
     other = spec_generate(ScriptedDrafter(target, behind, EVERY_LENGTH), target, text, **GREEDY)
     assert torch.equal(other.sequences, behind[:, : 9 + NEW_TOKENS])

@@ -49,6 +49,9 @@ NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id":
 # Fields of a drafter of one layer, for a target of two: half the time where many steps are run or captured.
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_target_layers": 2, "target_layer_ids": [0]}
 
+# What is asked where a text is compared with `greedy`'s.
+GREEDY: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "return_dict_in_generate": True}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
