@@ -281,7 +281,7 @@ def test_images_that_cannot_be_exact_are_refused() -> None:
     family = FAMILIES["qwen3_vl"]
     target = family.make()
     ids, inputs = family.image_prompt()
-    with pytest.raises(ValueError, match="pass one prompt at a time"):
+    with pytest.raises(ValueError, match="pass one prompt, unpadded"):
         spec_generate(
             drafter_for(target), target, ids, **inputs, num_return_sequences=2, temperature=1.0, max_new_tokens=4
         )

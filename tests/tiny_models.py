@@ -242,6 +242,7 @@ class ScriptedDrafter(DFlashDraftModel):
         left, self.live = self.live, []
         for anchor, embed in zip(anchors, embeds, strict=True):
             while True:
+                assert left, "texts part: no text that the target writes holds the anchor that comes next"
                 row = left.pop(0)
                 text = self.truths[row]
                 if anchor < len(text) and torch.equal(self.embeddings[text[anchor]].to(embed.dtype), embed):
