@@ -262,15 +262,8 @@ def test_no_rows_give_a_zero_loss() -> None:
 
 def make_selector(top_k: int) -> CandidateSelector:
     torch.manual_seed(1)
-    config = DFlashConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        head_dim=2,
-        block_size=4,
-        selector_rank=3,
-        selector_top_k=top_k,
-    )
+    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_attention_heads": 1, "head_dim": 2, "block_size": 4}
+    config = DFlashConfig(**shape, selector_rank=3, selector_top_k=top_k)
     selector = CandidateSelector(config).double()
     for parameter in selector.parameters():
         torch.nn.init.normal_(parameter)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_models import FAMILIES, make_drafter, make_target
+from families import FAMILIES
+from tiny_models import make_drafter, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
