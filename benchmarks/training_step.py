@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measuring import argument_parser, finish, parsed
+from measuring import argument_parser, finish, parsed, turns
 from rich.progress import track
 from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,24 +138,24 @@ def measure_steps(
         "packed": (ours, list(epoch_batches(examples, 0, **settings, pack_length=args.pack_length))),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    losses, peaks = {}, {}
-    for repeat in track(range(args.repeats + 1), description="steps"):  # the first warms up
-        for name in sorted(ways, reverse=bool(repeat % 2)):
-            loss_of, batches = ways[name]
-            drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
+    losses: dict[str, float] = {}
+    peaks: dict[str, int] = {}
 
-            def run(loss_of: Any = loss_of, batches: list[Batch] = batches, name: str = name) -> None:
-                losses[name] = 0.0
-                for batch in batches:
-                    loss_sum, _ = loss_of(batch)
-                    loss_sum.backward()
-                    losses[name] += loss_sum.item()
+    def run(name: str, batches: list[Batch]) -> None:
+        losses[name] = 0.0
+        for batch in batches:
+            loss_sum, _ = ways[name][0](batch)
+            loss_sum.backward()
+            losses[name] += loss_sum.item()
 
-            if repeat:
-                seconds[name].append(seconds_of(run))
-            else:
-                largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
-                peaks[name] = peak_bytes(partial(run, batches=[largest]))
+    for name in track(turns(ways, args.repeats + 1), description="steps"):
+        batches = ways[name][1]
+        drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
+        if name in peaks:
+            seconds[name].append(seconds_of(partial(run, name, batches)))
+        else:  # the first warms up
+            largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
+            peaks[name] = peak_bytes(partial(run, name, [largest]))
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))
@@ -174,6 +174,15 @@ def measure_steps(
     ]
 
 
+def whole_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(hidden @ head.T, labels, reduction="sum").backward()
+
+
+def loss_in_chunks(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk_rows: int) -> None:
+    weights = torch.ones(len(labels))
+    chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum.backward()
+
+
 def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The loss alone over a random head: in chunks, and with the logits of all positions at once."""
     rows = []
@@ -183,16 +192,9 @@ def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, A
         labels = torch.randint(0, vocab_size, (args.rows,))
         chunk_rows = max(1, args.rows * min(args.vocabularies) // (4 * vocab_size))
 
-        def whole(hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels) -> None:
-            cross_entropy(hidden @ head.T, labels, reduction="sum").backward()
-
-        def chunked(
-            hidden: Any = hidden, head: Any = head, labels: Any = labels, chunk_rows: int = chunk_rows
-        ) -> None:
-            weights = torch.ones(args.rows)
-            chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum.backward()
-
-        for name, compute in (("whole", whole), ("chunked", chunked)):
+        ways = {"whole": whole_loss, "chunked": partial(loss_in_chunks, chunk_rows=chunk_rows)}
+        for name, way in ways.items():
+            compute = partial(way, hidden, head, labels)
             compute()
             milliseconds = 1000 * median(seconds_of(compute) for _ in range(args.repeats))
             sizes = {"vocabulary": vocab_size, "rows": args.rows}
