@@ -80,16 +80,9 @@ def batch(args: argparse.Namespace) -> None:
             seconds = {name: seconds[name] + took[name] for name in seconds}
             num_identical += sum(map(torch.equal, texts["dflash"], texts[PLAIN]))
             num_tokens += sum([*text, stop_id].index(stop_id) + (stop_id in text) for text in texts[PLAIN].tolist())
-        summary.append(
-            {
-                "batch_size": size,
-                "prompts": size * len(batches),
-                "identical": num_identical,
-                "tokens": num_tokens,
-                "tokens_per_second": {name: round(num_tokens / taken, 1) for name, taken in seconds.items()},
-                "speedup": round(seconds[PLAIN] / seconds["dflash"], 4),
-            }
-        )
+        row = {"batch_size": size, "prompts": size * len(batches), "identical": num_identical, "tokens": num_tokens}
+        row["tokens_per_second"] = {name: round(num_tokens / taken, 1) for name, taken in seconds.items()}
+        summary.append({**row, "speedup": round(seconds[PLAIN] / seconds["dflash"], 4)})
     finish(args.output, "batch", (target, drafter), decoding=_decoding(args), summary=summary)
 
 
@@ -126,14 +119,10 @@ def conversation(args: argparse.Namespace) -> None:
                 runs[name].append(timed_blocks(drafter, target, prompt, **asked, **kept))
             timed_blocks(drafter, target, prompt, conversation=chat, **asked)
             text = prompt[0].tolist() + runs["fresh"][0].token_ids
-            turn.append(
-                {
-                    "prompt_tokens": prompt.shape[1],
-                    "reused_tokens": chat.num_reused,
-                    "is_identical": runs["kept"][0].token_ids == runs["fresh"][0].token_ids,
-                    **{name: 1e3 * median(run.seconds_to_first_token for run in made) for name, made in runs.items()},
-                }
-            )
+            row = {"prompt_tokens": prompt.shape[1], "reused_tokens": chat.num_reused}
+            row["is_identical"] = runs["kept"][0].token_ids == runs["fresh"][0].token_ids
+            waits = {name: 1e3 * median(run.seconds_to_first_token for run in made) for name, made in runs.items()}
+            turn.append(row | waits)
     summary = [
         {
             "turn": number,

@@ -69,28 +69,20 @@ def naive_batches(examples: list[Example], args: argparse.Namespace) -> Iterator
         yield collate([examples[i] for i in chosen], anchors, 0, width=max(map(len, examples)))
 
 
-class NaiveLoss:
+def naive_loss(drafter: Any, tapped: Pair, batch: Batch) -> tuple[torch.Tensor, None]:
     """The same loss written naively: the logits of all positions at once, and all that autograd keeps of them."""
-
-    def __init__(self, drafter: Any, tapped: Pair) -> None:
-        self.drafter, self.tapped = drafter, tapped
-        self.weigh = decay_weights(default_gamma(drafter.config.block_size))
-
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, None]:
-        config = self.drafter.config
-        layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
-        with torch.no_grad():
-            cache = self.tapped.new_cache(batch.input_ids.shape[1])
-            _, features = self.tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])
-            noise_embeds = self.tapped.embed(layout.token_ids)
-        hidden_states = self.drafter(
-            noise_embeds, features, layout.position_ids, layout.attention_mask
-        ).last_hidden_state
-        logits = self.tapped.head(hidden_states).flatten(0, 1).float()
-        losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
-        learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
-        weights = pad(self.weigh(learned.float(), learned), (1, 0)).flatten()
-        return (losses * weights).sum(), None
+    config = drafter.config
+    layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
+    with torch.no_grad():
+        cache = tapped.new_cache(batch.input_ids.shape[1])
+        _, features = tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])
+        noise_embeds = tapped.embed(layout.token_ids)
+    states = drafter(noise_embeds, features, layout.position_ids, layout.attention_mask).last_hidden_state
+    logits = tapped.head(states).flatten(0, 1).float()
+    losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
+    learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
+    weigh = decay_weights(default_gamma(config.block_size))
+    return (losses * pad(weigh(learned.float(), learned), (1, 0)).flatten()).sum(), None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -125,13 +117,11 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return live.peak
 
 
-def measure_steps(
-    target: Any, drafter: Any, examples: list[Example], args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any) -> list[dict[str, Any]]:
     """Every way of training over all examples."""
     pair = FrozenTarget(target, drafter)
     settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
-    ours, naive = DrafterLoss(pair), NaiveLoss(drafter, pair)
+    ours, naive = DrafterLoss(pair), partial(naive_loss, drafter, pair)
     ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
         "naive": (naive, list(naive_batches(examples, args))),
         "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),
@@ -159,19 +149,14 @@ def measure_steps(
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))
-    return [
-        {
-            "way": name,
-            "batches": len(batches),
-            "columns": sum(batch.input_ids.numel() for batch in batches),
-            "tokens": num_tokens,
-            "tokens_per_second": round(num_tokens / median(seconds[name]), 1),
-            "speedup": round(median(seconds["naive"]) / median(seconds[name]), 4),
-            "peak_memory_bytes": peaks[name],
-            "loss": round(losses[name], 4),
-        }
-        for name, (_, batches) in ways.items()
-    ]
+    rows = []
+    for name, (_, batches) in ways.items():
+        columns = sum(batch.input_ids.numel() for batch in batches)
+        row = {"way": name, "batches": len(batches), "columns": columns, "tokens": num_tokens}
+        row["tokens_per_second"] = round(num_tokens / median(seconds[name]), 1)
+        row["speedup"] = round(median(seconds["naive"]) / median(seconds[name]), 4)
+        rows.append({**row, "peak_memory_bytes": peaks[name], "loss": round(losses[name], 4)})
+    return rows
 
 
 def whole_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> None:

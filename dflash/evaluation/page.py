@@ -57,8 +57,10 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sections = [_section(name, result, folder) for name, result in results.items()]
-    loader, strict = FileSystemLoader(Path(__file__).parent), {"autoescape": True, "undefined": StrictUndefined}
-    templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
+    loader = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     page = folder / "index.html"
     page.write_text(templates.get_template("page.html").render(sections=sections), encoding="utf-8")
     return page

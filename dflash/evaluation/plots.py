@@ -173,8 +173,8 @@ def latency_throughput(
         small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": theme.muted, "va": "top"}
         for row, point in zip(mine, points, strict=True):
             axes.annotate(str(row["concurrency"]), point, (6, -4), **small)
-        top, strong = max(points, key=lambda point: point[1]), {"color": colours[name], "weight": "bold"}
-        axes.annotate(name, top, (0, 8), textcoords="offset points", ha="center", **strong)
+        strong: dict[str, Any] = {"color": colours[name], "weight": "bold", "ha": "center"}
+        axes.annotate(name, max(points, key=lambda point: point[1]), (0, 8), textcoords="offset points", **strong)
     if target_ms is not None:
         axes.axvline(target_ms, color=theme.muted, linewidth=1, linestyle=(0, (3, 2)))
         axes.annotate(
