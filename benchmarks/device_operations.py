@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -79,15 +79,13 @@ def small_pair(depths: tuple[int, int], dtype: torch.dtype) -> tuple[PreTrainedM
     return target.to(dtype).eval(), drafter.to(dtype).eval()
 
 
-@dataclass
-class Faults:
-    """Operations that no step on a GPU may have."""
+def no_faults() -> SimpleNamespace:
+    """Operations that no step on a GPU may have, none yet.
 
-    wide: set[str] = field(default_factory=set)  # write the logits of a block in float32 or float64
-    strays: set[str] = field(
-        default_factory=set
-    )  # take a number from the host in a tensor, beside tensors on the device
-    waits: set[str] = field(default_factory=set)  # copies between host and device for which the host waits
+    Wide ones write the logits of a block in float32 or float64, strays take a number from the host in a tensor beside tensors
+    on the device, and the host waits for copies.
+    """
+    return SimpleNamespace(wide=set(), strays=set(), waits=set())
 
 
 class Watch(TorchDispatchMode):
@@ -96,7 +94,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.faults = Faults()
+        self.faults = no_faults()
         self.is_inside = False  # a compiled function: one operation, whatever it holds
 
     def as_one(self, pair: Any, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +191,7 @@ def fake_gpu(gate: Gate, watch: Watch) -> Iterator[FakeTensorMode]:
         yield stack.enter_context(FakeTensorMode())
 
 
-def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int], Faults]:
+def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int], SimpleNamespace]:
     """Of settled steps in a mode: the operations of each, how often each waits for the device, and their faults."""
     asked, num_prompts, _ = MODES[mode_name]
     is_sampled = mode_name == "sampled"
@@ -220,7 +218,7 @@ def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int]
                 if block.sequence == 0:
                     marks.append((watch.counts.total(), gate.num_waits))
                 if len(marks) == SETTLED.start:
-                    watch.faults = Faults()
+                    watch.faults = no_faults()
                 if len(marks) > SETTLED.stop:
                     break
     settled = list(pairwise(marks))[SETTLED]

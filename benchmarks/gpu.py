@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_rows import SMOKE, all_rows, chosen, derived, goals, line
-from gpu_runner import FAILED, MEASURED, SKIPPED, Bench, Row, run_rows
+from gpu_runner import FAILED, MEASURED, SKIPPED, Row, run_rows
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,7 +67,7 @@ def default_output(is_smoke: bool) -> Path | None:
     return None if is_smoke else RESULTS / "gpu_qwen3.json"
 
 
-def open_bench(options: dict[str, Any]) -> Bench:
+def open_bench(options: dict[str, Any]) -> Any:
     """The bench, in the process that measures: no other one holds models."""
     from gpu_measure import GpuBench
 
@@ -82,8 +82,8 @@ def main() -> None:
         return
     # So that the process that measures is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    label = f"simulated acceptance: random weights, the script's tau is {args.tau:g}"
-    label = f"smoke, means nothing; {label}" if args.smoke else label
+    meaning = "smoke, means nothing; " if args.smoke else ""
+    label = f"{meaning}simulated acceptance: random weights, the script's tau is {args.tau:g}"
     setting = {
         "label": label,
         "is_simulated": True,

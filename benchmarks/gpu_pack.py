@@ -35,11 +35,10 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 
 def pack(folder: Path) -> int:
     """Downloads the wheels of all needed packages, in the versions of constraints.txt, into an empty folder; their bytes."""
-    others = [path.name for path in folder.glob("*") if path.suffix != ".whl" and path.name != ".gitignore"]
-    if others or (folder.exists() and not folder.is_dir()):
-        what = others[0] if others else "no folder"
-        raise ValueError(f"{folder} cannot be packed into, it holds {what}: name a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
+    others = [path.name for path in folder.iterdir() if path.suffix != ".whl" and path.name != ".gitignore"]
+    if others:
+        raise ValueError(f"{folder} cannot be packed into, it holds {others[0]}: name a new folder.")
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -72,7 +71,6 @@ def needed(names: tuple[str, ...]) -> set[str]:
 
 
 def download(folder: Path, names: list[str]) -> None:
-    """Fetches one wheel per name."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp", "--constraint", str(ROOT / "constraints.txt")]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
@@ -116,5 +114,5 @@ if __name__ == "__main__":
         else:
             chosen = Path(paths[0]) if paths else FOLDER
             print(f"{chosen}: {_mib(pack(chosen))}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None

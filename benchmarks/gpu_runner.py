@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 
 START_LIMIT = 180.0  # seconds for a process to import its libraries and find the device
@@ -26,24 +26,14 @@ MEASURED, REFUSED, FAILED, SKIPPED = "measured", "refused", "failed", "skipped"
 
 @dataclass
 class Row:
-    """Something to measure, and what became of it.
-
-    Attributes:
-        name: Of the row.
-        limit: Seconds that it may take.
-        setting: For the bench.
-        status: "measured", "refused" (it cannot be run, by a ValueError), "failed" or "skipped".
-        reason: Why it is not measured.
-        seconds: That it took, `None` where it was not begun.
-        figures: What was measured.
-    """
+    """Something to measure, and what became of it."""
 
     name: str
-    limit: float
-    setting: dict[str, Any]
-    status: str = SKIPPED
-    reason: str | None = "not begun yet"
-    seconds: float | None = None
+    limit: float  # seconds that it may take
+    setting: dict[str, Any]  # for the bench
+    status: str = SKIPPED  # refused: it cannot be run, by a ValueError
+    reason: str | None = "not begun yet"  # why it is not measured
+    seconds: float | None = None  # that it took; `None` where it was not begun
     figures: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,20 +43,10 @@ class Row:
         return {**head, **self.setting, **self.figures}
 
 
-class Bench(Protocol):
-    """Measures, in the other process."""
-
-    facts: dict[str, Any]
-
-    def measure(self, setting: dict[str, Any]) -> dict[str, Any]:
-        """The figures of a row."""
-
-    def recover(self) -> None:
-        """Frees what a failed row has left; raises if the process is of no more use."""
-
-
-# In the other process, from options that can be pickled; a function of a module, so that it can be found there.
-Opener = Callable[[dict[str, Any]], Bench]
+# Opens a bench in the other process, from options that can be pickled; a function of a module, so that it can be found there.
+# A bench has `facts`, `measure(setting)` gives the figures of a row, and `recover()` frees what a failed row has left and
+# raises if the process is of no more use.
+Opener = Callable[[dict[str, Any]], Any]
 # Status, reason, figures, and whether the process can go on.
 Answer = tuple[str, str | None, dict[str, Any], bool]
 
@@ -118,12 +98,8 @@ def run_rows(
 ) -> None:
     """Measures the rows in their order until `deadline`, by `time.monotonic`; what is not begun by then is skipped.
 
-    Args:
-        rows: The most useful ones first; what became of them is written into them.
-        opener: Opens the bench.
-        options: For it.
-        deadline: When all ends.
-        on_change: Gets the rows and the bench's facts (none before it has opened), at first, after each row and at the end.
+    What became of a row is written into it. `opener` opens the bench with `options`. `on_change` gets the rows and the bench's
+    facts (none before it has opened), at first, after each row and at the end.
     """
     facts: dict[str, Any] = {}
     num_starts = 0
@@ -184,7 +160,7 @@ def _serve(connection: Connection, opener: Opener, options: dict[str, Any]) -> N
             answer = _answer(bench, connection.recv())
 
 
-def _answer(bench: Bench, setting: dict[str, Any]) -> Answer:
+def _answer(bench: Any, setting: dict[str, Any]) -> Answer:
     try:
         return MEASURED, None, bench.measure(setting), True
     except Exception as error:

@@ -116,10 +116,8 @@ def _pretend() -> None:
     cuda.get_rng_state, cuda.set_rng_state = always(torch.zeros(16, dtype=torch.uint8)), always(None)
     cuda.synchronize, cuda.set_device, cuda._lazy_init = always(None), always(None), always(None)
     cuda.is_initialized = always(False)
-    cuda._exchange_device, cuda._maybe_exchange_device = (
-        always(0),
-        always(0),
-    )  # two, because Dynamo knows each by itself
+    # Two functions, because Dynamo knows each by itself.
+    cuda._exchange_device, cuda._maybe_exchange_device = always(0), always(0)
     torch.accelerator.is_available = always(False)  # Dynamo would ask for the current stream
     interface = interfaces.CudaInterface
     interface.Worker.get_device_properties = staticmethod(always(H200))

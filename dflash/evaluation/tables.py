@@ -150,7 +150,8 @@ def table_of(rows: Sequence[Row], keys: Iterable[str] | None = COLUMNS, short: b
 
 def tables_of(result: dict[str, Any], headline: bool = False) -> list[Table]:
     """The tables of what `read_result` gives, none if it has no rows; `headline`: of the methods of `HEADLINE` alone."""
-    parts = PARTS.get(result["kind"], lambda result: [(result["summary"], None)])(result)
+    shown = PARTS.get(result["kind"])
+    parts = shown(result) if callable(shown) else [(result["summary"], shown)]
     if headline:
         parts = [([row for row in rows if row.get("method") in HEADLINE], keys) for rows, keys in parts]
     return [table_of(rows, keys) for rows, keys in parts if rows]
@@ -158,10 +159,6 @@ def tables_of(result: dict[str, Any], headline: bool = False) -> list[Table]:
 
 # Rows, and the fields that are shown of them; `None`: all.
 Part = tuple[list[Row], Sequence[str] | None]
-
-
-def _summary(*keys: str) -> Callable[[dict[str, Any]], list[Part]]:
-    return lambda result: [(result["summary"], keys)]
 
 
 def _swept(result: dict[str, Any]) -> list[Part]:
@@ -273,19 +270,19 @@ def _gpu(result: dict[str, Any]) -> list[Part]:
     ]
 
 
-# By kind; results of another kind are shown with all their rows and fields.
-PARTS: dict[str, Callable[[dict[str, Any]], list[Part]]] = {
-    "decode": _summary(*DECODED),
-    "eval": _summary(*EVALUATED),
-    "serving": _summary(*COLUMNS),
-    "batch": _summary("batch_size", "identical", "tokens_per_second", "speedup"),
-    "conversation": _summary("turn", "identical", "prompt_tokens", "reused_tokens", "ms_to_first_token"),
-    "sampling": _summary("proposals", "prompts", "tau"),
+# By kind, the fields of the rows, or what makes the parts; results of another kind are shown with all their rows and fields.
+PARTS: dict[str, Sequence[str] | Callable[[dict[str, Any]], list[Part]]] = {
+    "decode": DECODED,
+    "eval": EVALUATED,
+    "serving": tuple(COLUMNS),
+    "batch": ("batch_size", "identical", "tokens_per_second", "speedup"),
+    "conversation": ("turn", "identical", "prompt_tokens", "reused_tokens", "ms_to_first_token"),
+    "sampling": ("proposals", "prompts", "tau"),
     "sweep": _swept,
     "drafter": _drafter,
     "training": _recipes,
     "training_step": _training_step,
-    "engine": _summary("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
+    "engine": ("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
     "device_code": _device_code,
     "device_operations": _device_operations,
     "dialects": _dialects,
