@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from functools import cache, partial
 from typing import Any
 
 import torch
-from measuring import argument_parser, finish, parsed
-from no_gpu import DEVICE, H200, compiling, counted, fake_module, has_cuda_build, versions
+from measuring import argument_parser, finish, parsed, versions
+from no_gpu import BLOCK_SIZE, DEVICE, H200, compiling, counted, fake_module, need_cuda_build, random_pair
 from rich.progress import track
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 
 
-BLOCK_SIZE = 16
 VOCAB_SIZE = 151936
 
 # Sizes of Qwen3 by its name: hidden, intermediate, layers, heads, and whether the head is the embedding.
@@ -39,20 +37,12 @@ NUM_CANDIDATES = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One function in one class of shapes.
+    """One function in one class of shapes."""
 
-    Attributes:
-        what: "step", "sampled step", "verify" or "tree".
-        size: Name of the target's size.
-        width: Columns of the target.
-        capacity: Keys in the storage of each sequence.
-        num_sequences: Of the batch.
-    """
-
-    what: str
+    what: str  # "step", "sampled step", "verify" or "tree"
     size: str = "Qwen3-8B"
-    width: int = BLOCK_SIZE
-    capacity: int = 2048
+    width: int = BLOCK_SIZE  # columns of the target
+    capacity: int = 2048  # keys in the storage of each sequence
     num_sequences: int = 1
 
     @property
@@ -78,17 +68,11 @@ SMOKE = [Case("step"), Case("sampled step"), Case("verify", width=1), Case("tree
 
 
 class Bench:
-    """A pair of one size as fake tensors on the GPU.
+    """A pair of one size as fake tensors on the GPU, of the published depths or of `depths`."""
 
-    Args:
-        size: One of `SIZES`.
-        layers: Of target and drafter; `None`: as published.
-    """
-
-    def __init__(self, size: str, layers: tuple[int, int] | None = None) -> None:
+    def __init__(self, size: str, depths: tuple[int, int] | None = None) -> None:
         hidden, intermediate, num_layers, heads, is_tied = SIZES[size]
-        num_layers, draft_layers = layers or (num_layers, DRAFT_LAYERS)
-        common: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "vocab_size": VOCAB_SIZE,
             "hidden_size": hidden,
             "intermediate_size": intermediate,
@@ -98,20 +82,11 @@ class Bench:
             "max_position_embeddings": 40960,
             "dtype": torch.bfloat16,
         }
-        taps = [1 + i * (num_layers - 4) // 4 for i in range(5)] if layers is None else [0]
-        target_config = Qwen3Config(**common, num_hidden_layers=num_layers, tie_word_embeddings=is_tied)
-        draft_config = DFlashConfig(
-            **common,
-            num_hidden_layers=draft_layers,
-            num_target_layers=num_layers,
-            block_size=BLOCK_SIZE,
-            dflash_config={"target_layer_ids": taps, "mask_token_id": VOCAB_SIZE - 1},
-        )
+        taps = [1 + i * (num_layers - 4) // 4 for i in range(5)] if depths is None else [0]
         self.mode = FakeTensorMode()
         with torch.device("meta"):
-            target = Qwen3ForCausalLM(target_config).to(torch.bfloat16).eval()
-            drafter = DFlashDraftModel(draft_config).to(torch.bfloat16).eval()
-        self.target, self.drafter = fake_module(self.mode, target), fake_module(self.mode, drafter)
+            pair = random_pair(sizes, depths or (num_layers, DRAFT_LAYERS), taps, is_tied)
+        self.target, self.drafter = (fake_module(self.mode, model.to(torch.bfloat16).eval()) for model in pair)
         self.num_features = len(taps) * hidden
         self.pair = Pair(self.target, self.drafter)
         with self.mode, torch.no_grad():  # as a compiled pair does before it compiles
@@ -122,7 +97,7 @@ class Bench:
         """The counts of the case's code."""
         compiled = CompiledPair(self.target, self.drafter)
         compiled.is_wanted = True
-        rows, taken = case.num_sequences, Shape(BLOCK_SIZE, BLOCK_SIZE - 1)
+        rows, taken, drawn, tree = case.num_sequences, Shape(BLOCK_SIZE, BLOCK_SIZE - 1), None, None
         with self.mode:
             ids = torch.zeros(rows, case.width, dtype=torch.long, device=DEVICE)
             starts = torch.zeros(rows, dtype=torch.long, device=DEVICE)
@@ -132,22 +107,19 @@ class Bench:
                 compiled.storage(self._cache(model, rows, case.capacity), case.capacity)
                 for model in (self.target, self.drafter)
             ]
-            drawn = None
             if case.what == "sampled step":
                 uniforms = torch.zeros(rows, BLOCK_SIZE, dtype=torch.float64, device=DEVICE)
                 drawn = uniforms, torch.zeros(3, device=DEVICE)
                 taken = Shape(BLOCK_SIZE, BLOCK_SIZE - 1, NUM_CANDIDATES)
-            tree = None
             if case.what == "tree":
                 ancestors = torch.zeros(case.width, case.width, dtype=torch.bool, device=DEVICE)
                 tree = ancestors, torch.zeros(case.width, dtype=torch.long, device=DEVICE)
-        layout = self.pair.layout
         with compiling() as codes, compiled.attending(self.target):
             if case.what.endswith("step"):
-                models = self.target, self.drafter, layout
+                models = self.target, self.drafter, self.pair.layout
                 compiled.function(case, whole_step)(models, state, tuple(storages), taken, drawn, None)
             else:
-                compiled.function(case, verify_lent)(self.target, layout, ids, starts, storages[0], tree)
+                compiled.function(case, verify_lent)(self.target, self.pair.layout, ids, starts, storages[0], tree)
         return counted(codes, VOCAB_SIZE)
 
     def _cache(self, model: Any, rows: int, capacity: int) -> PreallocatedCache:
@@ -161,24 +133,19 @@ class Bench:
         return cache
 
 
-def measured(cases: list[Case], layers: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
+def measured(cases: list[Case], depths: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
     """Each case with its figures; a pair is made once per size."""
-    benches: dict[str, Bench] = {}
+    bench = cache(partial(Bench, depths=depths))
     for case in cases:
-        if case.size not in benches:
-            benches[case.size] = Bench(case.size, layers)
-        yield {**asdict(case), **benches[case.size].figures(case)}
+        yield {**asdict(case), **bench(case.size).figures(case)}
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--smoke", action="store_true", help="two layers of the target and one of the drafter, few cases"
-    )
+    parser.add_argument("--smoke", action="store_true", help="two layers of the target and one of the drafter")
     parser.add_argument("--rows", default="*", help="cases to run, by name: 'step Qwen3-8B 16x2048x1', with * and ?")
     args = parsed(parser)
-    if not has_cuda_build():
-        raise SystemExit("This torch makes no code for CUDA: install its CUDA build, which needs no GPU for this.")
+    need_cuda_build()
     smoke = list(measured(SMOKE, (2, 1)))
     cases = [] if args.smoke else [case for case in CASES if fnmatch(case.name, args.rows)]
     rows = list(track(measured(cases), total=len(cases), description="cases"))

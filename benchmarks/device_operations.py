@@ -12,37 +12,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from measuring import argument_parser, finish, parsed
-from no_gpu import DEVICE, fake_module, has_cuda_build, use_device_guard, versions
+from measuring import argument_parser, finish, parsed, versions
+from no_gpu import BLOCK_SIZE, DEVICE, fake_module, need_cuda_build, random_pair, use_device_guard
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from dflash import DFlashConfig, DFlashDraftModel, LatencyCurve, custom_generate, generate_blocks
+from dflash import DFlashDraftModel, LatencyCurve, custom_generate, generate_blocks
 from dflash.evaluation import HAS_NATIVE
 from dflash.model import decoding_dflash, generation_dflash, step_dflash, verification_dflash
 from dflash.model.proposals_dflash import machine
 
 
-BLOCK_SIZE = 16
 VOCAB_SIZE = 640
 PROMPT_LENGTH = 40
 NEW_TOKENS = 200
@@ -65,9 +63,9 @@ MODES: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-def small_pair(num_layers: int, num_draft_layers: int, dtype: torch.dtype) -> tuple[PreTrainedModel, DFlashDraftModel]:
-    """A Qwen3 target and its drafter, random."""
-    common: dict[str, Any] = {
+def small_pair(depths: tuple[int, int], dtype: torch.dtype) -> tuple[PreTrainedModel, DFlashDraftModel]:
+    """A target and its drafter of so many layers, narrow and random."""
+    sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -76,43 +74,18 @@ def small_pair(num_layers: int, num_draft_layers: int, dtype: torch.dtype) -> tu
         "head_dim": 16,
         "max_position_embeddings": 512,
     }
-    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     torch.manual_seed(0)
-    target = Qwen3ForCausalLM(Qwen3Config(**common, **ends, num_hidden_layers=num_layers, tie_word_embeddings=False))
-    config = DFlashConfig(
-        **common,
-        num_hidden_layers=num_draft_layers,
-        num_target_layers=num_layers,
-        block_size=BLOCK_SIZE,
-        dflash_config={"target_layer_ids": [0, 1, 2], "mask_token_id": VOCAB_SIZE - 1},
-    )
-    return target.to(dtype).eval(), DFlashDraftModel(config).to(dtype).eval()
+    target, drafter = random_pair(sizes, depths, taps=[0, 1, 2])
+    return target.to(dtype).eval(), drafter.to(dtype).eval()
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors of an operation's arguments or results."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(tuple(values.values()))
+def no_faults() -> SimpleNamespace:
+    """Operations that no step on a GPU may have, none yet.
 
-
-@dataclass
-class Faults:
-    """What no step on a GPU may do.
-
-    Attributes:
-        wide: Operations that write the logits of a block in float32 or float64.
-        strays: Operations that take a number from the host in a tensor, beside tensors on the device.
-        waits: Copies between host and device for which the host waits.
+    Wide ones write the logits of a block in float32 or float64, strays take a number from the host in a tensor beside tensors
+    on the device, and the host waits for copies.
     """
-
-    wide: set[str] = field(default_factory=set)
-    strays: set[str] = field(default_factory=set)
-    waits: set[str] = field(default_factory=set)
+    return SimpleNamespace(wide=set(), strays=set(), waits=set())
 
 
 class Watch(TorchDispatchMode):
@@ -121,7 +94,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.faults = Faults()
+        self.faults = no_faults()
         self.is_inside = False  # a compiled function: one operation, whatever it holds
 
     def as_one(self, pair: Any, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,30 +111,22 @@ class Watch(TorchDispatchMode):
         return inner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name()
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), func.name()
         self.counts[name] += not self.is_inside and name.startswith("aten::")
-        devices = {tensor.device.type for tensor in tensors_in((args, kwargs or {}))}
+        devices = {part.device.type for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)}
         is_copy = name in ("aten::_to_copy", "aten::copy_")
         if len(devices) > 1 and not is_copy and name != "aten::fill_.Tensor":  # which reads its number on the host
             self.faults.strays.add(name)
-        for tensor in tensors_in(result):
+        for tensor in (part for part in tree_leaves(result) if isinstance(part, torch.Tensor)):
             # Shapes are small here: only logits have as many columns as the vocabulary has tokens.
             is_wide = tensor.dtype in (torch.float32, torch.float64) and tensor.shape[-1:] == (VOCAB_SIZE,)
             if is_wide and tensor.numel() >= BLOCK_SIZE // 2 * VOCAB_SIZE:
                 self.faults.wide.add(f"{name} {tensor.dtype}")
-            if is_copy and len(devices | {tensor.device.type}) > 1 and not _is_asynchronous(name, args, kwargs or {}):
+            is_asynchronous = kwargs.get("non_blocking", name == "aten::copy_" and len(args) > 2 and args[2])
+            if is_copy and len(devices | {tensor.device.type}) > 1 and not is_asynchronous:
                 self.faults.waits.add(name)
         return result
-
-
-def _is_asynchronous(name: str, args: Any, kwargs: Any) -> bool:
-    return bool(kwargs.get("non_blocking", len(args) > 2 and args[2] if name == "aten::copy_" else False))
-
-
-def choices(tensor: torch.Tensor) -> list[int]:
-    """What the target would have chosen at the columns [1 + n] of a tree."""
-    return [1] * len(tensor)
 
 
 def numbers(tensor: torch.Tensor) -> Any:
@@ -207,7 +172,8 @@ def fake_gpu(gate: Gate, watch: Watch) -> Iterator[FakeTensorMode]:
     use_device_guard()
     replaced: list[tuple[Any, str, Any]] = [
         (decoding_dflash, "to_host", gate.to_host),
-        (verification_dflash, "to_host", partial(gate.to_host, computed=choices)),
+        # What the target would have chosen at the columns [1 + n] of a tree.
+        (verification_dflash, "to_host", partial(gate.to_host, computed=lambda tensor: [1] * len(tensor))),
         (FakeTensor, "tolist", lambda tensor: gate.on_host(tensor)),
         (generation_dflash, "check_padding", lambda mask: None),
         (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),
@@ -225,18 +191,12 @@ def fake_gpu(gate: Gate, watch: Watch) -> Iterator[FakeTensorMode]:
         yield stack.enter_context(FakeTensorMode())
 
 
-def curve_of(target: PreTrainedModel, drafter: DFlashDraftModel) -> LatencyCurve:
-    """Times as of a GPU: width costs little."""
-    times = tuple(10.0 + 0.01 * width for width in WIDTHS)
-    return LatencyCurve(WIDTHS, times, 1.0, machine(target, drafter), 0.5)
-
-
-def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int], Faults]:
+def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int], SimpleNamespace]:
     """Of settled steps in a mode: the operations of each, how often each waits for the device, and their faults."""
     asked, num_prompts, _ = MODES[mode_name]
     is_sampled = mode_name == "sampled"
     gate, watch = Gate(), Watch()
-    target, drafter = small_pair(4, 2, torch.bfloat16)
+    target, drafter = small_pair((4, 2), torch.bfloat16)
     with fake_gpu(gate, watch) as mode:
         target, drafter = fake_module(mode, target), fake_module(mode, drafter)
         input_ids = torch.zeros(num_prompts, PROMPT_LENGTH, dtype=torch.long, device=DEVICE)
@@ -244,7 +204,8 @@ def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int]
         if num_prompts > 1:
             options["attention_mask"] = torch.ones_like(input_ids)
         if "adaptive" in asked:
-            options["latency_curve"] = curve_of(target, drafter)
+            times = tuple(10.0 + 0.01 * width for width in WIDTHS)  # as of a GPU: width costs little
+            options["latency_curve"] = LatencyCurve(WIDTHS, times, 1.0, machine(target, drafter), 0.5)
         processors = LogitsProcessorList()
         if is_sampled:
             processors += [TemperatureLogitsWarper(1.0), TopKLogitsWarper(20), TopPLogitsWarper(0.95)]
@@ -257,19 +218,17 @@ def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int]
                 if block.sequence == 0:
                     marks.append((watch.counts.total(), gate.num_waits))
                 if len(marks) == SETTLED.start:
-                    watch.faults = Faults()
+                    watch.faults = no_faults()
                 if len(marks) > SETTLED.stop:
                     break
-    settled = marks[SETTLED.start : SETTLED.stop + 1]
-    operations, waits = (
-        [after - before for before, after in pairwise(of_kind)] for of_kind in zip(*settled, strict=True)
-    )
+    settled = list(pairwise(marks))[SETTLED]
+    operations, waits = ([after[kind] - before[kind] for before, after in settled] for kind in (0, 1))
     return operations, waits, watch.faults
 
 
-def beside_native(num_layers: int, num_draft_layers: int) -> dict[str, int]:
+def beside_native(*depths: int) -> dict[str, int]:
     """Operations of a settled eager step of ours and of `generate(speculation_type="dflash")`, both on the CPU."""
-    target, drafter = small_pair(num_layers, num_draft_layers, torch.float32)
+    target, drafter = small_pair(depths, torch.float32)
     input_ids = torch.arange(1, 1 + PROMPT_LENGTH)[None]
     ours: dict[str, Any] = {"temperature": 0.0, "compile": False, "stop_token_ids": []}
     native: dict[str, Any] = {"assistant_model": drafter, "speculation_type": "dflash", "do_sample": False}
@@ -292,8 +251,7 @@ def beside_native(num_layers: int, num_draft_layers: int) -> dict[str, int]:
 
 def main() -> None:
     args = parsed(argument_parser(__doc__))
-    if not has_cuda_build():
-        raise SystemExit("This torch knows no CUDA: install its CUDA build, which needs no GPU for this.")
+    need_cuda_build()
     modes = []
     for name in MODES:
         for is_compiled in (False, True):

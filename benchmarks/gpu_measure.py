@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import platform
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from gpu_steps import Counts, GraphWatch, StepClock, TimedText, step_figures, time_blocks, time_generate
+from gpu_steps import GraphWatch, StepClock, TimedText, step_figures, time_blocks, time_generate
+from measuring import versions
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.common.stopwatch import seconds_of
@@ -54,19 +54,13 @@ WARM_UP = 2  # steps that are not timed
 class GpuBench:
     """Measures a row by its setting.
 
-    Args:
-        options: `is_smoke` (on the CPU, in fp32, without torch's compiler), `tau` of the script, `steps` that a text should
-            have.
-
-    Raises:
-        ValueError: without a CUDA device, except with `is_smoke`.
+    Options are `is_smoke` (on the CPU, in fp32, without torch's compiler), `tau` of the script, and `steps` that a text should
+    have.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.is_smoke = bool(options["is_smoke"])
         self.tau, self.num_steps = float(options["tau"]), int(options["steps"])
-        if not self.is_smoke and not torch.cuda.is_available():
-            raise ValueError("There is no CUDA device: run this where there is one, or with --smoke.")
         self.device, self.dtype = torch.device("cuda"), torch.bfloat16
         if self.is_smoke:
             from torch import _dynamo
@@ -75,38 +69,37 @@ class GpuBench:
             self.device, self.dtype = torch.device("cpu"), torch.float32
             torch.set_num_threads(1)
         self.watch = GraphWatch.installed()
-        self.facts = self._facts()
-        self._pairs: dict[str, tuple[Any, Any, Any]] = {}
-
-    def _facts(self) -> dict[str, Any]:
-        on_cuda = self.device.type == "cuda"
-        return {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cuda": torch.version.cuda if on_cuda else None,
-            "system": f"{platform.system()} {platform.machine()}",
+        self.facts = {
+            **versions(),
+            "cuda": None if self.is_smoke else torch.version.cuda,
             "cpu_count": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+            "device": "cpu" if self.is_smoke else torch.cuda.get_device_name(),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
 
+    @cache  # noqa: B019
     def pair(self, shape: str) -> tuple[Any, Any, Any]:
         """The target of a shape, its scripted drafter, and one that is never right; built when they are first asked for."""
-        if shape not in self._pairs:
-            models = scripted_pair(shape, self.tau, self.dtype, self.device)
-            # As training leaves them: what is compiled looks at this, and would be compiled again after training rows.
-            target, drafter = (model.requires_grad_(False) for model in models)
-            self._pairs[shape] = target, drafter, useless(drafter)
-        return self._pairs[shape]
+        models = scripted_pair(shape, self.tau, self.dtype, self.device)
+        # As training leaves them: what is compiled looks at this, and would be compiled again after training rows.
+        target, drafter = (model.requires_grad_(False) for model in models)
+        return target, drafter, useless(drafter)
 
     def measure(self, setting: dict[str, Any]) -> dict[str, Any]:
         """The figures of a row."""
-        self._free()
+        free()
         target, drafter, twin = self.pair(setting["shape"])
         if setting["kind"] == "floor":
-            return self._floor(target, drafter)
-        memory = PeakMemory(self.device.type == "cuda")
+            return {
+                "copy_gb_per_second": copy_bandwidth(self.device, 2**20 if self.is_smoke else 2**32) / 1e9,
+                "target_parameters": target.num_parameters(),
+                "drafter_parameters": drafter.num_parameters(),
+                "block_size": drafter.config.block_size,
+                "attention": target.config._attn_implementation,
+                "step_bytes_without_keys": step_bytes(target, drafter, 0, 1),
+            }
+        memory = PeakMemory(not self.is_smoke)
         memory.reset()
         held = memory.read()
         if setting["kind"] == "training":
@@ -114,43 +107,24 @@ class GpuBench:
             size = SMOKE_TRAINING if self.is_smoke else TRAINING
             figures = time_training(target, copy.deepcopy(drafter.config), attention, size, StepClock(self.device))
         else:
-            way = setting["way"]
-            drafter = twin if way == "useless" else drafter
-            figures = self._decoding(target, drafter, way, setting["context"], setting["batch"])
+            drafter = twin if setting["way"] == "useless" else drafter
+            figures = self._decoding(target, drafter, setting["way"], setting["context"], setting["batch"])
         peak = {"memory_before_gb": held / 1e9, "peak_memory_gb": memory.read() / 1e9, "memory_kind": memory.kind}
         return {**figures, **peak}
 
     def recover(self) -> None:
         """Frees what a failed row has left; raises where the device is of no more use."""
-        self._free()
+        free()
         if torch.zeros(1, device=self.device).add(1).item() != 1.0:
             raise RuntimeError("The device computes nonsense after it.")
-
-    def _free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _floor(self, target: Any, drafter: Any) -> dict[str, Any]:
-        return {
-            "copy_gb_per_second": copy_bandwidth(self.device, 2**20 if self.is_smoke else 2**32) / 1e9,
-            "target_parameters": target.num_parameters(),
-            "drafter_parameters": drafter.num_parameters(),
-            "block_size": drafter.config.block_size,
-            "attention": target.config._attn_implementation,
-            "step_bytes_without_keys": step_bytes(target, drafter, 0, 1),
-        }
 
     def _decoding(self, target: Any, drafter: Any, way: str, context: int, batch: int) -> dict[str, Any]:
         prompt_ids = scripted_prompt(target, context, batch)
         # Of steps that give more than one token, or form a habit, a text has to be longer.
         is_longer = way in OPTIONS and way != "tree"
         new_tokens = 2 + round(self.num_steps * (self.tau if is_longer else 1))
-        if way in OPTIONS:
-            new_tokens += drafter.config.block_size  # the last ones are steps that do not count
-            read = partial(self._ours, target, drafter, way, prompt_ids, new_tokens)
-        else:
-            read = partial(self._generate, target, drafter, way, prompt_ids, new_tokens)
+        new_tokens += drafter.config.block_size * (way in OPTIONS)  # the last ones are steps that do not count
+        read = partial(self._read, target, drafter, way, prompt_ids, new_tokens)
         warm_up, _ = self._watched(read)
         measured, text = self._watched(read)
         expected = scripted_continuation(target, prompt_ids, new_tokens).tolist()
@@ -169,18 +143,17 @@ class GpuBench:
         before, known = self.watch.counts(), self.watch.compiled()
         text: list[TimedText] = []
         seconds = seconds_of(lambda: text.append(read()))
-        counts: Counts = self.watch.counts()
-        return {**counts.since(before), "reasons": self.watch.reasons(known), "seconds_of_text": seconds}, text[0]
+        counts = self.watch.counts().since(before)
+        return {**counts, "reasons": self.watch.reasons(known), "seconds_of_text": seconds}, text[0]
 
-    def _ours(self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, new_tokens: int) -> TimedText:
-        blocks = generate_blocks(drafter, target, prompt_ids, max_new_tokens=new_tokens, **OPTIONS[way])
-        return time_blocks(blocks, StepClock(self.device), len(prompt_ids), new_tokens, drafter.config.block_size)
-
-    def _generate(self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, new_tokens: int) -> TimedText:
-        options: dict[str, Any] = {}
-        if way == "static":
-            options = {"cache_implementation": "static"}
-        elif way == "native":
+    def _read(self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, new_tokens: int) -> TimedText:
+        """One text, step by step."""
+        clock = StepClock(self.device)
+        if way in OPTIONS:
+            blocks = generate_blocks(drafter, target, prompt_ids, max_new_tokens=new_tokens, **OPTIONS[way])
+            return time_blocks(blocks, clock, len(prompt_ids), new_tokens, drafter.config.block_size)
+        options: dict[str, Any] = {"cache_implementation": "static"} if way == "static" else {}
+        if way == "native":
             if not HAS_NATIVE:
                 raise ValueError(
                     f"transformers {transformers.__version__} has no native dflash: it came with 5.15, install a newer one."
@@ -189,7 +162,7 @@ class GpuBench:
         generate = partial(target.generate, max_new_tokens=new_tokens, **GREEDY, **options)
         # Every context and batch of every shape is one more compilation of the same function of transformers.
         with torch._dynamo.config.patch(recompile_limit=64) if way == "static" else nullcontext():
-            return time_generate(generate, prompt_ids, StepClock(self.device))
+            return time_generate(generate, prompt_ids, clock)
 
     def _why_not_compiled(self, target: Any, drafter: Any, way: str) -> str | None:
         """Of a way that is to be compiled: why it was not."""
@@ -201,6 +174,12 @@ class GpuBench:
             is_compiled = hasattr(target, "_compiled_call")
             return None if is_compiled else "transformers compiles a static cache's forward on GPUs alone"
         return CompiledPair.of(target, drafter).reason
+
+
+def free() -> None:
+    """Gives back what nothing holds."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
@@ -226,23 +205,11 @@ def step_bytes(target: Any, drafter: Any | None, context: int, batch: int) -> in
     models = [target] if drafter is None else [target, drafter]
     weights = [weight for model in models for weight in model.parameters() if weight is not embedding]
     weights += [] if drafter is None else [head]
-    cached = sum(key_bytes(model) for model in models)
+    cached = 0  # of one token, in all layers
+    for model in models:
+        config = model.config
+        cached += 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     return sum(weight.numel() * weight.element_size() for weight in weights) + batch * context * cached
-
-
-def key_bytes(model: Any) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    config = model.config
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-
-
-class _WithAttention(DrafterLoss):
-    """The library's loss with a given attention; `None`: the one that the library chooses."""
-
-    given: str | None = None
-
-    def attention(self, device: torch.device) -> str:
-        return self.given or super().attention(device)
 
 
 def random_batch(size: dict[str, int], vocab_size: int) -> Batch:
@@ -265,8 +232,9 @@ def time_training(
     """
     device = target.device
     drafter = DFlashDraftModel(config).to(device, torch.float32).train()
-    loss_of = _WithAttention(FrozenTarget(target, drafter))
-    loss_of.given = attention
+    loss_of: Any = DrafterLoss(FrozenTarget(target, drafter))
+    if attention is not None:
+        loss_of.attention = lambda device: attention
     (optimizer,) = build_optimizers(drafter, learning_rate=1e-4, weight_decay=0.0, muon_learning_rate=None)
     batch = random_batch(size, target.config.vocab_size).to(device)
     losses = []

@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -23,18 +22,7 @@ FOLDER = ROOT / "benchmarks" / "packages"
 MOST_BYTES = 60 * 2**20
 
 # What the library and its training step import; their own needs are those of the packages installed here.
-WANTED = (
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "huggingface-hub",
-    "jinja2",
-    "typer",
-    "rich",
-    "tqdm",
-    "pyyaml",
-    "filelock",
-)
+WANTED = ("transformers", "accelerate", "filelock", "jinja2", "rich", "typer")
 # The machine has it, for CUDA, with what it needs itself.
 PRESENT = "torch"
 # Others of the machine's packages are built against its own: where it has one, that stays in use.
@@ -46,26 +34,22 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 
 
 def pack(folder: Path) -> int:
-    """Downloads the wheels of all needed packages, in the versions of constraints.txt, into an empty folder; their bytes.
-
-    Raises:
-        ValueError: The folder holds something else, the registry does not give a package, or there are too many bytes.
-    """
-    others = [path.name for path in folder.glob("*") if path.suffix != ".whl" and path.name != ".gitignore"]
-    if others or (folder.exists() and not folder.is_dir()):
-        what = others[0] if others else "no folder"
-        raise ValueError(f"{folder} cannot be packed into, it holds {what}: name a new folder.")
+    """Downloads the wheels of all needed packages, in the versions of constraints.txt, into an empty folder; their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
+    others = [path.name for path in folder.iterdir() if path.suffix != ".whl" and path.name != ".gitignore"]
+    if others:
+        raise ValueError(f"{folder} cannot be packed into, it holds {others[0]}: name a new folder.")
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     download(folder, sorted(needed(WANTED)))
-    num_bytes = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
+    sizes = {wheel.name: wheel.stat().st_size for wheel in folder.glob("*.whl")}
+    num_bytes = sum(sizes.values())
     if num_bytes > MOST_BYTES:
-        largest = sorted(folder.glob("*.whl"), key=lambda wheel: -wheel.stat().st_size)[:3]
+        largest = [f"{name} ({_mib(sizes[name])})" for name in sorted(sizes, key=sizes.__getitem__)[:-4:-1]]
         raise ValueError(
             f"{folder} holds {_mib(num_bytes)}, more than the {_mib(MOST_BYTES)} that travel: remove packages that the machine "
-            f"has; the largest are {', '.join(f'{wheel.name} ({_mib(wheel.stat().st_size)})' for wheel in largest)}."
+            f"has; the largest are {', '.join(largest)}."
         )
     return num_bytes
 
@@ -87,7 +71,6 @@ def needed(names: tuple[str, ...]) -> set[str]:
 
 
 def download(folder: Path, names: list[str]) -> None:
-    """Fetches one wheel per name."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp", "--constraint", str(ROOT / "constraints.txt")]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
@@ -99,11 +82,7 @@ def download(folder: Path, names: list[str]) -> None:
 
 
 def unpack(folder: Path, site: Path) -> list[str]:
-    """Unpacks the wheels into a folder for PYTHONPATH; returns the names of those that were left out.
-
-    Raises:
-        ValueError: The folder has no wheels, or a file is none.
-    """
+    """Unpacks the wheels into a folder for PYTHONPATH; returns the names of those that were left out."""
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         raise ValueError(f"{folder} holds no wheels: write them with benchmarks/gpu.sh --pack {folder}.")
@@ -114,9 +93,8 @@ def unpack(folder: Path, site: Path) -> list[str]:
             left_out.append(name)
             continue
         try:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(site)
-        except zipfile.BadZipFile as error:
+            shutil.unpack_archive(wheel, site, "zip")
+        except shutil.ReadError as error:
             raise ValueError(f"{wheel} is no wheel ({error}): pack again.") from error
     # Where a wheel keeps modules apart from its root, an installer would move them.
     for kept_apart in [*site.glob("*.data/purelib"), *site.glob("*.data/platlib")]:
@@ -136,5 +114,5 @@ if __name__ == "__main__":
         else:
             chosen = Path(paths[0]) if paths else FOLDER
             print(f"{chosen}: {_mib(pack(chosen))}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None

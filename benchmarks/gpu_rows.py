@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
-from gpu_runner import MEASURED, Outcome, Row
+from gpu_runner import MEASURED, Row
 
 
 # Ways to decode, as tables name them. All of ours but "eager" are compiled.
@@ -69,7 +69,6 @@ def all_rows(
 
 
 def decode_row(shape: str, context: int, batch: int, way: str) -> Row:
-    """One way to decode."""
     setting: dict[str, Any] = {"kind": "decode", "shape": shape, "context": context, "batch": batch, "way": way}
     limit = LIMITS.get(way, OTHER_LIMIT) + (LONG_LIMIT if context >= LONG_CONTEXT else 0.0)
     return Row(f"{shape}/{context}x{batch}/{way}", limit, setting)
@@ -87,9 +86,9 @@ def chosen(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
     return [row for row in rows if not patterns or any(fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
-def derived(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def derived(measured: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows for JSON; beside the figures of a decode stand its floor and its ratios, at the tokens that a step gave."""
-    rows = [outcome.to_dict() for outcome in outcomes]
+    rows = [row.to_dict() for row in measured]
     bandwidths = {row["shape"]: row["copy_gb_per_second"] for row in rows if "copy_gb_per_second" in row}
     plain = {_point(row): row["ms_per_token"] for row in rows if row.get("way") == "generate" and _is_decoded(row)}
     for row in rows:
@@ -105,7 +104,7 @@ def derived(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             row["step_over_floor"] = row["ms_per_step"] / row["floor_ms"]
         if row["way"] in IN_RATIOS and _point(row) in plain:
             row["generate_over_this"] = plain[_point(row)] / row["ms_per_token"]
-    return [{name: _rounded(value) for name, value in row.items()} for row in rows]
+    return [_rounded(row) for row in rows]
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,10 +113,9 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     decoded = [row for row in rows if _is_decoded(row)]
     for shape in dict.fromkeys(row["shape"] for row in decoded):
         mine = [row for row in decoded if row["shape"] == shape]
-        context, few, many = (
-            choose(row[key] for row in mine) for choose, key in ((min, "context"), (min, "batch"), (max, "batch"))
-        )
+        context, batches = min(row["context"] for row in mine), sorted({row["batch"] for row in mine})
         at = {(row["way"], row["batch"]): row for row in mine if row["context"] == context}
+        few, many = batches[0], batches[-1]
         ours, larger = at.get(("compiled", few)), at.get(("compiled", many)) if many > few else None
         if ours is None or ours["not_compiled_because"]:
             continue
@@ -135,22 +133,22 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def line(outcome: Outcome) -> str:
-    """A row's outcome in one line."""
-    row, name = outcome.to_dict(), outcome.row.name
-    took = "" if outcome.seconds is None else f" [{outcome.seconds:.0f} s]"
-    if outcome.status != MEASURED:
-        return f"{name}: {outcome.status}, {outcome.reason}{took}"
-    if row["kind"] == "floor":
-        return f"{name}: a copy moves {row['copy_gb_per_second']:,.0f} GB/s{took}"
-    if row["kind"] == "training":
+def line(measured: Row) -> str:
+    """What became of a row, in one line."""
+    row, took = measured.to_dict(), "" if measured.seconds is None else f" [{measured.seconds:.0f} s]"
+    if measured.status != MEASURED:
+        said = f"{measured.status}, {measured.reason}"
+    elif row["kind"] == "floor":
+        said = f"a copy moves {row['copy_gb_per_second']:,.0f} GB/s"
+    elif row["kind"] == "training":
         speed = f"{row['tokens_per_second']:,.0f} tokens/s, {row['ms_per_step']:,.1f} ms a step"
-        return f"{name}: {speed}, peak {row['peak_memory_gb']:.1f} GB, {row['attention']}{took}"
-    notes = [f"NOT compiled: {row['not_compiled_because']}"] if row["not_compiled_because"] else []
-    notes += [f"{row[count]} {count}" for count in ("recordings", "compilations", "skips") if row[count]]
-    notes += [] if row["is_right"] else ["WRONG TEXT"]
-    step = f"{row['ms_per_step']:.2f} ms a step, {row['tokens_per_step']:.2f} tokens a step"
-    return f"{name}: {step}{''.join(f', {note}' for note in notes)}{took}"
+        said = f"{speed}, peak {row['peak_memory_gb']:.1f} GB, {row['attention']}"
+    else:
+        notes = [f"{row['ms_per_step']:.2f} ms a step, {row['tokens_per_step']:.2f} tokens a step"]
+        notes += [f"NOT compiled: {row['not_compiled_because']}"] * bool(row["not_compiled_because"])
+        notes += [f"{row[count]} {count}" for count in ("recordings", "compilations", "skips") if row[count]]
+        said = ", ".join(notes + ["WRONG TEXT"] * (not row["is_right"]))
+    return f"{measured.name}: {said}{took}"
 
 
 def _is_decoded(row: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 
 START_LIMIT = 180.0  # seconds for a process to import its libraries and find the device
@@ -24,58 +24,31 @@ PATIENCE = 5.0  # seconds for a process that is done to end by itself
 MEASURED, REFUSED, FAILED, SKIPPED = "measured", "refused", "failed", "skipped"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """Something to measure: its name, the seconds that it may take, and its setting, for the bench."""
+    """Something to measure, and what became of it."""
 
     name: str
-    limit: float
-    setting: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Outcome:
-    """A row after its turn.
-
-    Attributes:
-        row: The row.
-        status: "measured", "refused" (it cannot be run, by a ValueError), "failed" or "skipped".
-        reason: Why it is not measured.
-        seconds: That it took, `None` where it was not begun.
-        figures: What was measured.
-    """
-
-    row: Row
-    status: str = SKIPPED
-    reason: str | None = "not begun yet"
-    seconds: float | None = None
+    limit: float  # seconds that it may take
+    setting: dict[str, Any]  # for the bench
+    status: str = SKIPPED  # refused: it cannot be run, by a ValueError
+    reason: str | None = "not begun yet"  # why it is not measured
+    seconds: float | None = None  # that it took; `None` where it was not begun
     figures: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         seconds = None if self.seconds is None else round(self.seconds, 2)
-        head = {"name": self.row.name, "status": self.status, "reason": self.reason, "seconds": seconds}
-        return {**head, **self.row.setting, **self.figures}
+        head = {"name": self.name, "status": self.status, "reason": self.reason, "seconds": seconds}
+        return {**head, **self.setting, **self.figures}
 
 
-class Bench(Protocol):
-    """Measures, in the other process."""
-
-    facts: dict[str, Any]
-
-    def measure(self, setting: dict[str, Any]) -> dict[str, Any]:
-        """The figures of a row."""
-
-    def recover(self) -> None:
-        """Frees what a failed row has left; raises if the process is of no more use."""
-
-
-# In the other process, from options that can be pickled; a function of a module, so that it can be found there.
-Opener = Callable[[dict[str, Any]], Bench]
-
-
-class _Ended(Exception):
-    """The other process has ended or was ended; says why."""
+# Opens a bench in the other process, from options that can be pickled; a function of a module, so that it can be found there.
+# A bench has `facts`, `measure(setting)` gives the figures of a row, and `recover()` frees what a failed row has left and
+# raises if the process is of no more use.
+Opener = Callable[[dict[str, Any]], Any]
+# Status, reason, figures, and whether the process can go on.
+Answer = tuple[str, str | None, dict[str, Any], bool]
 
 
 class _Worker:
@@ -89,31 +62,17 @@ class _Worker:
         theirs.close()
         self.is_open = False
 
-    def open(self, limit: float) -> dict[str, Any]:
-        """The facts of the bench, once it is open."""
-        status, said = self.receive(limit)
-        if status != MEASURED:
-            raise _Ended(said["reason"])
-        self.is_open = True
-        return said
-
-    def receive(self, limit: float) -> tuple[str, dict[str, Any]]:
-        """The next message within so many seconds."""
+    def answer(self, limit: float, setting: dict[str, Any] | None = None) -> Answer:
+        """The answer to a setting within so many seconds; without a setting the bench's facts, once it is open."""
         try:
-            if self._connection.poll(limit):
+            if setting is not None:
+                self._connection.send(setting)
+            if self._connection.poll(max(0.0, limit)):
                 return self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join(timeout=10)
-            raise _Ended(self._how_it_ended()) from None
-        raise _Ended(f"it took longer than the {limit:.0f} s that it had")
-
-    def measure(self, setting: dict[str, Any], limit: float) -> tuple[str, dict[str, Any]]:
-        """A row's status and figures, or its reason."""
-        try:
-            self._connection.send(setting)
-        except OSError:
-            raise _Ended(self._how_it_ended()) from None
-        return self.receive(limit)
+            return FAILED, self._how_it_ended(), {}, False
+        return FAILED, f"it took longer than the {limit:.0f} s that it had", {}, False
 
     def end(self, patience: float = 0.0) -> None:
         """Ends the process, whatever it does; with patience it may end by itself, which it does if it waits for a row."""
@@ -135,72 +94,53 @@ def run_rows(
     opener: Opener,
     options: dict[str, Any],
     deadline: float,
-    on_change: Callable[[list[Outcome], dict[str, Any]], None],
-) -> tuple[list[Outcome], dict[str, Any]]:
+    on_change: Callable[[Sequence[Row], dict[str, Any]], None],
+) -> None:
     """Measures the rows in their order until `deadline`, by `time.monotonic`; what is not begun by then is skipped.
 
-    Args:
-        rows: The most useful ones first.
-        opener: Opens the bench.
-        options: For it.
-        deadline: When all ends.
-        on_change: Gets all outcomes and the bench's facts, at the beginning and after each row.
-
-    Returns:
-        An outcome for each row, and the bench's facts, none if it never opened.
+    What became of a row is written into it. `opener` opens the bench with `options`. `on_change` gets the rows and the bench's
+    facts (none before it has opened), at first, after each row and at the end.
     """
-    outcomes = [Outcome(row) for row in rows]
     facts: dict[str, Any] = {}
-    worker: _Worker | None = None
     num_starts = 0
+    worker: _Worker | None = _Worker(opener, options)  # imports its libraries while this process imports its own
     try:
-        worker = _Worker(opener, options)
-        on_change(outcomes, facts)
-        for place, outcome in enumerate(outcomes):
+        on_change(rows, facts)
+        for place, row in enumerate(rows):
             began = time.monotonic()
             if began >= deadline:
-                _skip(outcomes[place:], "the time for all rows was over before this one began")
+                _skip(rows[place:], "the time for all rows was over before this one began")
                 break
-            is_fit = False
-            try:
-                worker = worker or _Worker(opener, options)
-                if not worker.is_open:
-                    facts |= worker.open(min(START_LIMIT, deadline - began))
-                    began = time.monotonic()
-                num_starts = 0
-                limit = max(0.0, min(outcome.row.limit, deadline - began))
-                outcome.status, said = worker.measure(outcome.row.setting, limit)
-                is_fit = said.pop("is_fit", True)
-                outcome.reason, outcome.figures = said.pop("reason", None), said
-            except _Ended as ended:
-                outcome.status, outcome.reason = FAILED, (why := str(ended))
-                if not (worker and worker.is_open):
-                    num_starts += 1
-                    outcome.reason = f"no process to measure in: {why}"
-            if worker and worker.is_open:
-                outcome.seconds = time.monotonic() - began
+            worker, is_fit = worker or _Worker(opener, options), False
+            if not worker.is_open:
+                _, reason, opened, worker.is_open = worker.answer(min(START_LIMIT, deadline - began))
+                num_starts = 0 if worker.is_open else num_starts + 1
+                facts |= opened
+                row.status, row.reason = FAILED, f"no process to measure in: {reason}"
+                began = time.monotonic()
+            if worker.is_open:
+                limit = min(row.limit, deadline - began)
+                row.status, row.reason, row.figures, is_fit = worker.answer(limit, row.setting)
+                row.seconds = time.monotonic() - began
             if not is_fit:
-                worker = _ended(worker)
+                worker.end()
+                worker = None
             if num_starts == MOST_STARTS:
-                _skip(outcomes[place + 1 :], f"{num_starts} processes in a row did not start: {why}")
+                _skip(rows[place + 1 :], f"{num_starts} processes in a row did not start: {reason}")
                 break
-            on_change(outcomes, facts)
+            on_change(rows, facts)
         if worker is not None:
             worker.end(PATIENCE)
+            worker = None
     finally:
-        _ended(worker)
-    on_change(outcomes, facts)
-    return outcomes, facts
+        if worker is not None:
+            worker.end()
+    on_change(rows, facts)
 
 
-def _skip(outcomes: Sequence[Outcome], reason: str) -> None:
-    for outcome in outcomes:
-        outcome.status, outcome.reason = SKIPPED, reason
-
-
-def _ended(worker: _Worker | None) -> None:
-    if worker is not None:
-        worker.end()
+def _skip(rows: Sequence[Row], reason: str) -> None:
+    for row in rows:
+        row.status, row.reason = SKIPPED, reason
 
 
 def _serve(connection: Connection, opener: Opener, options: dict[str, Any]) -> None:
@@ -209,31 +149,30 @@ def _serve(connection: Connection, opener: Opener, options: dict[str, Any]) -> N
         bench = opener(options)
     except Exception as error:
         traceback.print_exc()
-        connection.send((FAILED, {"reason": reason_of(error)}))
+        connection.send((FAILED, reason_of(error), {}, False))
         return
-    connection.send((MEASURED, bench.facts))
+    answer: Answer = (MEASURED, None, bench.facts, True)
     with suppress(EOFError):  # the other side is done
         while True:
-            status, said = _answer(bench, connection.recv())
-            connection.send((status, said))
-            if not said.get("is_fit", True):
+            connection.send(answer)
+            if not answer[-1]:
                 return
+            answer = _answer(bench, connection.recv())
 
 
-def _answer(bench: Bench, setting: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _answer(bench: Any, setting: dict[str, Any]) -> Answer:
     try:
-        return MEASURED, bench.measure(setting)
+        return MEASURED, None, bench.measure(setting), True
     except Exception as error:
         reason, status = reason_of(error), REFUSED if isinstance(error, ValueError) else FAILED
         if status == FAILED:
             traceback.print_exc()
-        # Frames hold tensors; without them the memory can be freed.
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # frames hold tensors; without them the memory can be freed
     try:
         bench.recover()
     except Exception as error:
-        return FAILED, {"reason": f"{reason}; after it: {reason_of(error)}", "is_fit": False}
-    return status, {"reason": reason}
+        return FAILED, f"{reason}; after it: {reason_of(error)}", {}, False
+    return status, reason, {}, True
 
 
 def reason_of(error: BaseException) -> str:

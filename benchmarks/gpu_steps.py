@@ -11,15 +11,13 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """CUDA graphs recorded, graphs made by `torch.compile`, and compiled graphs that run unrecorded though recording was asked for."""
 
     recordings: int = 0
@@ -28,7 +26,7 @@ class Counts:
 
     def since(self, before: Counts) -> dict[str, int]:
         """What came on top of `before`, by name."""
-        return {name: getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__}
+        return {name: now - then for name, now, then in zip(self._fields, self, before, strict=True)}
 
 
 class GraphWatch:
@@ -66,19 +64,13 @@ class GraphWatch:
     def reasons(self, known: Sequence[Any]) -> list[str]:
         """Why something was compiled again, was not recorded or failed to compile, but for what was `known` to `compiled`."""
         before = set(map(id, known))
-        names = ("recompile_reason", "cudagraph_skip_reason", "fail_reason")
         said = [
-            f"{name.removesuffix('_reason')} of {metric.co_name}: {first_line(reason)}"
+            f"{name} of {metric.co_name}: {next(iter(str(reason).strip().splitlines()), '')[:300]}"
             for metric in self.compiled()
-            for name in names
-            if id(metric) not in before and (reason := getattr(metric, name, None))
+            for name in ("recompile", "cudagraph_skip", "fail")
+            if id(metric) not in before and (reason := getattr(metric, f"{name}_reason", None))
         ]
         return list(dict.fromkeys(said))
-
-
-def first_line(text: object) -> str:
-    """The first line of a long message, at most 300 characters."""
-    return next(iter(str(text).strip().splitlines()), "")[:300]
 
 
 class StepClock:
@@ -113,8 +105,7 @@ class StepClock:
         return self._counts[begin] == self._counts[end]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step: its time, the tokens that it gave all sequences together, and whether it counts.
 
     A step counts if it is whole, of all sequences, and nothing was compiled or recorded in it.
@@ -125,8 +116,7 @@ class Step:
     counts: bool
 
 
-@dataclass(frozen=True)
-class TimedText:
+class TimedText(NamedTuple):
     """The steps after the prompt's forward, the time of that forward, and the new tokens of each sequence."""
 
     steps: list[Step]
@@ -140,35 +130,27 @@ def time_blocks(
     """Reads the blocks of `generate_blocks` to the end; each step gives one block to every sequence that is not done.
 
     The first step does not count: it reads the prompt's features. Nor do steps for which a sequence wanted less than a block.
-
-    Args:
-        blocks: Those of all sequences, step by step.
-        clock: A fresh one.
-        num_sequences: Sequences at once.
-        max_new_tokens: Tokens of each.
-        block_size: Tokens that a step gives a sequence at most.
     """
     token_ids: list[list[int]] = [[] for _ in range(num_sequences)]
-    begin, previous = clock.mark(), num_sequences
+    marks, previous = [clock.mark()], num_sequences
     groups: list[dict[str, Any]] = []  # of one step each
     for block in blocks:
         mark, sequence = clock.mark(), block.sequence
         if sequence <= previous:  # blocks of one step come in the order of the sequences
             wanted = max_new_tokens - max(map(len, token_ids))
             groups.append({"tokens": 0, "sequences": 0, "is_whole": wanted >= block_size})
-        previous = sequence
+            marks.append(mark)
+        previous, marks[-1] = sequence, mark
         groups[-1]["tokens"] += len(block.token_ids)
         groups[-1]["sequences"] += 1
-        groups[-1]["mark"] = mark
         token_ids[sequence] += block.token_ids
-    marks = [begin, *(group["mark"] for group in groups)]
     steps = []
     for place, group in enumerate(groups[1:], start=1):
         interval = marks[place], marks[place + 1]
         is_usual = place > 1 and group["is_whole"] and group["sequences"] == num_sequences
         counts = is_usual and clock.is_settled(*interval)
         steps.append(Step(clock.milliseconds(*interval), group["tokens"], counts))
-    return TimedText(steps, clock.milliseconds(begin, marks[1]), token_ids)
+    return TimedText(steps, clock.milliseconds(marks[0], marks[1]), token_ids)
 
 
 class StepStreamer:
@@ -179,7 +161,6 @@ class StepStreamer:
         self.num_tokens: list[int] = []  # of each call; the prompt's comes first
 
     def put(self, token_ids: torch.Tensor) -> None:
-        """The prompt at first, then the new tokens of a step."""
         self.clock.mark()
         self.num_tokens.append(token_ids.numel())
 
@@ -191,14 +172,10 @@ def time_generate(generate: Callable[..., torch.Tensor], prompt_ids: torch.Tenso
     """Runs `generate(prompt_ids, streamer=...)`; the first step does not count."""
     streamer = StepStreamer(clock)
     sequences = generate(prompt_ids, streamer=streamer)
-    steps = [
-        Step(
-            clock.milliseconds(mark, mark + 1),
-            streamer.num_tokens[mark + 1],
-            mark > 1 and clock.is_settled(mark, mark + 1),
-        )
-        for mark in range(1, len(streamer.num_tokens) - 1)
-    ]
+    steps = []
+    for mark, num_tokens in enumerate(streamer.num_tokens[2:], start=1):
+        counts = mark > 1 and clock.is_settled(mark, mark + 1)
+        steps.append(Step(clock.milliseconds(mark, mark + 1), num_tokens, counts))
     return TimedText(steps, clock.milliseconds(0, 1), sequences[:, prompt_ids.shape[1] :].tolist())
 
 
@@ -220,7 +197,6 @@ def step_figures(text: TimedText, num_sequences: int, by_mean: bool = False) -> 
     times = [step.milliseconds for step in counted]
     tokens_per_step = sum(step.num_tokens for step in counted) / (len(counted) * num_sequences)
     cuts = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
-    step_ms = fmean(times) if by_mean else median(times)
     return {
         "ms_per_step": median(times),
         "ms_per_step_p10": cuts[0],
@@ -229,6 +205,6 @@ def step_figures(text: TimedText, num_sequences: int, by_mean: bool = False) -> 
         "steps": len(text.steps),
         "steps_counted": len(counted),
         "tokens_per_step": tokens_per_step,
-        "ms_per_token": step_ms / tokens_per_step,
+        "ms_per_token": (fmean(times) if by_mean else median(times)) / tokens_per_step,
         "ms_to_first_token": text.ms_to_first_token,
     }

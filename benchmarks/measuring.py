@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+from dflash.checkpoints import heldout_problems
 from dflash.cli.terminal import show_table
 from dflash.common.provenance import environment, record, write_result
 from dflash.evaluation import chat_encoder, tables_of
@@ -29,13 +33,10 @@ def parsed(parser: argparse.ArgumentParser, words: list[str] | None = None) -> a
 
 
 def finish(output: Path | None, kind: str, pair: tuple[Any, Any] | dict[str, Any], **content: Any) -> dict[str, Any]:
-    """Shows the tables of a result, writes it to `output` if that is given, and returns it.
+    """Shows the tables of a result as `dflash report` makes them, writes it to `output` if that is given, and returns it.
 
-    Args:
-        output: A JSON file.
-        kind: Of the result; its tables are those that `dflash report` makes.
-        pair: Target and drafter that were measured, or the facts of a result without a pair.
-        content: Rows (`summary`) and whatever else the figures depend on.
+    `pair` is the target and the drafter that were measured, or the facts of a result without a pair; `content` holds rows
+    (`summary`) and whatever else the figures depend on.
     """
     result = record(kind, pair if isinstance(pair, dict) else environment(*pair), **content)
     for table in tables_of(result):
@@ -45,6 +46,18 @@ def finish(output: Path | None, kind: str, pair: tuple[Any, Any] | dict[str, Any
     return result
 
 
-def prompt_ids(tokenizer: Any, question: str) -> list[int]:
-    """A question in the chat template, thinking off."""
-    return chat_encoder(tokenizer)([{"role": "user", "content": question}])[0].tolist()
+def turns(names: Iterable[str], repeats: int) -> list[str]:
+    """The names as often as repeats say, every other time backwards: no way of decoding always comes first."""
+    return [name for repeat in range(repeats) for name in sorted(names, reverse=bool(repeat % 2))]
+
+
+def versions() -> dict[str, str]:
+    """What the figures of a result without a pair depend on."""
+    system = f"{platform.system()} {platform.machine()}"
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "system": system}
+
+
+def heldout_prompts(tokenizer: Any) -> list[list[int]]:
+    """The embedded pair's held-out questions in the chat template, thinking off."""
+    encode = chat_encoder(tokenizer)
+    return [encode([{"role": "user", "content": problem.question}])[0].tolist() for problem in heldout_problems()]

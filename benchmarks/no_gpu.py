@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import math
-import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +21,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from dflash import DFlashConfig, DFlashDraftModel
 
 
 DEVICE = torch.device("cuda:0")
+BLOCK_SIZE = 16
 
 H200 = SimpleNamespace(
     name="NVIDIA H200",
@@ -46,33 +48,40 @@ H200 = SimpleNamespace(
 )
 
 
-def has_cuda_build() -> bool:
-    """Whether this torch can make code for CUDA, with or without a GPU."""
-    return torch.version.cuda is not None
+def need_cuda_build() -> None:
+    """Ends the program where torch knows no CUDA."""
+    if torch.version.cuda is None:
+        raise SystemExit("This torch knows no CUDA: install its CUDA build, which needs no GPU for this.")
 
 
-def versions() -> dict[str, str]:
-    """What counts depend on."""
-    system = f"{platform.system()} {platform.machine()}"
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "system": system}
-
-
-def fake_tensor(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape, strides and dtype of `value` on the GPU, without numbers."""
-    meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    fake = FakeTensor(mode, meta, DEVICE)
-    return nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
+def random_pair(
+    sizes: dict[str, Any], depths: tuple[int, int], taps: list[int], is_tied: bool = False
+) -> tuple[PreTrainedModel, DFlashDraftModel]:
+    """A Qwen3 target and its drafter of so many layers, random."""
+    num_layers, num_draft_layers = depths
+    ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    target = Qwen3ForCausalLM(Qwen3Config(**sizes, **ends, num_hidden_layers=num_layers, tie_word_embeddings=is_tied))
+    nested = {"target_layer_ids": taps, "mask_token_id": sizes["vocab_size"] - 1}
+    layers = {"num_hidden_layers": num_draft_layers, "num_target_layers": num_layers}
+    return target, DFlashDraftModel(DFlashConfig(**sizes, **layers, block_size=BLOCK_SIZE, dflash_config=nested))
 
 
 def fake_module(mode: FakeTensorMode, module: nn.Module) -> Any:
     """The module itself, its weights and buffers now on the GPU and without numbers; tied ones stay tied."""
     seen: dict[int, torch.Tensor] = {}
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        tensor = FakeTensor(mode, meta, DEVICE)
+        return nn.Parameter(tensor, requires_grad=False) if isinstance(value, nn.Parameter) else tensor
+
     for part in module.modules():
-        of_part: Any
-        for of_part in (part._parameters, part._buffers):
-            for name, value in of_part.items():
+        for values in (part._parameters, part._buffers):
+            for name, value in values.items():
                 if value is not None:
-                    of_part[name] = seen.setdefault(id(value), fake_tensor(mode, value))
+                    if id(value) not in seen:
+                        seen[id(value)] = fake(value)
+                    values[name] = seen[id(value)]
     return module
 
 
@@ -99,41 +108,30 @@ def _pretend() -> None:
     def always(value: Any) -> Any:
         return lambda *args, **kwargs: value
 
-    untyped: Any = triton_utils
-    untyped.triton_hash_with_backend, untyped.has_triton = always("none"), always(True)
-    untyped = inductor_utils
-    untyped.is_big_gpu = always(True)
-    cuda: Any = torch.cuda
+    triton_utils.triton_hash_with_backend, triton_utils.has_triton = always("none"), always(True)
+    inductor_utils.is_big_gpu = always(True)
+    cuda = torch.cuda
     cuda.get_device_properties, cuda.get_device_capability = always(H200), always((9, 0))
     cuda.current_device, cuda.device_count, cuda.is_available = always(0), always(1), always(True)
     cuda.get_rng_state, cuda.set_rng_state = always(torch.zeros(16, dtype=torch.uint8)), always(None)
     cuda.synchronize, cuda.set_device, cuda._lazy_init = always(None), always(None), always(None)
     cuda.is_initialized = always(False)
-    cuda._exchange_device, cuda._maybe_exchange_device = (
-        always(0),
-        always(0),
-    )  # two, because Dynamo knows each by itself
+    # Two functions, because Dynamo knows each by itself.
+    cuda._exchange_device, cuda._maybe_exchange_device = always(0), always(0)
     torch.accelerator.is_available = always(False)  # Dynamo would ask for the current stream
-    interface: Any = interfaces.CudaInterface
+    interface = interfaces.CudaInterface
     interface.Worker.get_device_properties = staticmethod(always(H200))
     interface.Worker.current_device = staticmethod(always(0))
     interface.get_compute_capability = staticmethod(always(90))
     interface.is_available, interface.current_device = staticmethod(always(True)), staticmethod(always(0))
     interface.device_count = staticmethod(always(1))
 
-    made: Any = DeviceProperties.create
-    properties = DeviceProperties(
-        type="cuda",
-        index=0,
-        multi_processor_count=H200.multi_processor_count,
-        cc=90,
-        major=H200.major,
-        regs_per_multiprocessor=H200.regs_per_multiprocessor,
-        max_threads_per_multi_processor=H200.max_threads_per_multi_processor,
-        warp_size=H200.warp_size,
+    made = DeviceProperties.create
+    known = {name: value for name, value in vars(H200).items() if name in DeviceProperties._fields}
+    properties = DeviceProperties(type="cuda", index=0, cc=90, **known)
+    DeviceProperties.create = staticmethod(
+        lambda device: properties if torch.device(device).type == "cuda" else made(device)
     )
-    untyped = DeviceProperties
-    untyped.create = staticmethod(lambda device: properties if torch.device(device).type == "cuda" else made(device))
 
     def on_cpu(initialise: Any) -> Any:
         """Patterns are traced from small real tensors."""
@@ -147,19 +145,16 @@ def _pretend() -> None:
 
         return inner
 
-    untyped = fuse_attention
-    untyped._sfdp_init = on_cpu(untyped._sfdp_init)
-    untyped = misc_patterns
-    untyped._misc_patterns_init = on_cpu(untyped._misc_patterns_init)
-    untyped = pad_mm
-    untyped._pad_mm_init = on_cpu(untyped._pad_mm_init)
+    fuse_attention._sfdp_init = on_cpu(fuse_attention._sfdp_init)
+    misc_patterns._misc_patterns_init = on_cpu(misc_patterns._misc_patterns_init)
+    pad_mm._pad_mm_init = on_cpu(pad_mm._pad_mm_init)
 
     def would_be_timed(match: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> bool:
         _timed.append((tuple(first.shape), tuple(second.shape)))
         return False
 
-    untyped._should_pad = would_be_timed
-    folder: Any = joint_graph.UniformValueConstantFolder
+    pad_mm._should_pad = would_be_timed
+    folder = joint_graph.UniformValueConstantFolder
     deduce = folder._deduce_value
 
     def deduce_on_cpu(self: Any, node: Any) -> Any:
@@ -199,55 +194,40 @@ def compiling() -> Iterator[list[str]]:
         codes.append(self.codegen()[0].value)
         raise _Made
 
-    untyped: Any = GraphLowering
-    kept, untyped._compile_to_module = untyped._compile_to_module, stop
+    kept, GraphLowering._compile_to_module = GraphLowering._compile_to_module, stop
     try:
         with torch.no_grad(), config.patch(compile_threads=1, fx_graph_cache=False):
             yield codes
     except _Made:
         pass
     finally:
-        untyped._compile_to_module = kept
+        GraphLowering._compile_to_module = kept
         reset()
 
 
 _CALLS = re.compile(r"^ *def (?:partition_0|call)\(", re.M)  # before it stand the kernels
 _KERNEL = re.compile(r"^\s+(?:\w+ = )?(triton_\w+)\.run\(", re.M)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.[\w.]+|aten\.[\w.]+)\(", re.M)
-_BUFFER = re.compile(r"^\s+(\w+) = empty_strided_cuda\(\(([^)]*)\), \([^)]*\), torch\.(\w+)\)", re.M)
-_REUSED = re.compile(r"^\s+(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*?; del \2 +# reuse", re.M)
+_BUFFER = re.compile(r"^\s+\w+ = empty_strided_cuda\(\(([^)]*)\), \([^)]*\), torch\.(\w+)\)", re.M)
 
 
 def counted(codes: list[str], vocab_size: int) -> dict[str, Any]:
-    """What generated code launches, allocates and writes, weights, keys and values aside.
-
-    `written_bytes` is an estimate: of each buffer once per kernel that it is made or taken over for.
-    """
+    """What generated code launches and allocates, weights, keys and values aside."""
     code = "\n".join(codes)
     calls = "\n".join(_CALLS.split(code, maxsplit=1)[1] for code in codes)
-    launches: collections.Counter[str] = collections.Counter()
-    for kernel in _KERNEL.findall(calls):
-        launches[_kind(kernel, code)] += 1
-    for kernel in _EXTERN.findall(calls):
-        launches[kernel] += 1
-    sizes, over_vocabulary = {}, []
-    for name, sizes_text, dtype in _BUFFER.findall(calls):
-        shape = tuple(int(size) for size in sizes_text.replace(" ", "").split(",") if size)
-        sizes[name] = math.prod(shape) * getattr(torch, dtype).itemsize
-        if math.prod(shape) >= vocab_size and any(size % vocab_size == 0 and size for size in shape):
-            over_vocabulary.append([list(shape), dtype])
-    allocated = sum(sizes.values())
-    written = allocated
-    for name, old in _REUSED.findall(calls):
-        if old in sizes:
-            sizes[name] = sizes[old]
-            written += sizes[old]
+    launches = collections.Counter(_kind(kernel, code) for kernel in _KERNEL.findall(calls))
+    launches.update(_EXTERN.findall(calls))
+    allocated, over_vocabulary = 0, []
+    for sizes, dtype in _BUFFER.findall(calls):
+        shape = [int(size) for size in sizes.replace(" ", "").split(",") if size]
+        allocated += math.prod(shape) * getattr(torch, dtype).itemsize
+        if any(size and size % vocab_size == 0 for size in shape):
+            over_vocabulary.append([shape, dtype])
     return {
         "launches": sum(launches.values()),
         "by_kind": dict(sorted(launches.items())),
         "over_vocabulary": over_vocabulary,
         "allocated_bytes": allocated,
-        "written_bytes": written,
         "timed_products": [[list(first), list(second)] for first, second in _timed],
     }
 

@@ -30,13 +30,13 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from measuring import argument_parser, finish, parsed, prompt_ids
+from measuring import argument_parser, finish, heldout_prompts, parsed, turns
 from rich.progress import track
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import Conversation, DFlashDraftModel, spec_generate
-from dflash.checkpoints import heldout_problems, load_embedded_pair
+from dflash.checkpoints import load_embedded_pair
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import PLAIN, Prompt, compare, summarise, timed_blocks, timed_generate
 from dflash.model.verification_dflash import Proposals, pick, verify_block, verify_rejection
@@ -69,9 +69,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def batch(args: argparse.Namespace) -> None:
     """A row per batch size."""
     target, drafter, tokenizer = load_embedded_pair()
-    prompts = [torch.tensor(prompt_ids(tokenizer, problem.question)) for problem in heldout_problems()[: args.limit]]
+    prompts = list(map(torch.tensor, heldout_prompts(tokenizer)[: args.limit]))
     spec_generate(drafter, target, prompts[0][None], max_new_tokens=8, **GREEDILY)  # warm-up
-    summary = []
+    summary, stop_id = [], target.generation_config.eos_token_id
     for size in args.batch_sizes:
         seconds, num_tokens, num_identical = {PLAIN: 0.0, "dflash": 0.0}, 0, 0
         batches = [prompts[begin : begin + size] for begin in range(0, len(prompts) - size + 1, size)]
@@ -79,17 +79,10 @@ def batch(args: argparse.Namespace) -> None:
             took, texts = _both_ways(target, drafter, chosen, args)
             seconds = {name: seconds[name] + took[name] for name in seconds}
             num_identical += sum(map(torch.equal, texts["dflash"], texts[PLAIN]))
-            num_tokens += sum(_length(row, target.generation_config.eos_token_id) for row in texts[PLAIN].tolist())
-        summary.append(
-            {
-                "batch_size": size,
-                "prompts": size * len(batches),
-                "identical": num_identical,
-                "tokens": num_tokens,
-                "tokens_per_second": {name: round(num_tokens / taken, 1) for name, taken in seconds.items()},
-                "speedup": round(seconds[PLAIN] / seconds["dflash"], 4),
-            }
-        )
+            num_tokens += sum([*text, stop_id].index(stop_id) + (stop_id in text) for text in texts[PLAIN].tolist())
+        row = {"batch_size": size, "prompts": size * len(batches), "identical": num_identical, "tokens": num_tokens}
+        row["tokens_per_second"] = {name: round(num_tokens / taken, 1) for name, taken in seconds.items()}
+        summary.append({**row, "speedup": round(seconds[PLAIN] / seconds["dflash"], 4)})
     finish(args.output, "batch", (target, drafter), decoding=_decoding(args), summary=summary)
 
 
@@ -102,46 +95,34 @@ def _both_ways(target: Any, drafter: Any, prompts: list[torch.Tensor], args: arg
     runs = {PLAIN: target.generate, "dflash": partial(spec_generate, drafter, target)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     texts: dict[str, torch.Tensor] = {}
-    for repeat in range(args.repeats):
-        for name in sorted(runs, reverse=bool(repeat % 2)):
-            times[name].append(seconds_of(lambda name=name: texts.update({name: runs[name](ids, **asked)})))
-    return (
-        {name: median(taken) for name, taken in times.items()},
-        {name: text[:, ids.shape[1] :] for name, text in texts.items()},
-    )
-
-
-def _length(token_ids: list[int], stop_id: int) -> int:
-    return token_ids.index(stop_id) + 1 if stop_id in token_ids else len(token_ids)
+    for name in turns(runs, args.repeats):
+        times[name].append(seconds_of(lambda name=name: texts.update({name: runs[name](ids, **asked)})))
+    seconds = {name: median(taken) for name, taken in times.items()}
+    return seconds, {name: text[:, ids.shape[1] :] for name, text in texts.items()}
 
 
 def conversation(args: argparse.Namespace) -> None:
     """A row per turn of a chat."""
     target, drafter, tokenizer = load_embedded_pair()
     asked: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, **GREEDILY}
-    problems = iter(heldout_problems())
-    turns: list[list[dict[str, Any]]] = [[] for _ in range(6)]
+    questions = iter(heldout_prompts(tokenizer))
+    rows: list[list[dict[str, Any]]] = [[] for _ in range(6)]
     for _ in track(range(args.limit), description="chats"):
         chat, text = Conversation(), list[int]()
-        for turn in turns:
+        for turn in rows:
             # The text as it was written, token for token, and the next question.
-            prompt = torch.tensor([[*text, *prompt_ids(tokenizer, next(problems).question)]])
+            prompt = torch.tensor([[*text, *next(questions)]])
             runs: dict[str, list[Any]] = {"fresh": [], "kept": []}
-            for repeat in range(args.repeats):
-                for name in sorted(runs, reverse=bool(repeat % 2)):
-                    held = copy.deepcopy(chat, {id(model): model for model in (target, drafter)})
-                    kept = {"conversation": held} if name == "kept" else {}
-                    runs[name].append(timed_blocks(drafter, target, prompt, **asked, **kept))
+            for name in turns(runs, args.repeats):
+                held = copy.deepcopy(chat, {id(model): model for model in (target, drafter)})
+                kept = {"conversation": held} if name == "kept" else {}
+                runs[name].append(timed_blocks(drafter, target, prompt, **asked, **kept))
             timed_blocks(drafter, target, prompt, conversation=chat, **asked)
             text = prompt[0].tolist() + runs["fresh"][0].token_ids
-            turn.append(
-                {
-                    "prompt_tokens": prompt.shape[1],
-                    "reused_tokens": chat.num_reused,
-                    "is_identical": runs["kept"][0].token_ids == runs["fresh"][0].token_ids,
-                    **{name: 1e3 * median(run.seconds_to_first_token for run in made) for name, made in runs.items()},
-                }
-            )
+            row = {"prompt_tokens": prompt.shape[1], "reused_tokens": chat.num_reused}
+            row["is_identical"] = runs["kept"][0].token_ids == runs["fresh"][0].token_ids
+            waits = {name: 1e3 * median(run.seconds_to_first_token for run in made) for name, made in runs.items()}
+            turn.append(row | waits)
     summary = [
         {
             "turn": number,
@@ -150,7 +131,7 @@ def conversation(args: argparse.Namespace) -> None:
             **{name: round(fmean(chat[name] for chat in turn), 1) for name in ("prompt_tokens", "reused_tokens")},
             "ms_to_first_token": {name: round(fmean(chat[name] for chat in turn), 3) for name in ("fresh", "kept")},
         }
-        for number, turn in enumerate(turns, start=1)
+        for number, turn in enumerate(rows, start=1)
     ]
     finish(args.output, "conversation", (target, drafter), decoding=_decoding(args), summary=summary)
 
@@ -158,7 +139,7 @@ def conversation(args: argparse.Namespace) -> None:
 def sampling(args: argparse.Namespace) -> None:
     """A row per kind of proposals, and one per scripted drafter."""
     target, drafter, tokenizer = load_embedded_pair()
-    prompts = [prompt_ids(tokenizer, problem.question) for problem in heldout_problems()[: args.limit]]
+    prompts = heldout_prompts(tokenizer)[: args.limit]
     taus = {"argmax, match": sampled_tau(target, drafter, prompts, "match", args.max_new_tokens)}
     drafter.propose = draw_positions_independently(drafter)
     drafter.candidate_selector = torch.nn.Identity()  # the loop gives uniforms to drafters with a selector alone
@@ -168,9 +149,8 @@ def sampling(args: argparse.Namespace) -> None:
     summary = [{"proposals": name, "prompts": len(prompts), "tau": tau} for name, tau in taus.items()]
     scripts = [scripted(share, num_proposals) for num_proposals in (7, 15) for share in (0.5, 0.7, 0.9)]
     print(json.dumps(scripts, indent=1))
-    finish(
-        args.output, "sampling", (target, drafter), decoding={"temperature": 1.0}, summary=summary, scripted=scripts
-    )
+    asked = {"temperature": 1.0}
+    finish(args.output, "sampling", (target, drafter), decoding=asked, summary=summary, scripted=scripts)
 
 
 def draw_positions_independently(drafter: Any) -> Any:
@@ -189,13 +169,8 @@ def draw_positions_independently(drafter: Any) -> Any:
 
 def sampled_tau(target: Any, drafter: Any, prompts: list[list[int]], verification: str, max_new_tokens: int) -> float:
     """Mean acceptance length over all steps of all prompts at temperature 1."""
-    asked = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": 1.0,
-        "top_k": 0,
-        "verification": verification,
-        "compile": False,
-    }
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "top_k": 0, "compile": False}
+    asked["verification"] = verification
     lengths: list[int] = []
     for index, prompt in enumerate(track(prompts, description=verification)):
         noise = torch.Generator().manual_seed(index)
@@ -205,10 +180,7 @@ def sampled_tau(target: Any, drafter: Any, prompts: list[list[int]], verificatio
 
 
 def scripted(share: float, num_proposals: int, num_blocks: int = 20_000) -> dict[str, Any]:
-    """Accepted proposals per block, where the drafter's distribution is a mixture with `share` of the target's.
-
-    Target and drafter are Markov chains.
-    """
+    """Accepted proposals per block of two Markov chains, the drafter a mixture with `share` of the target's distribution."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, VOCAB_SIZE, VOCAB_SIZE, generator=generator, dtype=torch.float64)
     target, other = (2.0 * noise).softmax(dim=-1)
@@ -240,22 +212,17 @@ def drafter(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = list(read_rows(args.prompts, "train"))[: args.limit]
     prompts = [Prompt(Path(args.prompts).stem, torch.tensor([ids_to_continue(row, tokenizer)])) for row in rows]
-    methods: dict[str, Any] = {
-        PLAIN: partial(timed_generate, target, max_new_tokens=args.max_new_tokens, do_sample=False)
-    }
+    length = {"max_new_tokens": args.max_new_tokens}
+    methods: dict[str, Any] = {PLAIN: partial(timed_generate, target, **length, do_sample=False)}
     for size in args.block_sizes:
-        options = {"max_new_tokens": args.max_new_tokens, "block_size": size, **GREEDILY}
-        methods[f"dflash, block {size}"] = partial(timed_blocks, model, target, **options)
+        methods[f"dflash, block {size}"] = partial(timed_blocks, model, target, **length, block_size=size, **GREEDILY)
     measurements = compare(methods, prompts, args.repeats, lambda items: track(items, description="prompts"))
-    finish(
-        args.output,
-        "drafter",
-        (target, model),
-        decoding=_decoding(args),
-        training=json.loads((args.drafter / "training.json").read_text(encoding="utf-8")),
-        summary=summarise(measurements),
-        measurements=list(map(asdict, measurements)),
-    )
+    content = {
+        "training": json.loads((args.drafter / "training.json").read_text(encoding="utf-8")),
+        "summary": summarise(measurements),
+        "measurements": list(map(asdict, measurements)),
+    }
+    finish(args.output, "drafter", (target, model), decoding=_decoding(args), **content)
 
 
 def ids_to_continue(row: Mapping[str, Any], tokenizer: Any) -> list[int]:

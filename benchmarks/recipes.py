@@ -14,10 +14,9 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from measuring import argument_parser, finish, parsed
 from transformers import AutoModelForCausalLM
@@ -35,12 +34,19 @@ SMALL = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cell:
+# Settings of a training run by the arguments that they come from.
+SETTINGS = {
+    "steps": "steps", "num_hidden_layers": "layers", "num_taps": "taps", "block_size": "block_size", "learning_rate": "lr",
+    "muon_learning_rate": "muon_lr", "num_anchors": "num_anchors", "batch_tokens": "batch_tokens",
+    "mixed_precision": "precision", "held_out": "prompts", "eval_every": "steps", "eval_new_tokens": "max_new_tokens",
+}  # fmt: skip
+
+
+class Cell(NamedTuple):
     """One row of the table: its settings that differ from the base."""
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
 
     @property
     def key(self) -> str:
@@ -100,35 +106,18 @@ AXES = {
 def run(name: str, target: str, data: str, cell: Cell, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """What `training.json` of a run says; the run begins or goes on if it is not finished."""
     folder = args.work / name / cell.key / f"seed-{seed}"
-    base = {
-        "steps": args.steps,
-        "num_hidden_layers": args.layers,
-        "num_taps": args.taps,
-        "block_size": args.block_size,
-        "learning_rate": args.lr,
-        "muon_learning_rate": args.muon_lr,
-        "num_anchors": args.num_anchors,
-        "batch_tokens": args.batch_tokens,
-        "mixed_precision": args.precision,
-        "held_out": args.prompts,
-        "eval_every": args.steps,
-        "eval_new_tokens": args.max_new_tokens,
-        "save_every": 100,
-        "seed": seed,
-    }
-    settings = TrainingSettings(**(base | cell.settings))
-    record, is_begun = folder / "training.json", folder.with_name(f"{folder.name}.state").exists()
-    if is_begun or not record.exists():
-        train_drafter(target, data, folder, settings, resume=is_begun)
-        if folder.with_name(f"{folder.name}.state").exists():
+    base = {name: getattr(args, argument) for name, argument in SETTINGS.items()}
+    settings = TrainingSettings(**{**base, "save_every": 100, "seed": seed, **cell.settings})
+    record, state = folder / "training.json", folder.with_name(f"{folder.name}.state")
+    if state.exists() or not record.exists():
+        train_drafter(target, data, folder, settings, resume=state.exists())
+        if state.exists():
             raise SystemExit(f"Stopped in {folder}: give the command again to go on.")
     facts = json.loads(record.read_text(encoding="utf-8"))
     changed = settings.changed_from(facts["settings"])
-    changed += [
-        f"{what}: {facts[f'{what}_name']}, now {Path(now).name}"
-        for what, now in (("target", target), ("data", data))
-        if facts[f"{what}_name"] != Path(now).name and facts[f"{what}_name"] != now
-    ]
+    for what, now in (("target", target), ("data", data)):
+        if facts[f"{what}_name"] not in (now, Path(now).name):
+            changed.append(f"{what}: {facts[f'{what}_name']}, now {Path(now).name}")
     if changed:
         raise ValueError(f"{folder} is of another run ({'; '.join(changed)}): give another --work.")
     return facts
@@ -161,17 +150,10 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         chosen = [row for row in rows if (row["target"], row["axis"], row["cell"]) == key]
         taus = [row["tau"] for row in chosen]
         gains = [row["tau"] - base[key[0], row["seed"]] for row in chosen if not row["is_base"] and base]
-        summary.append(
-            {
-                **dict(zip(("target", "axis", "cell"), key, strict=True)),
-                "seeds": len(taus),
-                "tau": round(fmean(taus), 4),
-                "tau_interval": half_width(taus),
-                "gain": round(fmean(gains), 4) if gains else None,
-                "gain_interval": half_width(gains),
-                "accepted_per_block": round(fmean(row["accepted_per_block"] for row in chosen), 4),
-            }
-        )
+        row = dict(zip(("target", "axis", "cell"), key, strict=True)) | {"seeds": len(taus)}
+        row |= {"tau": round(fmean(taus), 4), "tau_interval": half_width(taus)}
+        row |= {"gain": round(fmean(gains), 4) if gains else None, "gain_interval": half_width(gains)}
+        summary.append(row | {"accepted_per_block": round(fmean(run["accepted_per_block"] for run in chosen), 4)})
     return summary
 
 
@@ -200,16 +182,11 @@ def main() -> None:
                     runs.append((row | {"parameters": facts["parameters"]}, facts))
                     print(f"{name}, {axis} {cell.name}, seed {seed}: tau {last['tau']:.3f}")
         check_inputs(runs)
-    subjects = {
-        row["target"]: {
-            "class": facts["target"]["class"],
-            "parameters": facts["target"]["parameters"],
-            "sequences": facts["data"]["examples"],
-            "supervised_tokens": facts["data"]["supervised_tokens"],
-            "held_out": facts["held_out"]["prompts"],
-        }
-        for row, facts in runs
-    }
+    subjects = {}
+    for row, facts in runs:
+        subject = {name: facts["target"][name] for name in ("class", "parameters")}
+        subject |= {"sequences": facts["data"]["examples"], "supervised_tokens": facts["data"]["supervised_tokens"]}
+        subjects[row["target"]] = {**subject, "held_out": facts["held_out"]["prompts"]}
     folder = args.work / pairs[-1][0] / cell.key / f"seed-{seed}"
     pair = AutoModelForCausalLM.from_pretrained(pairs[-1][1]), DFlashDraftModel.from_pretrained(folder)
     asked = {name: value for name, value in vars(args).items() if name not in ("pair", "work", "output")}

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measuring import argument_parser, finish, parsed
+from measuring import argument_parser, finish, parsed, turns
 from rich.progress import track
 from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,28 +69,20 @@ def naive_batches(examples: list[Example], args: argparse.Namespace) -> Iterator
         yield collate([examples[i] for i in chosen], anchors, 0, width=max(map(len, examples)))
 
 
-class NaiveLoss:
+def naive_loss(drafter: Any, tapped: Pair, batch: Batch) -> tuple[torch.Tensor, None]:
     """The same loss written naively: the logits of all positions at once, and all that autograd keeps of them."""
-
-    def __init__(self, drafter: Any, tapped: Pair) -> None:
-        self.drafter, self.tapped = drafter, tapped
-        self.weigh = decay_weights(default_gamma(drafter.config.block_size))
-
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, None]:
-        config = self.drafter.config
-        layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
-        with torch.no_grad():
-            cache = self.tapped.new_cache(batch.input_ids.shape[1])
-            _, features = self.tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])
-            noise_embeds = self.tapped.embed(layout.token_ids)
-        hidden_states = self.drafter(
-            noise_embeds, features, layout.position_ids, layout.attention_mask
-        ).last_hidden_state
-        logits = self.tapped.head(hidden_states).flatten(0, 1).float()
-        losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
-        learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
-        weights = pad(self.weigh(learned.float(), learned), (1, 0)).flatten()
-        return (losses * weights).sum(), None
+    config = drafter.config
+    layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
+    with torch.no_grad():
+        cache = tapped.new_cache(batch.input_ids.shape[1])
+        _, features = tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])
+        noise_embeds = tapped.embed(layout.token_ids)
+    states = drafter(noise_embeds, features, layout.position_ids, layout.attention_mask).last_hidden_state
+    logits = tapped.head(states).flatten(0, 1).float()
+    losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
+    learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
+    weigh = decay_weights(default_gamma(config.block_size))
+    return (losses * pad(weigh(learned.float(), learned), (1, 0)).flatten()).sum(), None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -125,53 +117,55 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return live.peak
 
 
-def measure_steps(
-    target: Any, drafter: Any, examples: list[Example], args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any) -> list[dict[str, Any]]:
     """Every way of training over all examples."""
     pair = FrozenTarget(target, drafter)
     settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
-    ours, naive = DrafterLoss(pair), NaiveLoss(drafter, pair)
+    ours, naive = DrafterLoss(pair), partial(naive_loss, drafter, pair)
     ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
         "naive": (naive, list(naive_batches(examples, args))),
         "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),
         "packed": (ours, list(epoch_batches(examples, 0, **settings, pack_length=args.pack_length))),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    losses, peaks = {}, {}
-    for repeat in track(range(args.repeats + 1), description="steps"):  # the first warms up
-        for name in sorted(ways, reverse=bool(repeat % 2)):
-            loss_of, batches = ways[name]
-            drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
+    losses: dict[str, float] = {}
+    peaks: dict[str, int] = {}
 
-            def run(loss_of: Any = loss_of, batches: list[Batch] = batches, name: str = name) -> None:
-                losses[name] = 0.0
-                for batch in batches:
-                    loss_sum, _ = loss_of(batch)
-                    loss_sum.backward()
-                    losses[name] += loss_sum.item()
+    def run(name: str, batches: list[Batch]) -> None:
+        losses[name] = 0.0
+        for batch in batches:
+            loss_sum, _ = ways[name][0](batch)
+            loss_sum.backward()
+            losses[name] += loss_sum.item()
 
-            if repeat:
-                seconds[name].append(seconds_of(run))
-            else:
-                largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
-                peaks[name] = peak_bytes(partial(run, batches=[largest]))
+    for name in track(turns(ways, args.repeats + 1), description="steps"):
+        batches = ways[name][1]
+        drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
+        if name in peaks:
+            seconds[name].append(seconds_of(partial(run, name, batches)))
+        else:  # the first warms up
+            largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
+            peaks[name] = peak_bytes(partial(run, name, [largest]))
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))
-    return [
-        {
-            "way": name,
-            "batches": len(batches),
-            "columns": sum(batch.input_ids.numel() for batch in batches),
-            "tokens": num_tokens,
-            "tokens_per_second": round(num_tokens / median(seconds[name]), 1),
-            "speedup": round(median(seconds["naive"]) / median(seconds[name]), 4),
-            "peak_memory_bytes": peaks[name],
-            "loss": round(losses[name], 4),
-        }
-        for name, (_, batches) in ways.items()
-    ]
+    rows = []
+    for name, (_, batches) in ways.items():
+        columns = sum(batch.input_ids.numel() for batch in batches)
+        row = {"way": name, "batches": len(batches), "columns": columns, "tokens": num_tokens}
+        row["tokens_per_second"] = round(num_tokens / median(seconds[name]), 1)
+        row["speedup"] = round(median(seconds["naive"]) / median(seconds[name]), 4)
+        rows.append({**row, "peak_memory_bytes": peaks[name], "loss": round(losses[name], 4)})
+    return rows
+
+
+def whole_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> None:
+    cross_entropy(hidden @ head.T, labels, reduction="sum").backward()
+
+
+def loss_in_chunks(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk_rows: int) -> None:
+    weights = torch.ones(len(labels))
+    chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum.backward()
 
 
 def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -183,16 +177,9 @@ def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, A
         labels = torch.randint(0, vocab_size, (args.rows,))
         chunk_rows = max(1, args.rows * min(args.vocabularies) // (4 * vocab_size))
 
-        def whole(hidden: torch.Tensor = hidden, head: torch.Tensor = head, labels: torch.Tensor = labels) -> None:
-            cross_entropy(hidden @ head.T, labels, reduction="sum").backward()
-
-        def chunked(
-            hidden: Any = hidden, head: Any = head, labels: Any = labels, chunk_rows: int = chunk_rows
-        ) -> None:
-            weights = torch.ones(args.rows)
-            chunked_loss(hidden, labels, weights, lambda states: states @ head.T, chunk_rows).loss_sum.backward()
-
-        for name, compute in (("whole", whole), ("chunked", chunked)):
+        ways = {"whole": whole_loss, "chunked": partial(loss_in_chunks, chunk_rows=chunk_rows)}
+        for name, way in ways.items():
+            compute = partial(way, hidden, head, labels)
             compute()
             milliseconds = 1000 * median(seconds_of(compute) for _ in range(args.repeats))
             sizes = {"vocabulary": vocab_size, "rows": args.rows}

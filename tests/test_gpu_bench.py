@@ -122,7 +122,7 @@ class FakeClock:
 
 
 def block(sequence, count):
-    return SimpleNamespace(row=sequence, token_ids=[0] * count)
+    return SimpleNamespace(sequence=sequence, token_ids=[0] * count)
 
 
 def read(blocks, clock, num_sequences, max_new_tokens, block_size=4):
@@ -287,13 +287,15 @@ def run(helper, *what, seconds=60.0, **options):
     rows = [runner.Row(f"{place}/{do}", 1.5 if do == "hang" else 30.0, {"do": do}) for place, do in enumerate(what)]
     seen = []
 
-    def on_change(outcomes, facts):
-        seen.append([outcome.status for outcome in outcomes])
-        json.dumps([outcome.to_dict() for outcome in outcomes], allow_nan=False)
+    facts = {}
 
-    outcomes, facts = runner.run_rows(rows, helper.open_bench, options, time.monotonic() + seconds, on_change)
-    assert [outcome.row.name for outcome in outcomes] == [row.name for row in rows]
-    return outcomes, facts, seen
+    def on_change(rows, said):
+        seen.append([row.status for row in rows])
+        facts.update(said)
+        json.dumps([row.to_dict() for row in rows], allow_nan=False)
+
+    runner.run_rows(rows, helper.open_bench, options, time.monotonic() + seconds, on_change)
+    return rows, facts, seen
 
 
 def test_a_row_that_fails_hangs_or_dies_loses_only_itself(helper):
@@ -301,7 +303,7 @@ def test_a_row_that_fails_hangs_or_dies_loses_only_itself(helper):
     what = [do for each in bad for do in (each, "fine")]
     outcomes, facts, seen = run(helper, *what)
     assert [outcome.status for outcome in outcomes[1::2]] == ["measured"] * len(bad)
-    reasons = {outcome.row.setting["do"]: (outcome.status, outcome.reason) for outcome in outcomes[::2]}
+    reasons = {outcome.setting["do"]: (outcome.status, outcome.reason) for outcome in outcomes[::2]}
     assert reasons["raise"] == ("failed", "KeyError: 'in the middle'")
     assert reasons["memory"] == ("failed", "out of memory: CUDA out of memory. Tried to allocate 1 GiB.")
     assert reasons["refuse"] == ("refused", "ValueError: a tree takes one prompt at a time")
@@ -397,9 +399,9 @@ def test_figures_of_a_smoke_test_are_kept_nowhere_but_where_they_are_wanted(monk
 
 
 def outcome(name, status="measured", **figures):
-    runner, rows = load("gpu_runner"), load("gpu_rows")
-    (row,) = [row for row in rows.all_rows() if row.name == name]
-    return runner.Outcome(row, status, None, 1.0, figures)
+    (row,) = [row for row in load("gpu_rows").all_rows() if row.name == name]
+    row.status, row.reason, row.seconds, row.figures = status, None, 1.0, figures
+    return row
 
 
 def decoded(name, ms_per_step, tokens_per_step=1.0, reason=None):
@@ -446,13 +448,13 @@ def test_nothing_is_called_compiled_that_was_not():
 
 
 def test_rows_that_were_not_measured_are_told_with_their_reason():
-    report, runner = load("gpu_rows"), load("gpu_runner")
+    report = load("gpu_rows")
     failed = outcome("qwen3-8b/32768x8/compiled", "failed")
     failed.reason = "out of memory"
     assert report.line(failed) == "qwen3-8b/32768x8/compiled: failed, out of memory [1 s]"
     (row,) = report.derived([failed])
     assert (row["status"], row["reason"], row["context"], row["batch"]) == ("failed", "out of memory", 32768, 8)
-    assert runner.Outcome(failed.row).to_dict()["reason"] == "not begun yet"
+    assert report.all_rows()[0].to_dict()["reason"] == "not begun yet"
 
 
 def test_the_floor_counts_the_head_twice_and_the_keys_and_no_embedding():

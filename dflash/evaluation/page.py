@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import logging
 
@@ -26,14 +26,10 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure that a result has rows for.
+class Drawing(NamedTuple):
+    """A figure that a result has rows for: its name in file names, a sentence or two, and what draws it.
 
-    Attributes:
-        name: In the names of its files.
-        shows: One sentence, or two.
-        draw: Draws it, with or without the note on what its figures depend on.
+    `draw` takes a theme, and whether the note on what its figures depend on stands below it.
     """
 
     name: str
@@ -44,9 +40,7 @@ class Drawing:
 def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     """Writes `index.html` and two PNG per figure, for light and dark pages, into `folder`; returns the page's path.
 
-    Args:
-        paths: Result files, and folders of them.
-        folder: Made if it does not exist.
+    Paths are result files, and folders of them.
 
     Raises:
         ValueError: A file is no result, or no file has rows; nothing is written then.
@@ -63,12 +57,9 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sections = [_section(name, result, folder) for name, result in results.items()]
+    loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page = folder / "index.html"
     page.write_text(templates.get_template("page.html").render(sections=sections), encoding="utf-8")
@@ -77,9 +68,7 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
 
 def drawings(result: dict[str, Any]) -> list[Drawing]:
     """The figures that a result's rows have something for."""
-    rows = result["summary"]
-    note = stated(result)
-    paper = published(result)
+    rows, note, paper = result["summary"], stated(result), published(result)
     found = []
 
     def add(name: str, shows: str, chosen: list[Row], draw: Callable[..., Figure], **options: Any) -> None:
@@ -87,50 +76,32 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
             found.append(Drawing(name, shows, lambda theme, noted: draw(chosen, note * noted, theme, **options)))
 
     compared = [row for row in _having(rows, "task", "method", "speedup") if row["method"] != PLAIN]
-    source = "" if paper is None else f" Hatched: {paper[1]}."
-    add(
-        "speedup", f"Speed-up over plain decoding in the same run, by task and method.{source}",
-        compared, plots.speedups, paper=paper and paper[0],
-    )  # fmt: skip
-    accepting = [
-        row for row in _having(rows, "task", "method", "acceptance_histogram") if row["acceptance_histogram"][1:]
-    ]
-    add(
-        "acceptance", "How often the proposal at each position is accepted: of all verify steps, and of those that got there.",
-        accepting, plots.acceptance_by_position,
-    )  # fmt: skip
+    shows = "Speed-up over plain decoding in the same run, by task and method."
+    shows += "" if paper is None else f" Hatched: {paper[1]}."
+    add("speedup", shows, compared, plots.speedups, paper=paper and paper[0])
+    histograms = _having(rows, "task", "method", "acceptance_histogram")
+    accepting = [row for row in histograms if row["acceptance_histogram"][1:]]
+    shows = "How often the proposal at each position is accepted: of all verify steps, and of those that got there."
+    add("acceptance", shows, accepting, plots.acceptance_by_position)
     add("lengths", "How many tokens a verify step gives; τ (micro) marked.", accepting, plots.acceptance_lengths)
-    add(
-        "step_time",
-        "Time of one forward by its width.",
-        _having(result.get("widths", rows), "width", "ms_verify"),
-        plots.step_time,
-    )
-    swept = [
-        row
-        for row in _having(rows, "context_tokens", "method", "ms_per_token")
-        if row.get("axis", "context") == "context"
-    ]
-    simulated = (
-        " Simulated: tau is stated, milliseconds are measured."
-        if any(row.get("is_simulated") for row in swept)
-        else ""
-    )
-    add("growth", f"Time per token as the context grows.{simulated}", swept, plots.growth)
-    add(
-        "latency_throughput", "Throughput of all requests against the wait of one, by the number of requests at once.",
-        _having(rows, "server", "concurrency", "tokens_per_second", "ms_per_output_token_p50", "ms_per_output_token_p99"), plots.latency_throughput,
-        target_ms=result.get("decoding", {}).get("target_ms_per_output_token"),
-    )  # fmt: skip
+    widths = _having(result.get("widths", rows), "width", "ms_verify")
+    add("step_time", "Time of one forward by its width.", widths, plots.step_time)
+    costs = _having(rows, "context_tokens", "method", "ms_per_token")
+    swept = [row for row in costs if row.get("axis", "context") == "context"]
+    is_simulated = any(row.get("is_simulated") for row in swept)
+    shows = "Time per token as the context grows."
+    shows += " Simulated: tau is stated, milliseconds are measured." if is_simulated else ""
+    add("growth", shows, swept, plots.growth)
+    waits = ("ms_per_output_token_p50", "ms_per_output_token_p99")
+    loads = _having(rows, "server", "concurrency", "tokens_per_second", *waits)
+    shows = "Throughput of all requests against the wait of one, by the number of requests at once."
+    target_ms = result.get("decoding", {}).get("target_ms_per_output_token")
+    add("latency_throughput", shows, loads, plots.latency_throughput, target_ms=target_ms)
     return found
 
 
 def save_plots(result: dict[str, Any], output: Path) -> list[Path]:
-    """Writes a result's figures as PNG beside `output`, which names them; returns their paths.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Writes a result's figures as PNG beside `output`, which names them; returns their paths."""
     return [_save(drawing, output.with_name(f"{output.stem}_{drawing.name}.png")) for drawing in drawings(result)]
 
 
@@ -155,9 +126,10 @@ def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
     for drawing in drawings(result):
         images = {}
         for theme, ending in ((canvas.LIGHT, ""), (canvas.DARK, "_dark")):
-            wide = _save(drawing, folder / f"{name}_{drawing.name}{ending}.png", theme)
-            images[f"wide{ending}"] = _embedded(wide.read_bytes())
-            images[f"narrow{ending}"] = _embedded(canvas.png(drawing.draw(theme.narrow(), False)))
+            wide = _save(drawing, folder / f"{name}_{drawing.name}{ending}.png", theme).read_bytes()
+            narrow = canvas.png(drawing.draw(theme.narrow(), False))
+            for width, png in (("wide", wide), ("narrow", narrow)):
+                images[f"{width}{ending}"] = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
         figures.append({"shows": drawing.shows, **images})
     return {
         "name": name,
@@ -180,11 +152,10 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
         return [("", table, None) for table in tables_of(result)]
     first = [key for key in (EVALUATED if result["kind"] == "eval" else DECODED) if key != "task"]
     every = [key for key in COLUMNS if key != "task"]
-    found: list[tuple[str, Table, Table | None]] = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        found.append((task, table_of(of_task, first), table_of(of_task, every)))
-    return found
+    of: dict[str, list[Row]] = {}
+    for row in rows:
+        of.setdefault(row["task"], []).append(row)
+    return [(task, table_of(of_task, first), table_of(of_task, every)) for task, of_task in of.items()]
 
 
 def _having(rows: Sequence[Row], *keys: str) -> list[Row]:
@@ -195,13 +166,7 @@ def _names(paths: Sequence[str | Path]) -> dict[str, str | Path]:
     """A name per file, from its own; told apart by a number where two files have the same."""
     names: dict[str, str | Path] = {}
     for path in dict.fromkeys(map(str, paths)):
-        stem, number = Path(path).stem, 2
-        name = stem
-        while name in names:
-            name, number = f"{stem}-{number}", number + 1
-        names[name] = path
+        stem = Path(path).stem
+        candidates = chain([stem], (f"{stem}-{number}" for number in count(2)))
+        names[next(name for name in candidates if name not in names)] = path
     return names
-
-
-def _embedded(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import canvas
 from .canvas import LIGHT, Curve, Entry, Theme
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEWEST_STEPS = 10  # a share of fewer verify steps is noise
+PAPER = "paper"
 
 
 def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
@@ -80,53 +81,43 @@ def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT
             *canvas.handles(key), loc="upper right", frameon=False, labelcolor=theme.ink, fontsize=8.5, borderpad=0.1
         )
         axes.set_xlim(left=0.2)
-        axes.set_ylim(
-            0, highest * (1.06 + 0.1 * max(len(_of(chosen, name)) for name in panels))
-        )  # the key stands above
+        most = max(len(_of(chosen, name)) for name in panels)
+        axes.set_ylim(0, highest * (1.06 + 0.1 * most))  # the key stands above
         canvas.shares_of_counts(axes)
     return figure
 
 
 def speedups(
-    rows: Sequence[Row],
-    note: str = "",
-    theme: Theme = LIGHT,
-    paper: Mapping[str, float] | None = None,
+    rows: Sequence[Row], note: str = "", theme: Theme = LIGHT, paper: Mapping[str, float] | None = None
 ) -> Figure:
     """Speed-up over plain decoding by task and method, with its 10th to 90th percentile over prompts.
 
-    Args:
-        rows: Of `summarise`.
-        note: What the figures depend on.
-        theme: Colours and width.
-        paper: Published speed-ups of the same pair by [`task_key`]; drawn hatched beside the measured ones.
+    `paper` holds published speed-ups of the same pair by [`task_key`]; they are drawn hatched beside the measured ones.
     """
     chosen = [row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None]
     tasks = _tasks(chosen)
     colours = canvas.colours_of([row["method"] for row in chosen], theme)
-    bars: list[tuple[float, str, Row | None, float]] = []  # place, label, row, value
+    bars: list[tuple[float, Row]] = []  # place and row
     middles, place = [], 0.0
     for task in tasks:
-        group: list[tuple[str, Row | None, float]] = [
-            (row["method"], row, row["speedup"]) for row in _of(chosen, task)
-        ]
+        group = _of(chosen, task)
         if paper and task_key(task) in paper:
-            group.append(("paper", None, paper[task_key(task)]))
+            group.append({"method": PAPER, "speedup": paper[task_key(task)]})
         middles.append(place + (len(group) - 1) / 2)
-        bars += [(place + index, *entry) for index, entry in enumerate(group)]
+        bars += [(place + index, row) for index, row in enumerate(group)]
         place += len(group) + 0.7
     figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * place)
-    furthest = max([1.0] + [max(value, (row or {}).get("speedup_p90") or 0) for *_, row, value in bars])
-    for y, label, row, value in bars:
-        end = value
-        if row is None:
+    furthest = max([1.0] + [max(row["speedup"], row.get("speedup_p90") or 0) for _, row in bars])
+    for y, row in bars:
+        end = value = row["speedup"]
+        label, low, high = row["method"], row.get("speedup_p10"), row.get("speedup_p90")
+        if label == PAPER:
             axes.barh(y, value, 0.82, color="none", edgecolor=colours.get(OURS, theme.ink), hatch="////", linewidth=1)
         else:
             axes.barh(y, value, 0.82, color=colours[label])
-            low, high = row.get("speedup_p10"), row.get("speedup_p90")
-            if low is not None and high is not None and row.get("prompts", 2) > 1:
-                axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, path_effects=canvas.outlined(theme))
-                end = max(value, high)
+        if low is not None and high is not None and row.get("prompts", 2) > 1:
+            axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, path_effects=canvas.outlined(theme))
+            end = max(value, high)
         axes.annotate(
             f"{value:.2f}× {label}", (end, y), (5, 0), textcoords="offset points", va="center", fontsize=9,
             color=theme.ink, path_effects=canvas.outlined(theme),
@@ -145,14 +136,12 @@ def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
 
     A row has `width` in tokens, `ms_verify`, and `ms_draft` where it was measured.
     """
-    drawn: list[Curve] = [
-        (name, colour, sorted((row["width"], row[key]) for row in rows if row.get(key) is not None))
-        for name, key, colour in (("verify", "ms_verify", theme.ours), ("draft", "ms_draft", theme.lookup))
-    ]
-    drawn = [curve for curve in drawn if curve[2]]
-    return canvas.curves(
-        ("Time of one step, by its width", "width (tokens)", "time of one forward (ms)"), drawn, note, theme
-    )
+    drawn: list[Curve] = []
+    for name, key, colour in (("verify", "ms_verify", theme.ours), ("draft", "ms_draft", theme.lookup)):
+        points = sorted((row["width"], row[key]) for row in rows if row.get(key) is not None)
+        drawn += [(name, colour, points)] if points else []
+    labels = "Time of one step, by its width", "width (tokens)", "time of one forward (ms)"
+    return canvas.curves(labels, drawn, note, theme)
 
 
 def growth(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
@@ -161,9 +150,8 @@ def growth(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
         (method, colour, sorted((r["context_tokens"], r["ms_per_token"]) for r in rows if r["method"] == method))
         for method, colour in canvas.colours_of([row["method"] for row in rows], theme).items()
     ]
-    return canvas.curves(
-        ("Time per token as the context grows", "context (tokens)", "time per token (ms)"), drawn, note, theme
-    )
+    labels = "Time per token as the context grows", "context (tokens)", "time per token (ms)"
+    return canvas.curves(labels, drawn, note, theme)
 
 
 def latency_throughput(
@@ -171,30 +159,22 @@ def latency_throughput(
 ) -> Figure:
     """Throughput of a server against the wait of its users: a curve per server, a point per number of requests at once.
 
-    Args:
-        rows: With `server`, `concurrency`, `tokens_per_second` and `ms_per_output_token_p50` and `…_p99`.
-        note: What the figures depend on.
-        theme: Colours and width.
-        target_ms: The longest wait for a token that 99 of 100 requests may have, in milliseconds. It is drawn as a line, and
-            waits are then the 99th percentiles of requests, else their medians.
+    A row has `server`, `concurrency`, `tokens_per_second`, and `ms_per_output_token_p50` and `…_p99`. `target_ms` is the
+    longest wait for a token that 99 of 100 requests may have: it is drawn as a line, and waits are then 99th percentiles.
     """
     key, wait = ("ms_per_output_token_p50", "median") if target_ms is None else ("ms_per_output_token_p99", "p99")
     figure, axes = canvas.one_plot("Throughput against latency", note, theme, 4.2)
     names = list(dict.fromkeys(row["server"] for row in rows))
     colours = canvas.colours_of(names, theme)
     for name in names:
-        points = sorted((row for row in rows if row["server"] == name), key=lambda row: row["concurrency"])
-        xs = [row[key] for row in points]
-        ys = [row["tokens_per_second"] for row in points]
-        axes.plot(xs, ys, color=colours[name], linewidth=2, marker="o", markersize=5)
-        for x, y, row in zip(xs, ys, points, strict=True):
-            axes.annotate(
-                str(row["concurrency"]), (x, y), (6, -4), textcoords="offset points", fontsize=8, color=theme.muted, va="top"
-            )  # fmt: skip
-        axes.annotate(
-            name, max(zip(xs, ys, strict=True), key=lambda point: point[1]), (0, 8), textcoords="offset points", ha="center",
-            color=colours[name], weight="bold",
-        )  # fmt: skip
+        mine = sorted((row for row in rows if row["server"] == name), key=lambda row: row["concurrency"])
+        points = [(row[key], row["tokens_per_second"]) for row in mine]
+        axes.plot(*zip(*points, strict=True), color=colours[name], linewidth=2, marker="o", markersize=5)
+        small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": theme.muted, "va": "top"}
+        for row, point in zip(mine, points, strict=True):
+            axes.annotate(str(row["concurrency"]), point, (6, -4), **small)
+        strong: dict[str, Any] = {"color": colours[name], "weight": "bold", "ha": "center"}
+        axes.annotate(name, max(points, key=lambda point: point[1]), (0, 8), textcoords="offset points", **strong)
     if target_ms is not None:
         axes.axvline(target_ms, color=theme.muted, linewidth=1, linestyle=(0, (3, 2)))
         axes.annotate(

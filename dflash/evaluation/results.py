@@ -34,23 +34,26 @@ def read_result(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: The file cannot be read, is no result or has another schema version; the message names the file.
     """
-    writers = "`dflash bench`, `dflash eval` or `dflash canary`"
+
+    def refused(what: str) -> ValueError:
+        return ValueError(f"{path} {what} of `dflash bench`, `dflash eval` or `dflash canary`.")
+
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): give a result of {writers}.") from error
+        raise refused(f"cannot be read ({error.strerror}): give a result") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): give a result of {writers}.") from error
+        raise refused(f"is no JSON ({error}): give a result") from error
     version = result.get("schema_version") if isinstance(result, dict) else None
     if version is None:
-        raise ValueError(f"{path} is no result: it has no schema_version; give one of {writers}.")
+        raise refused("is no result: it has no schema_version; give one")
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema version {version}, and this version of dflash reads {SCHEMA_VERSION}: measure again."
         )
     for name, shape in (("environment", dict), ("decoding", dict), ("kind", str)):
         if not isinstance(result.get(name, shape()), shape):
-            raise ValueError(f"{path} is no result: its {name} is {result[name]!r}; give one of {writers}.")
+            raise refused(f"is no result: its {name} is {result[name]!r}; give one")
     result.setdefault("kind", "dialects" if "fixtures" in result else "")  # the first fixtures named no kind
     rows = result.get("summary")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row for row in rows):
@@ -64,11 +67,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
     """How often the proposal at position 1, 2, … is accepted: of all verify steps, and of those that got that far.
 
-    Args:
-        histogram: How many verify steps gave 1, 2, 3, … tokens, the target's own included.
-
-    Returns:
-        Both rates by position, one position fewer than `histogram` is long. The second is the conditional acceptance.
+    `histogram` says how many verify steps gave 1, 2, 3, … tokens, the target's own included.
     """
     reached = list(accumulate(reversed(histogram)))[::-1]  # steps that gave at least 1, 2, 3, … tokens
     reached = [count for count in reached if count]
@@ -80,14 +79,10 @@ def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
 def published(result: dict[str, Any]) -> tuple[dict[str, float], str] | None:
     """The paper's speed-up by task for exactly this pair, temperature and thinking mode, and where it stands."""
     table = _published()
-    pair = (named(result, "target"), named(result, "drafter"))
-    decoding = result.get("decoding", {})
+    temperature = result.get("decoding", {}).get("temperature")
+    measured = [named(result, "target"), named(result, "drafter"), temperature, thinking(result)]
     for entry in table["figures"]:
-        if (
-            pair == (entry["target"], entry["drafter"])
-            and decoding.get("temperature") == entry["temperature"]
-            and thinking(result) == entry["thinking"]
-        ):
+        if measured == [entry[name] for name in ("target", "drafter", "temperature", "thinking")]:
             speedups = {task_key(task): speedup for task, speedup, _ in entry["rows"]}
             return speedups, f"{table['source']}, {entry['where']}: {entry['engine']}, {entry['setup']}"
     return None
@@ -100,10 +95,8 @@ def task_key(task: str) -> str:
 
 def named(result: dict[str, Any], role: str) -> str | None:
     """The id of the `target` or `drafter` that was measured, `None` if the file does not say."""
-    return next(
-        (part[role] for part in (result, result.get("environment", {}), result.get("decoding", {})) if role in part),
-        None,
-    )
+    parts = (result, result.get("environment", {}), result.get("decoding", {}))
+    return next((part[role] for part in parts if role in part), None)
 
 
 def thinking(result: dict[str, Any]) -> bool | None:
@@ -143,16 +136,9 @@ def setup(result: dict[str, Any]) -> dict[str, str | None]:
         "revision": result.get("revision"),
     }
     source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
-    some = {
-        "run": _run(decoding),
-        "simulated": _simulated(decoding, environment),
-        **_trained(result),
-        "tau by": source,
-    }
-    return {
-        **{name: value or None for name, value in facts.items()},
-        **{name: fact for name, fact in some.items() if fact},
-    }
+    some = {"run": _run(decoding), "simulated": _simulated(decoding, environment), **_trained(result)}
+    some["tau by"] = source
+    return {name: value or None for name, value in {**facts, **some}.items() if name in facts or value}
 
 
 def stated(result: dict[str, Any]) -> str:
@@ -185,10 +171,8 @@ def _pair(result: dict[str, Any]) -> str | None:
 
 def _run(decoding: dict[str, Any]) -> str:
     words = {"batch_size": "batch {}", "max_new_tokens": "at most {} tokens", "repeats": "medians of {} repeats"}
-    found = {
-        key: decoding[key] for key in words if decoding.get(key) is not None and (key, decoding[key]) != ("repeats", 1)
-    }
-    return ", ".join(words[key].format(value) for key, value in found.items())
+    found = {key: decoding[key] for key in words if decoding.get(key) is not None}
+    return ", ".join(words[key].format(found[key]) for key in found if (key, found[key]) != ("repeats", 1))
 
 
 def _simulated(decoding: dict[str, Any], environment: dict[str, Any]) -> str | None:
@@ -218,10 +202,8 @@ def _trained(result: dict[str, Any]) -> dict[str, str]:
         f"{target['held_out']} held-out prompts"
         for name, target in result["targets"].items()
     )
-    sizes = (
-        f"{made['steps']} steps of {made['batch_tokens']} tokens, block {made['block_size']}, {made['seeds']} seeds"
-    )
-    return {"targets": targets, "training": f"{sizes}, 95 % intervals"}
+    sizes = f"{made['steps']} steps of {made['batch_tokens']} tokens, block {made['block_size']}"
+    return {"targets": targets, "training": f"{sizes}, {made['seeds']} seeds, 95 % intervals"}
 
 
 def _count(parameters: int) -> str:

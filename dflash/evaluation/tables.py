@@ -5,9 +5,8 @@ It knows nothing about files and pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 from .results import Row
@@ -19,92 +18,32 @@ ROUNDING = ("bfloat16", "float16")
 Table = tuple[list[str], list[list[str]]]
 
 
-@dataclass(frozen=True)
-class Column:
-    """How a field of a row is written.
-
-    Attributes:
-        heading: Above it.
-        write: A row's cell.
-        short: The heading on a terminal, where that is another.
-    """
+class Column(NamedTuple):
+    """How a field of a row is written: the heading above it, and the digits of a figure, four significant ones by default."""
 
     heading: str
-    write: Callable[[Row], str]
-    short: str | None = None
+    digits: int | None = None
+    short: str = ""  # the heading on a terminal, where that is another
+    unit: str = ""
+    scale: float = 1.0
+    last: str = ""  # a second field, written after the first
+    between: str = "-"
+    is_share: bool = False  # a count, of how many where the row says it
+    words: Mapping[str, str] = {}  # in place of values
 
-
-def _any(key: str, heading: str | None = None) -> Column:
-    """A field of any type; figures with four digits."""
-
-    def write(row: Row) -> str:
+    def write(self, row: Row, key: str) -> str:
+        """A row's cell."""
         value = row[key]
         if isinstance(value, bool):
             return "yes" if value else "no"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    return Column(heading or key.replace("_", " "), write)
-
-
-def _figure(
-    key: str, heading: str, digits: int, short: str | None = None, unit: str = "", scale: float = 1.0
-) -> Column:
-    return Column(heading, lambda row: f"{row[key] * scale:.{digits}f}{unit}", short)
+        if self.is_share:
+            return f"{value}{next((f' of {row[of]}' for of in ('prompts', 'requests', 'chats') if of in row), '')}"
+        if self.digits is None:
+            return f"{value:.4g}" if isinstance(value, float) else self.words.get(value, str(value))
+        values = [row[name] for name in (key, self.last) if row.get(name) is not None]
+        return self.between.join(f"{value * self.scale:.{self.digits}f}{self.unit}" for value in values)
 
 
-def _pair(first: str, second: str, heading: str, digits: int, between: str, short: str | None = None) -> Column:
-    def write(row: Row) -> str:
-        return between.join(f"{row[key]:.{digits}f}" for key in (first, second) if row.get(key) is not None)
-
-    return Column(heading, write, short)
-
-
-def _share(key: str, heading: str, short: str | None = None) -> Column:
-    """A count, of how many where the row says it."""
-
-    def write(row: Row) -> str:
-        of = next((row[whole] for whole in ("prompts", "requests", "chats") if whole in row), None)
-        return str(row[key]) if of is None else f"{row[key]} of {of}"
-
-    return Column(heading, write, short)
-
-
-# By field. A column without any value is left out; a field that is not here is written as it is.
-COLUMNS: dict[str, Column] = {
-    "task": _any("task"),
-    "method": _any("method"),
-    "server": _any("server"),
-    "concurrency": _figure("concurrency", "requests at once", 0),
-    "requests": _figure("requests", "requests", 0),
-    "failed": _figure("failed", "failed", 0),
-    "identical": _share("identical", "identical texts", "same"),
-    "score": _figure("score", "score", 1, unit=" %", scale=100),
-    "tau_micro": _figure("tau_micro", "tau", 2),
-    "tau_macro": _figure("tau_macro", "tau, macro", 2),
-    "tau": _figure("tau", "tau", 2),
-    "tau_interval": _figure("tau_interval", "± (95 %)", 2),
-    "tokens_per_step": _figure("tokens_per_step", "tokens per step", 2, "tok/ step"),
-    "tokens_per_second": _figure("tokens_per_second", "tokens/s", 0, "tok/s"),
-    "speedup": _figure("speedup", "speed-up", 2, unit="x"),
-    "speedup_p10": _pair("speedup_p10", "speedup_p90", "10 to 90 % of prompts", 1, "-", "10-90 %"),
-    "ms_per_step": _figure("ms_per_step", "step, ms", 2, "step ms"),
-    "profiled_ms_draft": _figure("profiled_ms_draft", "a step's draft, ms", 2, "draft ms"),
-    "profiled_ms_verify": _figure("profiled_ms_verify", "verify, ms", 2, "verify ms"),
-    "profiled_ms_rest": _figure("profiled_ms_rest", "rest, ms", 2, "rest ms"),
-    "profiled_host_syncs_per_step": _figure("profiled_host_syncs_per_step", "host reads per step", 1, "syncs"),
-    "profiled_memory_bytes": _figure("profiled_memory_bytes", "allocated, MiB", 1, "peak MiB", scale=2**-20),
-    "compilations": _figure("compilations", "compilations", 0),
-    "ms_to_first_token": _figure("ms_to_first_token", "first token, ms", 1, "TTFT ms"),
-    "ms_per_output_token": _figure("ms_per_output_token", "per token, ms", 2, "TPOT ms"),
-    "ms_to_first_token_p50": _pair(
-        "ms_to_first_token_p50", "ms_to_first_token_p99", "first token, ms, p50 / p99", 1, " / "
-    ),
-    "ms_per_output_token_p50": _pair(
-        "ms_per_output_token_p50", "ms_per_output_token_p99", "per token, ms, p50 / p99", 2, " / "
-    ),
-    "peak_memory_bytes": _figure("peak_memory_bytes", "peak memory, GiB", 2, "peak GiB", scale=2**-30),
-    "cost_per_million_tokens": _figure("cost_per_million_tokens", "cost per million tokens", 3),
-}
 AXES = {
     "context": "context, tokens",
     "length": "new tokens",
@@ -115,35 +54,67 @@ AXES = {
     "layers": "layers of the drafter",
     "taps": "tapped layers",
 }
+# By field. A column without any value is left out; a field that is not here is written as it is.
+COLUMNS: dict[str, Column] = {
+    "task": Column("task"),
+    "method": Column("method"),
+    "server": Column("server"),
+    "concurrency": Column("requests at once", 0),
+    "requests": Column("requests", 0),
+    "failed": Column("failed", 0),
+    "identical": Column("identical texts", short="same", is_share=True),
+    "score": Column("score", 1, unit=" %", scale=100),
+    "tau_micro": Column("tau", 2),
+    "tau_macro": Column("tau, macro", 2),
+    "tau": Column("tau", 2),
+    "tau_interval": Column("± (95 %)", 2),
+    "tokens_per_step": Column("tokens per step", 2, "tok/ step"),
+    "tokens_per_second": Column("tokens/s", 0, "tok/s"),
+    "speedup": Column("speed-up", 2, unit="x"),
+    "speedup_p10": Column("10 to 90 % of prompts", 1, "10-90 %", last="speedup_p90"),
+    "ms_per_step": Column("step, ms", 2, "step ms"),
+    "profiled_ms_draft": Column("a step's draft, ms", 2, "draft ms"),
+    "profiled_ms_verify": Column("verify, ms", 2, "verify ms"),
+    "profiled_ms_rest": Column("rest, ms", 2, "rest ms"),
+    "profiled_host_syncs_per_step": Column("host reads per step", 1, "syncs"),
+    "profiled_memory_bytes": Column("allocated, MiB", 1, "peak MiB", scale=2**-20),
+    "compilations": Column("compilations", 0),
+    "ms_to_first_token": Column("first token, ms", 1, "TTFT ms"),
+    "ms_per_output_token": Column("per token, ms", 2, "TPOT ms"),
+    "ms_to_first_token_p50": Column("first token, ms, p50 / p99", 1, last="ms_to_first_token_p99", between=" / "),
+    "ms_per_output_token_p50": Column("per token, ms, p50 / p99", 2, last="ms_per_output_token_p99", between=" / "),
+    "peak_memory_bytes": Column("peak memory, GiB", 2, "peak GiB", scale=2**-30),
+    "cost_per_million_tokens": Column("cost per million tokens", 3),
+}
 # Fields of the benchmarks' rows, which the tables of bench, eval and canary do not have.
 OF_BENCHMARKS: dict[str, Column] = {
-    "shape": _any("shape"),
-    "batch_size": _any("batch_size", "batch"),
-    "prompt_tokens": _figure("prompt_tokens", "prompt tokens", 1),
-    "reused_tokens": _figure("reused_tokens", "of them kept", 1),
-    "proposals": _any("proposals", "proposals at temperature 1"),
-    "axis": Column("what changes", lambda row: AXES.get(row["axis"]) or str(row["axis"])),
-    "context_tokens": _any("context_tokens", "context, tokens"),
-    "growth": _figure("growth", "growth", 2, unit="x"),
-    "ms_per_token": _figure("ms_per_token", "ms per token", 2),
-    "speedup_at_stated_tau": _figure("speedup_at_stated_tau", "speed-up", 2, unit="x"),
-    "tau_to_match_plain": _figure("tau_to_match_plain", "break-even tau", 2),
-    "allocated_bytes": _figure("allocated_bytes", "allocated, MiB", 0, scale=2**-20),
-    "over_plain": _figure("over_plain", f"to {PLAIN}", 2, unit="x"),
-    "taps_bytes": _figure("taps_bytes", "of it hidden states, MiB", 0, scale=2**-20),
-    "way": _any("way", "layout"),
-    "over_naive": _figure("over_naive", "to naive", 2, unit="x"),
-    "live_bytes": _figure("live_bytes", "peak memory, MiB", 0, scale=2**-20),
-    "ms": _figure("ms", "ms", 0),
-    "vllm": _any("vllm", "vLLM's CPU kernel"),
-    "identical_in_one_batch": _share("identical_in_one_batch", "identical in one batch"),
-    "vllm_tau": _figure("vllm_tau", "tau in vLLM", 2),
-    "recipe_tau": _any("recipe_tau", "tau"),
-    "recipe_gain": _any("recipe_gain", "to the base"),
-    "ms_per_step_p10": _pair("ms_per_step_p10", "ms_per_step_p90", "p10-p90", 2, "-"),
-    "step_over_floor": _figure("step_over_floor", "x floor", 2),
-    "generate_over_this": _figure("generate_over_this", "x generate", 2),
-    "peak_memory_gb": _figure("peak_memory_gb", "GB", 1),
+    "shape": Column("shape"),
+    "batch_size": Column("batch"),
+    "prompt_tokens": Column("prompt tokens", 1),
+    "reused_tokens": Column("of them kept", 1),
+    "proposals": Column("proposals at temperature 1"),
+    "axis": Column("what changes", words=AXES),
+    "context_tokens": Column("context, tokens"),
+    "growth": Column("growth", 2, unit="x"),
+    "ms_per_token": Column("ms per token", 2),
+    "speedup_at_stated_tau": Column("speed-up", 2, unit="x"),
+    "tau_to_match_plain": Column("break-even tau", 2),
+    "allocated_bytes": Column("allocated, MiB", 0, scale=2**-20),
+    "over_plain": Column(f"to {PLAIN}", 2, unit="x"),
+    "taps_bytes": Column("of it hidden states, MiB", 0, scale=2**-20),
+    "way": Column("layout"),
+    "over_naive": Column("to naive", 2, unit="x"),
+    "live_bytes": Column("peak memory, MiB", 0, scale=2**-20),
+    "ms": Column("ms", 0),
+    "vllm": Column("vLLM's CPU kernel"),
+    "identical_in_one_batch": Column("identical in one batch", is_share=True),
+    "vllm_tau": Column("tau in vLLM", 2),
+    "recipe_tau": Column("tau"),
+    "recipe_gain": Column("to the base"),
+    "ms_per_step_p10": Column("p10-p90", 2, last="ms_per_step_p90"),
+    "step_over_floor": Column("x floor", 2),
+    "generate_over_this": Column("x generate", 2),
+    "peak_memory_gb": Column("GB", 1),
 }
 UNLESS_ZERO = ("failed", "compilations")
 DECODED = ("task", "method", "identical", "tau_micro", "tokens_per_step", "tokens_per_second", "speedup")
@@ -152,51 +123,42 @@ EVALUATED = ("task", "method", "identical", "score", *DECODED[3:])
 HEADLINE = (PLAIN, PROMPT_LOOKUP, NATIVE, OURS)
 
 
-def table_of(rows: Sequence[Row], keys: Iterable[str] = COLUMNS, short: bool = False) -> Table:
-    """Headings and cells of rows: a column for each of `keys` that a row has a value for, lists left out.
+def table_of(rows: Sequence[Row], keys: Iterable[str] | None = COLUMNS, short: bool = False) -> Table:
+    """Headings and cells of rows: a column for each of `keys` (`None`: all) that a row has a value for, lists left out.
 
     A field that holds a dict gives a column for each of its names.
     """
     flat = [dict(_flattened(row)) for row in rows]
     paths = list(dict.fromkeys(path for row in flat for path in row))
+    keys = dict.fromkeys(key for row in rows for key in row) if keys is None else keys
     columns = {
-        path: COLUMNS.get(key) or OF_BENCHMARKS.get(key) or _any(key)
+        path: COLUMNS.get(key) or OF_BENCHMARKS.get(key) or Column(key.replace("_", " "))
         for key in keys
         for path in paths
         if path[0] == key and (key not in UNLESS_ZERO or any(row.get(path) for row in flat))
     }
     cells = [
-        [column.write({**row, path[0]: values[path]}) if path in values else "" for path, column in columns.items()]
+        [
+            column.write({**row, path[0]: values[path]}, path[0]) if path in values else ""
+            for path, column in columns.items()
+        ]
         for row, values in zip(rows, flat, strict=True)
     ]
     headings = [(short and column.short) or column.heading for column in columns.values()]
     return [", ".join([*path[1:], heading]) for path, heading in zip(columns, headings, strict=True)], cells
 
 
-def any_table(rows: Sequence[Row]) -> Table:
-    """`table_of` rows of any shape, with every field that they have."""
-    return table_of(rows, dict.fromkeys(key for row in rows for key in row))
-
-
 def tables_of(result: dict[str, Any], headline: bool = False) -> list[Table]:
-    """The tables by which a result of its kind is shown, none if it has no rows.
-
-    Args:
-        result: What `read_result` gives.
-        headline: With the rows of the methods of `HEADLINE` alone.
-    """
-    parts = PARTS.get(result["kind"], lambda result: [(result["summary"], None)])(result)
+    """The tables of what `read_result` gives, none if it has no rows; `headline`: of the methods of `HEADLINE` alone."""
+    shown = PARTS.get(result["kind"])
+    parts = shown(result) if callable(shown) else [(result["summary"], shown)]
     if headline:
         parts = [([row for row in rows if row.get("method") in HEADLINE], keys) for rows, keys in parts]
-    return [any_table(rows) if keys is None else table_of(rows, keys) for rows, keys in parts if rows]
+    return [table_of(rows, keys) for rows, keys in parts if rows]
 
 
 # Rows, and the fields that are shown of them; `None`: all.
 Part = tuple[list[Row], Sequence[str] | None]
-
-
-def _summary(*keys: str) -> Callable[[dict[str, Any]], list[Part]]:
-    return lambda result: [(result["summary"], keys)]
 
 
 def _swept(result: dict[str, Any]) -> list[Part]:
@@ -247,14 +209,12 @@ def _recipes(result: dict[str, Any]) -> list[Part]:
 
 
 def _training_step(result: dict[str, Any]) -> list[Part]:
-    rows = [
-        {**row, "over_naive": row.get("speedup"), "live_bytes": row["peak_memory_bytes"]} for row in result["summary"]
-    ]
-    losses = [{**row, "live_bytes": row["peak_memory_bytes"]} for row in result.get("losses", ())]
-    return [
-        (rows, ("way", "batches", "tokens_per_second", "over_naive", "live_bytes")),
-        (losses, ("vocabulary", "loss", "ms", "live_bytes")),
-    ]
+    rows, losses = (
+        [{**row, "over_naive": row.get("speedup"), "live_bytes": row["peak_memory_bytes"]} for row in part]
+        for part in (result["summary"], result.get("losses", ()))
+    )
+    of_steps = ("way", "batches", "tokens_per_second", "over_naive", "live_bytes")
+    return [(rows, of_steps), (losses, ("vocabulary", "loss", "ms", "live_bytes"))]
 
 
 def _device_code(result: dict[str, Any]) -> list[Part]:
@@ -278,10 +238,8 @@ def _device_operations(result: dict[str, Any]) -> list[Part]:
         }
         for row in result.get("modes", ())
     ]
-    return [
-        (rows, None),
-        ([{**row, "layers": " + ".join(map(str, row["layers"]))} for row in result.get("native", ())], None),
-    ]
+    native = [{**row, "layers": " + ".join(map(str, row["layers"]))} for row in result.get("native", ())]
+    return [(rows, None), (native, None)]
 
 
 def _dialects(result: dict[str, Any]) -> list[Part]:
@@ -312,19 +270,19 @@ def _gpu(result: dict[str, Any]) -> list[Part]:
     ]
 
 
-# By kind; results of another kind are shown with all their rows and fields.
-PARTS: dict[str, Callable[[dict[str, Any]], list[Part]]] = {
-    "decode": _summary(*DECODED),
-    "eval": _summary(*EVALUATED),
-    "serving": _summary(*COLUMNS),
-    "batch": _summary("batch_size", "identical", "tokens_per_second", "speedup"),
-    "conversation": _summary("turn", "identical", "prompt_tokens", "reused_tokens", "ms_to_first_token"),
-    "sampling": _summary("proposals", "prompts", "tau"),
+# By kind, the fields of the rows, or what makes the parts; results of another kind are shown with all their rows and fields.
+PARTS: dict[str, Sequence[str] | Callable[[dict[str, Any]], list[Part]]] = {
+    "decode": DECODED,
+    "eval": EVALUATED,
+    "serving": tuple(COLUMNS),
+    "batch": ("batch_size", "identical", "tokens_per_second", "speedup"),
+    "conversation": ("turn", "identical", "prompt_tokens", "reused_tokens", "ms_to_first_token"),
+    "sampling": ("proposals", "prompts", "tau"),
     "sweep": _swept,
     "drafter": _drafter,
     "training": _recipes,
     "training_step": _training_step,
-    "engine": _summary("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
+    "engine": ("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
     "device_code": _device_code,
     "device_operations": _device_operations,
     "dialects": _dialects,
@@ -333,11 +291,9 @@ PARTS: dict[str, Callable[[dict[str, Any]], list[Part]]] = {
 
 
 def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
-    """What has to be said of rows whose texts may differ, and of a speed-up where they differ in length; else empty.
+    """What has to be said of rows of `summarise` whose texts may differ, and of a speed-up where they differ in length.
 
-    Args:
-        rows: Of `summarise`.
-        dtype: The target's, `None` if it is not known.
+    Empty if there is nothing to say. `dtype` is the target's, `None` if it is not known.
     """
     said = []
     if dtype in ROUNDING and any("identical" in row for row in rows):
