@@ -76,12 +76,9 @@ def arguments() -> argparse.Namespace:
 
 
 def losses(args: argparse.Namespace) -> Iterator[Cell]:
-    """Losses by position weights; JetSpec takes KL without any."""
+    """Losses by position weights."""
     base = {"loss": "ce", "position_weights": "decay"}
-    for loss, weights in (
-        ("ce", "decay"), ("ce", "dpace"), ("forward_kl", "uniform"), ("forward_kl", "decay"), ("forward_kl", "dpace"),
-        ("mix", "decay"),
-    ):  # fmt: skip
+    for loss, weights in (("ce", "decay"), ("ce", "dpace"), ("forward_kl", "decay"), ("forward_kl", "dpace")):
         settings = {"loss": loss, "position_weights": weights}
         yield Cell(f"{loss} {weights}".replace("_", " "), dict(settings.items() - base.items()))
 

@@ -1,28 +1,34 @@
-"""Shared fixtures: tiny models on the CPU, seeded, fp32, offline. Builders and the scripted drafter: `tiny_models.py`."""
+"""Shared fixtures: tiny models on the CPU, seeded, fp32, offline. Builders and the scripted drafter: `tiny_models.py`.
+
+torch is imported where it is used: the process that only hands tests to others does without it.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
-
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from tiny_models import make_drafter, make_prompt, make_target
-from transformers import PreTrainedModel
-
-from dflash import DFlashDraftModel
-from dflash.model import step_dflash
 
 
-# Models of 32 units lose more to threads than they gain.
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from dflash import DFlashDraftModel
+
+# For this process and for those that tests start.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Models of 32 units lose more to threads than they gain, and a process per core is busy already. So is the compiler's: a pool of
+# its own imports torch once more in each process, and whether the CPU has the instructions that it names needs no trial.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # pytest reads every logger that does not propagate, and torch's compiler writes into this one for whoever reads it: that
 # takes longer than compiling.
@@ -30,39 +36,57 @@ _trace = logging.getLogger("torch.__trace")
 _trace.propagate, _trace.handlers = True, []
 
 
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: collections need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same global noise, whatever ran before it."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def tiny_target() -> PreTrainedModel:
     """A Qwen3 target of 4 layers; read-only (a test that changes one builds its own with `make_target`)."""
+    from tiny_models import make_target
+
     return make_target("qwen3")
 
 
 @pytest.fixture(scope="session", params=["llama", "llama_tied"])
 def llama_target(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A Llama-3.1-style target with llama3 rope scaling, with an own and with a tied head; read-only."""
+    from tiny_models import make_target
+
     return make_target(request.param)
 
 
 @pytest.fixture(scope="session")
 def tiny_drafter() -> DFlashDraftModel:
     """A random drafter of 2 layers for `tiny_target`: it is never right; read-only."""
+    from tiny_models import make_drafter
+
     return make_drafter()
 
 
 @pytest.fixture(scope="session")
 def prompt_ids() -> torch.Tensor:
     """Nine ids [1, 9], none of them the pad id."""
+    from tiny_models import make_prompt
+
     return make_prompt()
 
 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compilation.py` to say."""
+    from dflash.model import step_dflash
+
     monkeypatch.setattr(step_dflash, "EXPECTED_SECONDS", float("inf"))
     monkeypatch.setattr(step_dflash.CompiledPair, "_measured", {})
 

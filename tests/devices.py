@@ -276,8 +276,7 @@ class LateDevice(TorchFunctionMode):
 
     def __enter__(self) -> LateDevice:
         self._operations.__enter__()
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

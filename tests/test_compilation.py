@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from families import FAMILIES
 from tiny_models import (
     BLOCK_SIZE,
-    FAMILIES,
     PAD_TOKEN_ID,
     SMALL,
     PlacedDrafter,
@@ -39,12 +40,7 @@ from dflash.model.step_dflash import CompiledPair
 NEW_TOKENS = 24
 SLIDING = ["sliding_attention", "full_attention"]
 SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
-GREEDY: dict[str, Any] = {
-    "temperature": 0.0,
-    "max_new_tokens": NEW_TOKENS,
-    "stop_token_ids": [],
-    "return_dict_in_generate": True,
-}
+GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS}
 
 
 @pytest.fixture(autouse=True)
@@ -490,12 +486,16 @@ def test_compiled_for_real(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 
 def test_no_compiled_step_copies_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: neither to write a block nor for each head; what a step allocates is less than one layer's keys."""
+    """Promise: neither to write a block nor for each head; what a step allocates is less than one layer's keys.
+
+    The text is the target's, here too.
+    """
     monkeypatch.setattr(step_dflash, "BACKEND", "inductor")
     target = make_target(num_hidden_layers=2, num_attention_heads=8, head_dim=64, max_position_embeddings=4096)
     drafter, prompt = make_drafter(**SMALL, attn_implementation="sdpa"), make_prompt(2000)
     asked: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "max_new_tokens": 12, "compile": True}
-    spec_generate(drafter, target, prompt, **asked)
+    text = spec_generate(drafter, target, prompt, **asked)
+    assert torch.equal(text, greedy(target, prompt, max_new_tokens=12, eos_token_id=None))
     pair_of(target, drafter)
     steps = generate_blocks(drafter, target, prompt, **asked)
     next(steps), next(steps)  # the prompt's forward, and the drafter's first, which reads all of the prompt

@@ -1,6 +1,6 @@
 """Every family of targets, on every version of transformers that has it: the text is `generate`'s, or it is refused by name.
 
-Families and how they are built: `FAMILIES` in `tiny_models.py`.
+Families and how they are built: `families.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from families import FAMILIES, Family
 from tiny_models import (
-    FAMILIES,
     PAD_TOKEN_ID,
-    Family,
     ScriptedDrafter,
     expected_lengths,
     greedy,
@@ -268,14 +267,8 @@ def test_text_behind_an_image(name: str) -> None:
     output = spec_generate(ScriptedDrafter(target, expected, EVERY_LENGTH), target, ids, **GREEDY, **inputs)
     assert torch.equal(output.sequences, expected[:, : ids.shape[1] + NEW_TOKENS])
     assert output.acceptance_lengths == [expected_lengths(EVERY_LENGTH, NEW_TOKENS)]
-    begun = generate_blocks(
-        ScriptedDrafter(target, expected, EVERY_LENGTH),
-        target,
-        ids,
-        max_new_tokens=NEW_TOKENS,
-        temperature=0.0,
-        **inputs,
-    )
+    asked = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, **inputs}
+    begun = generate_blocks(ScriptedDrafter(target, expected, EVERY_LENGTH), target, ids, **asked)
     written = next(begun).token_ids + next(begun).token_ids
     other = spec_generate(ScriptedDrafter(target, behind, EVERY_LENGTH), target, text, **GREEDY)
     assert torch.equal(other.sequences, behind[:, : 9 + NEW_TOKENS])
@@ -288,11 +281,11 @@ def test_images_that_cannot_be_exact_are_refused() -> None:
     family = FAMILIES["qwen3_vl"]
     target = family.make()
     ids, inputs = family.image_prompt()
-    with pytest.raises(ValueError, match="pass one prompt at a time"):
+    with pytest.raises(ValueError, match="pass one prompt, unpadded"):
         spec_generate(
             drafter_for(target), target, ids, **inputs, num_return_sequences=2, temperature=1.0, max_new_tokens=4
         )
-    with pytest.raises(ValueError, match="leave the conversation out"):
+    with pytest.raises(ValueError, match="leave one of them out"):
         spec_generate(drafter_for(target), target, ids, **GREEDY, **inputs, conversation=Conversation())
     target.config.model_type = "unheard_of"
     with pytest.raises(ValueError, match="Qwen3VLForConditionalGeneration was given more than token ids"):
@@ -317,29 +310,27 @@ def test_hybrids_are_refused_on_transformers_4(name: str) -> None:
 
 REFUSED = {
     "minimax_01": Family(
-        "MiniMaxForCausalLM",
-        "MiniMaxConfig",
+        "MiniMax",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "deepseek_v3.2": Family(
-        "DeepseekV32ForCausalLM",
-        "DeepseekV32Config",
+        "DeepseekV32",
         {**FAMILIES["deepseek_v3"].fields, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16},
         attention="eager",
     ),
     "gemma3n": Family(
-        "Gemma3nForCausalLM",
-        "Gemma3nTextConfig",
+        "Gemma3n",
         {
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": 96,
             "laurel_rank": 4,
             "num_kv_shared_layers": 0,
         },
+        config="Gemma3nTextConfig",
     ),
-    "mamba": Family("MambaForCausalLM", "MambaConfig", {"state_size": 4}, attention="eager"),
-    "recurrent_gemma": Family("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", attention="eager"),
-    "bamba": Family("BambaForCausalLM", "BambaConfig", {"attn_layer_indices": [1, 3], "mamba_n_heads": 4}),
+    "mamba": Family("Mamba", {"state_size": 4}, attention="eager"),
+    "recurrent_gemma": Family("RecurrentGemma", attention="eager"),
+    "bamba": Family("Bamba", {"attn_layer_indices": [1, 3], "mamba_n_heads": 4}),
 }
 
 

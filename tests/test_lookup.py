@@ -60,15 +60,9 @@ def test_text_equals_greedy_with_lookups(script: list[int], num_rows: int, num_t
     prompts = [torch.cat([make_prompt(6, seed=20 + i)] * 3, dim=1)[:, : 18 - i] for i in range(num_rows)]
     truths = [greedy(target, prompt, max_new_tokens=26) for prompt in prompts]
     drafter = ScriptedDrafter(target, truths, script)
-    texts = spec_generate(
-        drafter,
-        target,
-        [prompt[0] for prompt in prompts],
-        max_new_tokens=26,
-        temperature=0.0,
-        prompt_lookup_num_tokens=num_tokens,
-        max_matching_ngram_size=1,
-    )
+    asked = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": 1}
+    rows = [prompt[0] for prompt in prompts]
+    texts = spec_generate(drafter, target, rows, max_new_tokens=26, temperature=0.0, **asked)
     for text, truth in zip(texts, truths, strict=True):
         assert torch.equal(text[-truth.shape[1] :], truth[0])
 

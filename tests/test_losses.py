@@ -9,16 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash import DFlashConfig
 from dflash.model.modeling_dflash import CandidateSelector
-from dflash.training import (
+from dflash.training.losses import (
     LOSSES,
-    POSITION_WEIGHTS,
     Candidates,
     DraftCounts,
+    PositionWeights,
     RowLosses,
     chunked_loss,
     count_drafts,
+    decay_weights,
     default_gamma,
-    position_weights,
+    dpace_weights,
     selector_loss,
 )
 
@@ -31,17 +32,11 @@ def test_weights_decay_from_the_first_drafted_token(block_size: int, gamma: floa
     assert default_gamma(block_size) == gamma
     is_learned = torch.ones(2, block_size - 1, dtype=torch.bool)
     is_learned[1, 3:] = False
-    weights = position_weights("decay", gamma=gamma)(torch.rand(2, block_size - 1), is_learned)
+    weights = decay_weights(gamma)(torch.rand(2, block_size - 1), is_learned)
     for row in range(2):
         for k in range(1, block_size):
             expected = math.exp(-(k - 1) / gamma) if is_learned[row, k - 1] else 0.0
             assert weights[row, k - 1].item() == pytest.approx(expected)
-
-
-def test_uniform_weights_are_one_where_a_row_is_learned() -> None:
-    is_learned = torch.tensor([[True, True, False]])
-    weights = position_weights("uniform", gamma=1.0)(torch.rand(1, 3), is_learned)
-    assert weights.tolist() == [[1.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.1])
@@ -50,7 +45,7 @@ def test_dpace_weights_are_what_confidence_adds_to_the_tokens_accepted(alpha: fl
     torch.manual_seed(0)
     confidences = torch.rand(3, 5, dtype=torch.float64)
     learned = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    weights = position_weights("dpace", gamma=1.0, alpha=alpha)(confidences.requires_grad_(), learned)
+    weights = dpace_weights(alpha)(confidences.requires_grad_(), learned)
     assert not weights.requires_grad
     for block in range(3):
         num = int(learned[block].sum())
@@ -63,18 +58,12 @@ def test_dpace_weights_are_what_confidence_adds_to_the_tokens_accepted(alpha: fl
         assert weights[block].tolist() == pytest.approx(expected)
 
 
-def test_unknown_names_and_values_are_refused() -> None:
+def test_an_unknown_loss_and_one_without_its_target_are_refused() -> None:
     empty = torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    with pytest.raises(ValueError, match=r"loss='mse' is unknown: choose one of ce, forward_kl, mix"):
+    with pytest.raises(ValueError, match=r"loss='mse' is unknown: choose one of ce, forward_kl"):
         chunked_loss(*empty, lambda states: states, 8, loss="mse")
-    with pytest.raises(ValueError, match="loss='mix' reads the target's logits"):
-        chunked_loss(*empty, lambda states: states, 8, loss="mix")
-    with pytest.raises(ValueError, match=r"position_weights='linear' is unknown: choose one of decay, dpace, uniform"):
-        position_weights("linear", gamma=1.0)
-    with pytest.raises(ValueError, match=r"gamma=0\.0 is not a decay"):
-        position_weights("decay", gamma=0.0)
-    with pytest.raises(ValueError, match=r"dpace_alpha=0\.0 is outside"):
-        position_weights("dpace", gamma=1.0, alpha=0.0)
+    with pytest.raises(ValueError, match="loss='forward_kl' reads the target's logits"):
+        chunked_loss(*empty, lambda states: states, 8, loss="forward_kl")
 
 
 def naive_row_loss(name: str, logits: torch.Tensor, label: int, teacher: torch.Tensor) -> torch.Tensor:
@@ -84,22 +73,20 @@ def naive_row_loss(name: str, logits: torch.Tensor, label: int, teacher: torch.T
     losses: dict[str, Callable[[], torch.Tensor]] = {
         "ce": lambda: -q[label].log(),
         "forward_kl": lambda: sum((p[i] * (p[i] / q[i]).log() for i in ids), torch.tensor(0.0)),
-        "mix": lambda: -0.1 * q[label].log() + 0.9 * sum(((p[i] - q[i]).abs() for i in ids), torch.tensor(0.0)),
     }
     return losses[name]()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("weighting", POSITION_WEIGHTS)
+@pytest.mark.parametrize("weigh", [decay_weights(3.0), dpace_weights(0.5)], ids=["decay", "dpace"])
 @pytest.mark.parametrize("chunk_rows", [4, 64])
-def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weighting: str, chunk_rows: int) -> None:
+def test_chunked_loss_and_gradient_equal_the_naive_ones(loss: str, weigh: PositionWeights, chunk_rows: int) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
     labels, head = torch.randint(0, VOCAB, (ROWS,)), torch.randn(VOCAB, WIDTH, dtype=torch.float64)
     teacher_states, teacher_head = torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(VOCAB, 4).double()
     is_learned = torch.ones(2, 5, dtype=torch.bool)
     is_learned[1, 3:] = False
-    weigh = position_weights(weighting, gamma=3.0)
 
     losses = chunked_loss(
         hidden,
@@ -275,15 +262,8 @@ def test_no_rows_give_a_zero_loss() -> None:
 
 def make_selector(top_k: int) -> CandidateSelector:
     torch.manual_seed(1)
-    config = DFlashConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        head_dim=2,
-        block_size=4,
-        selector_rank=3,
-        selector_top_k=top_k,
-    )
+    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_attention_heads": 1, "head_dim": 2, "block_size": 4}
+    config = DFlashConfig(**shape, selector_rank=3, selector_top_k=top_k)
     selector = CandidateSelector(config).double()
     for parameter in selector.parameters():
         torch.nn.init.normal_(parameter)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_models import FAMILIES, make_drafter, make_target
+from families import FAMILIES
+from tiny_models import make_drafter, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
@@ -15,6 +16,7 @@ from dflash.training import (
     DrafterLoss,
     Example,
     FrozenTarget,
+    TrainingSettings,
     can_pack,
     collate,
     epoch_batches,
@@ -55,7 +57,7 @@ def test_rows_hold_every_document_once_and_no_more_than_fits() -> None:
 
 
 def test_a_row_tells_its_documents_apart() -> None:
-    """Against a loop: ids, documents and anchors of each, and padding behind the last."""
+    """Against a loop: ids, documents and anchors of each, and padding after the last."""
     examples = make_examples([6, 9, 5, 7])
     anchors = [[3, 4], [3, 5, 6], [], [4]]
     batch = collate(examples, anchors, pad_token_id=0, sequences=[[2, 0], [1, 3]], width=20)
@@ -180,7 +182,8 @@ def test_packing_changes_neither_loss_nor_gradient(loss: str, weights: str) -> N
     examples, anchors = make_examples([11, 7, 14, 9]), [[3, 5, 9], [4], [3, 4, 5, 12], [6]]
     # Supervised from its first token on, so that nothing but its document ends the block before it.
     examples[2] = with_response([], examples[2].input_ids)
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), None, 7, loss=loss, weights=weights)
+    settings = TrainingSettings(chunk_rows=7, loss=loss, position_weights=weights)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), settings)
     found = []
     for rows in (None, [[0, 2], [3, 1]], [[1, 3, 0, 2]]):
         drafter.zero_grad()

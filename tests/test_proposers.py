@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_prompt, make_target
+from tiny_models import BLOCK_SIZE, SMALL, ScriptedDrafter, greedy, make_drafter, make_prompt, make_target
 from transformers import PreTrainedModel
 
 from dflash import generate_blocks, spec_generate
@@ -43,16 +43,8 @@ LAW = {
 def test_drawn_proposals_keep_the_targets_law(verification: str) -> None:
     """Promise: text sampled with a selector's draws has the law of ancestral sampling, under every rule."""
     target = make_target("qwen3", seed=8, num_hidden_layers=2, **LAW)
-    drafter = make_drafter(
-        seed=5,
-        **{**LAW, "num_hidden_layers": 1, "num_target_layers": 2, "target_layer_ids": [0]},
-        mask_token_id=3,
-        block_size=3,
-        selector_rank=8,
-        selector_top_k=3,
-        conv_kernel_size=2,
-        conv_group_size=4,
-    )
+    shape = {"mask_token_id": 3, "block_size": 3, "conv_kernel_size": 2, "conv_group_size": 4}
+    drafter = make_drafter(seed=5, **{**LAW, **SMALL}, **shape, selector_rank=8, selector_top_k=3)
     prompt = torch.tensor([[1, 2]])
     num_rows = 6000
     texts = spec_generate(

@@ -34,7 +34,7 @@ from dflash.evaluation import (
     timed_blocks,
 )
 from dflash.evaluation.canary import at_target, percentile
-from dflash.evaluation.draft_counters import drafting, read_counters
+from dflash.evaluation.timed_server import drafting, read_counters
 
 
 USER = [{"role": "user", "content": "hi"}]

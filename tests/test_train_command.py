@@ -150,7 +150,7 @@ def test_a_dflash2_drafter_is_trained_from_the_command_line(run: Any, tmp_path: 
 def test_the_record_and_the_card_say_who_wrote_the_answers(
     run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From `dflash regenerate`'s manifest, which stands beside its rows: target, law, source and licence."""
+    """From `dflash regenerate`'s manifest, which stands beside its rows: target, distribution, source and licence."""
     questions, answers, output = (tmp_path / name for name in ("chats.jsonl", "answers.jsonl", "my-DFlash"))
     rows = [{"prompt_ids": [5, 6, 7 + i], "license": "cc-by-4.0"} for i in range(20)]
     questions.write_text("\n".join(map(json.dumps, rows)))
@@ -234,14 +234,16 @@ def test_every_setting_is_a_flag_in_the_panel_of_its_topic(run: Any, monkeypatch
         ("anchors", "fixed", "anchors are drawn anew each epoch, so leave it out"),
         ("loss", "argmax", "use loss='ce'"),
         ("loss", "reverse_kl", "use loss='forward_kl'"),
-        ("loss", "tv", "use loss='mix'"),
+        ("loss", "tv", "use loss='forward_kl'"),
+        ("loss", "mix", "use loss='forward_kl'"),
+        ("position_weights", "uniform", "use position_weights='decay'"),
     ],
 )
 def test_a_removed_setting_is_refused_with_what_to_use_instead(
     run: Any, tmp_path: Path, name: str, value: str, instead: str
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(f"{name}: {value}\n")
-    for words in ([f"--{name}", value], ["--config", tmp_path / "recipe.yaml"]):
+    for words in ([f"--{name.replace('_', '-')}", value], ["--config", tmp_path / "recipe.yaml"]):
         status, _, err = run("--output", tmp_path / "drafter", *words)
         assert (status, err.count("\n")) == (1, 1)
         assert "removed" in err
@@ -363,7 +365,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--config", "/nowhere.yaml"], "is no file"),
         (["--output", "OUT", "--num-taps", "0"], "num_taps=0: give 1 or more"),
         (["--output", "OUT", "--target-layer-ids", "1,a"], "is no list of numbers: write it as 1,9,17"),
-        (["--output", "OUT", "--target-layer-ids", "1,3"], "reaches the last of 4 target layers"),
+        (["--output", "OUT", "--target-layer-ids", "1,3"], "reaches the last of 4 layers"),
         (
             ["--output", "OUT", "--features", "F", "--shard-target"],
             "one process writes features with the whole target",
@@ -386,7 +388,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--dpace-alpha", "nan"], "dpace_alpha=nan: give a chance above 0"),
         (["--output", "OUT", "--num-taps", "50"], "num_taps=50: the target has 4 layers, all but the last"),
         (["--output", "OUT", "--device-map", "nonsense"], "device_map='nonsense' cannot be used ("),
-        (["--output", "OUT", "--loss", "mse"], "loss='mse' is not one of ce, forward_kl, mix"),
+        (["--output", "OUT", "--loss", "mse"], "loss='mse' is not one of ce, forward_kl"),
         (
             ["--output", "/proc/x/y"],
             "The output /proc/x/y cannot be written (No such file or directory): choose another",
@@ -410,9 +412,12 @@ def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, words: list[str], s
         ({"steps": "many"}, "steps='many' is not a whole number"),
         ({"steps": True}, "steps=True is not a whole number"),
         ({"loss": "mse"}, "loss='mse' is not one of ce, forward_kl"),
+        ({"position_weights": "linear"}, "position_weights='linear' is not one of decay, dpace"),
         ({"compile": "yes"}, "compile='yes' is not true or false"),
         ({"target_layer_ids": [1, "2"]}, "is not a list of numbers"),
         ({"gamma": float("nan")}, "gamma=nan: give a number above 0"),
+        ({"gamma": 0}, "gamma=0.0: give a number above 0"),
+        ({"dpace_alpha": 0.0}, "dpace_alpha=0.0: give a chance above 0"),
     ],
 )
 def test_settings_refuse_values_of_another_kind(values: dict[str, Any], said: str) -> None:

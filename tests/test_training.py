@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import make_target
+from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.model.step_dflash import Pair
@@ -40,46 +41,32 @@ VOCAB, EOS, MASK_ID = 40, 1, 39
 
 
 @pytest.fixture
-def target() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
+def target() -> PreTrainedModel:
+    shape = {"vocab_size": VOCAB, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"head_dim": 16, "num_hidden_layers": 5, "max_position_embeddings": 256}
+    return make_target(seed=0, **shape, tie_word_embeddings=True, eos_token_id=EOS, pad_token_id=0)
 
 
 @pytest.fixture
-def drafter(target: Qwen3ForCausalLM) -> DFlashDraftModel:
+def drafter(target: PreTrainedModel) -> DFlashDraftModel:
     torch.manual_seed(1)
     return new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=2, block_size=6)
 
 
-def written_by(target: Qwen3ForCausalLM, count: int, new_tokens: int = 24) -> list[Example]:
+def written_by(target: PreTrainedModel, count: int, new_tokens: int = 24) -> list[Example]:
     rng = random.Random(0)
     prompts = [[rng.randrange(2, 38) for _ in range(rng.randrange(3, 7))] for _ in range(count)]
     return [one.example for one in regenerate(target, prompts, max_new_tokens=new_tokens, batch_size=4)]
 
 
-def test_new_drafter_fits_its_target(target: Qwen3ForCausalLM, drafter: DFlashDraftModel) -> None:
+def test_new_drafter_fits_its_target(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     config = drafter.config
     assert (config.vocab_size, config.hidden_size, config.num_target_layers) == (VOCAB, 32, 5)
     assert config.target_layer_ids == [0, 1, 2, 3]
     Pair(target, drafter)  # refuses pairs that do not belong together
 
 
-def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: Qwen3ForCausalLM) -> None:
+def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: PreTrainedModel) -> None:
     """Whatever the batch: a padded row must not read its padding."""
     rng = random.Random(1)
     prompts = [[rng.randrange(2, 38) for _ in range(rng.randrange(2, 9))] for _ in range(7)]
@@ -97,7 +84,7 @@ def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: Qwen
         assert one.ended == (alone[-1] == EOS)
 
 
-def test_sampled_regeneration_depends_on_its_seed_alone(target: Qwen3ForCausalLM) -> None:
+def test_sampled_regeneration_depends_on_its_seed_alone(target: PreTrainedModel) -> None:
     def sample(seed: int) -> list[list[int]]:
         found = regenerate(target, [[5, 6, 7]] * 3, max_new_tokens=8, batch_size=2, temperature=1.0, seed=seed)
         return [one.example.input_ids for one in found]
@@ -173,11 +160,11 @@ def test_an_epoch_holds_every_example_once_and_repeats_by_its_seed() -> None:
 
 
 def test_padding_and_absent_anchors_change_neither_loss_nor_gradient(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel
+    target: PreTrainedModel, drafter: DFlashDraftModel
 ) -> None:
     examples = written_by(target, 4)
     anchors = [[6, 9], [8, 9, 10], [7], []]
-    loss_of = DrafterLoss(FrozenTarget(target, drafter), gamma=3.0, chunk_rows=5)
+    loss_of = DrafterLoss(FrozenTarget(target, drafter), TrainingSettings(gamma=3.0, chunk_rows=5))
 
     together, counts = loss_of(collate(examples, anchors, pad_token_id=0))
     (together / counts.weight_sum).backward()
@@ -206,7 +193,7 @@ def settings(**fields: object) -> TrainingSettings:
 
 
 def test_training_raises_true_acceptance_and_leaves_the_target_alone(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path
 ) -> None:
     examples = written_by(target, 4)
     prompts = [example.prompt_ids for example in examples]
@@ -234,7 +221,7 @@ def test_training_raises_true_acceptance_and_leaves_the_target_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_the_same_seed_trains_the_same_drafter(target: Qwen3ForCausalLM, tmp_path: Path) -> None:
+def test_the_same_seed_trains_the_same_drafter(target: PreTrainedModel, tmp_path: Path) -> None:
     examples = written_by(target, 3)
 
     def trained(name: str) -> DFlashDraftModel:
@@ -248,7 +235,7 @@ def test_the_same_seed_trains_the_same_drafter(target: Qwen3ForCausalLM, tmp_pat
 
 
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path
 ) -> None:
     save_drafter(drafter, tmp_path / "drafter", {"mark": 1})
     torch.nn.init.constant_(drafter.norm.weight, float("nan"))
@@ -267,7 +254,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(
 
 
 def test_data_without_a_supervised_token_is_refused(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="no supervised token"):
         train(drafter, target, [with_response([3, 4], [])], [], settings(), tmp_path / "drafter")
@@ -275,7 +262,7 @@ def test_data_without_a_supervised_token_is_refused(
 
 @pytest.mark.parametrize(("mask_token_id", "said"), [(EOS, r"an end-of-text \(1\)"), (0, "the padding")])
 def test_a_mask_that_means_something_to_the_target_is_refused_from_python_too(
-    target: Qwen3ForCausalLM, tmp_path: Path, mask_token_id: int, said: str
+    target: PreTrainedModel, tmp_path: Path, mask_token_id: int, said: str
 ) -> None:
     """Also where it does not occur in the data: decoding would take the target's own end for a place to fill."""
     drafter = new_drafter(target, mask_token_id=mask_token_id, num_hidden_layers=1, block_size=4)
@@ -285,7 +272,7 @@ def test_a_mask_that_means_something_to_the_target_is_refused_from_python_too(
 
 
 def test_a_held_out_prompt_that_fills_the_positions_is_refused_before_the_first_step(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, tmp_path: Path
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path
 ) -> None:
     with pytest.raises(
         ValueError, match="A held-out prompt has 256 tokens and the target 256 positions: give a smaller"
@@ -309,7 +296,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "weight_decay": {"weight_decay": 0.5},
     "max_grad_norm": {"max_grad_norm": 1e-4, "warmup_ratio": 1.0},
     "loss": {"loss": "forward_kl"},
-    "position_weights": {"position_weights": "uniform"},
+    "position_weights": {"position_weights": "dpace"},
     "gamma": {"gamma": 1.0},
     "dpace_alpha": {"position_weights": "dpace", "dpace_alpha": 0.9},
     "selector_weight": {"selector_weight": 0.1},
@@ -321,7 +308,7 @@ RECIPE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RECIPE)
-def test_every_part_of_the_recipe_reaches_the_weights(target: Qwen3ForCausalLM, name: str) -> None:
+def test_every_part_of_the_recipe_reaches_the_weights(target: PreTrainedModel, name: str) -> None:
     if name == "muon_learning_rate" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has Muon since 2.9")
     selector = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
@@ -344,7 +331,7 @@ def test_every_part_of_the_recipe_reaches_the_weights(target: Qwen3ForCausalLM, 
 
 
 def test_acceptance_is_measured_uncompiled(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, drafter: DFlashDraftModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A near-tie must not depend on how many steps the process has run before: a resumed run has run fewer."""
     asked = []
@@ -360,7 +347,7 @@ def test_acceptance_is_measured_uncompiled(
 
 @pytest.mark.parametrize("pack_length", [None, 64])
 def test_the_memory_estimate_is_of_the_widest_batch(
-    target: Qwen3ForCausalLM, drafter: DFlashDraftModel, pack_length: int | None
+    target: PreTrainedModel, drafter: DFlashDraftModel, pack_length: int | None
 ) -> None:
     """Where one text is long and many are short, the short ones together have more blocks."""
     data = [with_response([3], [5] * 60), *(with_response([3, 4], [5, 6] * length) for length in (4, 5, 6, 7) * 6)]

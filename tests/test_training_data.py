@@ -65,7 +65,7 @@ def test_a_completion_is_what_the_assistant_says(tokenizer: Any) -> None:
     assert as_messages.input_ids == one_turn.input_ids
 
 
-def test_a_text_is_supervised_behind_its_first_token(tokenizer: Any) -> None:
+def test_a_text_is_supervised_after_its_first_token(tokenizer: Any) -> None:
     example = encode({"text": "Ann has 3 apples."}, tokenizer)
     assert tokenizer.decode(example.input_ids) == "Ann has 3 apples." + tokenizer.eos_token
     assert example.loss_mask == [0] + [1] * (len(example) - 1)

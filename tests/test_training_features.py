@@ -30,11 +30,10 @@ def test_features_from_disk_are_those_of_the_target(
     """In any batch, beside any neighbour, out of any shard."""
     data = examples()
     said: list[str] = []
-    write_features(
-        tmp_path / "f", frozen, data, wants_states=True, batch_tokens=64, announce=said.append, shard_bytes=4000
-    )
+    facts = facts_of(frozen, data, True)
+    write_features(tmp_path / "f", frozen, data, facts, batch_tokens=64, announce=said.append, shard_bytes=4000)
     assert len(list((tmp_path / "f").glob("*.safetensors"))) > 3
-    cached = CachedFeatures(tmp_path / "f", facts_of(frozen, data, True))
+    cached = CachedFeatures(tmp_path / "f", facts)
     shape = {"num_anchors": 2, "batch_tokens": 192, "pad_token_id": 0, "seed": 0, "pack_length": pack_length}
     for batch in epoch_batches(data, 0, **shape):
         read, online = cached(batch, wants_states=True), frozen(batch, wants_states=True)
@@ -70,7 +69,7 @@ def test_training_from_written_features_is_training_online(
 
 def test_features_of_something_else_are_refused_by_name(frozen: FrozenTarget, tmp_path: Path) -> None:
     data = examples()
-    write_features(tmp_path, frozen, data, wants_states=False, batch_tokens=256)
+    write_features(tmp_path, frozen, data, facts_of(frozen, data, False), batch_tokens=256)
 
     def refused(
         said: str, target: FrozenTarget = frozen, rows: Any = data, wants_states: bool = False, precision: str = "no"
@@ -104,7 +103,7 @@ def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "features-00007.safetensors").write_bytes(b"half")
     (tmp_path / "half" / ".manifest.json.partial").write_text("half")
-    write_features(tmp_path / "half", frozen, data, wants_states=False, batch_tokens=256)
+    write_features(tmp_path / "half", frozen, data, facts_of(frozen, data, False), batch_tokens=256)
     assert sorted(path.name for path in (tmp_path / "half").iterdir()) == [
         "features-00000.safetensors",
         "manifest.json",
@@ -112,8 +111,8 @@ def test_a_folder_left_unfinished_is_written_again_and_a_strange_one_is_not(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(ValueError, match=r"holds letter\.txt"):
-        write_features(tmp_path / "mine", frozen, data, wants_states=False, batch_tokens=256)
+        write_features(tmp_path / "mine", frozen, data, facts_of(frozen, data, False), batch_tokens=256)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10, 0, 10))
     with pytest.raises(ValueError, match=r"take 0\.0 MiB and .* has 0\.0 MiB left: train without features"):
-        write_features(tmp_path / "new", frozen, data, wants_states=False, batch_tokens=256)
+        write_features(tmp_path / "new", frozen, data, facts_of(frozen, data, False), batch_tokens=256)

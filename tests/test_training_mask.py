@@ -8,8 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.training import BLOCKWISE, MOST_SCORES, BlockLayout, blockwise_attention, lay_out_blocks
-from dflash.training.layout import packed_causal_mask
+from dflash.training import lay_out_blocks
+from dflash.training.block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
+from dflash.training.layout import BlockLayout, packed_causal_mask
 
 
 MASK_ID = 49
@@ -92,7 +93,7 @@ def test_rows_labels_and_positions_equal_a_double_loop() -> None:
                     assert layout.previous[row, r] == column - 1
 
 
-def test_rows_that_propose_what_stands_behind_them_have_their_labels_there() -> None:
+def test_queries_that_propose_the_next_token_have_their_labels_there() -> None:
     """Checkpoints whose anchor row proposes too: trained on the token at their own position, they draft nothing right."""
     layout = lay_out(drafter_config(sample_from_anchor=True))
     for row in range(2):

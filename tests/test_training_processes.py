@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_mean_over_all_processes(folder: Path, name: 
 
 
 def test_a_sharded_drafters_selector_learns_too(folder: Path) -> None:
-    """It is called behind the forward, when the layers are in pieces again."""
+    """It is called after the forward, when the layers are in pieces again."""
     assert json.loads((folder / "norms.json").read_text())["selector"] == pytest.approx(
         gradient_norms(SELECTOR), rel=1e-4
     )

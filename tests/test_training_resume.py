@@ -112,7 +112,7 @@ def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_a_run_killed_behind_its_first_checkpoint_and_before_its_first_state_begins_again(
+def test_a_run_killed_after_its_first_checkpoint_and_before_its_first_state_begins_again(
     unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
 ) -> None:
     """What it left is an unfinished run's, and no finished checkpoint."""
@@ -160,7 +160,7 @@ def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_behind_its_step_with_the_state_saved(
+def test_a_signal_ends_the_run_after_its_step_with_the_state_saved(
     unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path, number: int
 ) -> None:
     output = tmp_path / "drafter"

@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from families import FAMILIES
 from tiny_models import (
     BLOCK_SIZE,
-    FAMILIES,
     PAD_TOKEN_ID,
     SMALL,
     TARGET_KINDS,
@@ -31,12 +32,7 @@ from dflash.model.proposals_dflash import DraftTree, grow_tree
 
 NEW_TOKENS = 30
 SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
-GREEDY: dict[str, Any] = {
-    "temperature": 0.0,
-    "max_new_tokens": NEW_TOKENS,
-    "stop_token_ids": [],
-    "return_dict_in_generate": True,
-}
+GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS}
 # Families whose masks differ: one window on all layers, windows on some of them, none; grouped experts, latent keys.
 MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
 

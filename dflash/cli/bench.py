@@ -14,31 +14,19 @@ from rich.text import Text
 
 from dflash.common.files import check_output, only_writer
 
-from .arguments import (
-    AsJson,
-    ChatTemplate,
-    Device,
-    Dtype,
-    Overwrite,
-    Thinking,
-    decoding_option,
-    model_option,
-    prompt_option,
-    result_option,
-)
+from . import arguments
+from .arguments import decoding_option, model_option, prompt_option, result_option
 from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompts
 from .terminal import show_table
 
 
 def bench(
     target: Annotated[
-        str | None, model_option(help="The target: a local folder or an id on the Hub. Default: the embedded pair.")
+        str | None, model_option(help="The target: a folder or Hub id. Default: the embedded pair.")
     ] = None,
-    drafter: Annotated[
-        str | None, model_option(help="Its DFlash drafter: a local folder or an id on the Hub.")
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
+    drafter: Annotated[str | None, model_option(help="Its DFlash drafter: a folder or Hub id.")] = None,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = None,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -48,19 +36,15 @@ def bench(
         ),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
-    chat_template: ChatTemplate = True,
-    thinking: Thinking = False,
-    methods: Annotated[
-        str | None, decoding_option(help="Methods besides target.generate, with commas between. Default: all.")
-    ] = None,
+    chat_template: arguments.ChatTemplate = True,
+    thinking: arguments.Thinking = False,
+    methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None,
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256,
-    repeats: Annotated[
-        int, decoding_option(min=1, help="Answers of each method to each prompt; the median counts.")
-    ] = 3,
+    repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 3,
     profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4,
     output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    overwrite: arguments.Overwrite = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts.
 
@@ -91,26 +75,15 @@ def bench(
             pair = load_pair(target, drafter, dtype, device)
         else:
             pair = Pair(*load_embedded_pair("float32" if dtype == "auto" else dtype))
-        asked = asked or {
-            "held-out templates": [[{"role": "user", "content": one.question}] for one in heldout_problems()[:limit]]
-        }
+        if not asked:
+            problems = heldout_problems()[:limit]
+            asked = {"held-out templates": [[{"role": "user", "content": one.question}] for one in problems]}
         encode = chat_encoder(pair.tokenizer, thinking, chat_template)
-        result = run_bench(
-            pair.target,
-            pair.drafter,
-            [Prompt(task, encode(dialogue)) for task in asked for dialogue in asked[task]],
-            max_new_tokens,
-            repeats,
-            chosen,
-            profiled,
-            {
-                "target": target,
-                "drafter": drafter,
-                "enable_thinking": thinking,
-                "chat_template": pair.tokenizer.chat_template if chat_template else None,
-            },
-            bar,
-        )
+        encoded = [Prompt(task, encode(dialogue)) for task in asked for dialogue in asked[task]]
+        template = pair.tokenizer.chat_template if chat_template else None
+        facts = {"target": target, "drafter": drafter, "enable_thinking": thinking, "chat_template": template}
+        how = max_new_tokens, repeats, chosen, profiled
+        result = run_bench(pair.target, pair.drafter, encoded, *how, facts, bar)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name not in RAW}))
         else:
@@ -142,9 +115,8 @@ RAW = ("measurements", "profiles")
 def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
     """A bar on standard error, gone at the end. No thread draws it, because that would disturb the measurement."""
     console = Console(stderr=True)
-    return track(
-        list(items), what, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    )
+    hidden = not console.is_terminal
+    return track(list(items), what, console=console, transient=True, auto_refresh=False, disable=hidden)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -159,7 +131,8 @@ def show(result: dict[str, Any]) -> None:
             title = f"A step, profiled on {of_task[0]['profiled_prompts']} prompts (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
     facts = (
-        f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, at most "
-        f"{decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. {caveat(rows, setup['target_dtype'])}"
+        f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, "
+        f"at most {decoding['max_new_tokens']} tokens, medians of {decoding['repeats']} interleaved repeats. "
+        f"{caveat(rows, setup['target_dtype'])}"
     )
     Console(highlight=False).print(Text(facts.rstrip(), "dim"))

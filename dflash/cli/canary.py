@@ -10,18 +10,8 @@ from rich.console import Console
 
 from dflash.common.files import check_output
 
-from .arguments import (
-    ApiKeyEnv,
-    Hardware,
-    Model,
-    Output,
-    Overwrite,
-    Thinking,
-    panel,
-    prompt_option,
-    result_option,
-    server_option,
-)
+from . import arguments
+from .arguments import panel, prompt_option, result_option, server_option
 from .loading import api_key, read_prompts
 from .terminal import progress_bar, show_table
 
@@ -32,17 +22,17 @@ load_option, goal_option = panel("Load"), panel("Targets and cost")
 def canary(
     url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
     baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
+    model: arguments.Model = None,
+    api_key_env: arguments.ApiKeyEnv = None,
     timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
-    hardware: Hardware = None,
+    hardware: arguments.Hardware = None,
     prompts: Annotated[
         Path | None,
         prompt_option(
             help="Your own traffic: a file with a prompt a line, or JSON with messages, prompt or question."
         ),
     ] = None,
-    thinking: Thinking = False,
+    thinking: arguments.Thinking = False,
     concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",
     rounds: Annotated[int, load_option(min=1, help="Requests of a level per concurrent one; at least 16 in all.")] = 4,
     max_new_tokens: Annotated[int, load_option(min=2, help="Longest answer, in tokens.")] = 512,
@@ -52,12 +42,10 @@ def canary(
     target_ms_to_first_token: Annotated[
         float | None, goal_option(min=0, help="Largest p99 of the time to the first token.")
     ] = None,
-    price_per_hour: Annotated[
-        float | None, goal_option(min=0, help="Of one server: adds the cost of a token.")
-    ] = None,
-    output: Output = None,
+    price_per_hour: Annotated[float | None, goal_option(min=0, help="Of a server: adds the cost of a token.")] = None,
+    output: arguments.Output = None,
     plot: Annotated[Path | None, result_option(help="PNG to write: throughput against latency.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: arguments.Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
     levels = _levels(concurrency)
@@ -70,17 +58,8 @@ def canary(
     from dflash.common.provenance import write_result
     from dflash.evaluation import Load, Server, run_canary, save_drawing
 
-    load = Load(
-        levels,
-        rounds,
-        max_new_tokens,
-        temperature,
-        thinking,
-        seed,
-        price_per_hour,
-        target_ms_per_token,
-        target_ms_to_first_token,
-    )
+    goals = price_per_hour, target_ms_per_token, target_ms_to_first_token
+    load = Load(levels, rounds, max_new_tokens, temperature, thinking, seed, *goals)
     asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
     urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
     clients = {name: Server(address, key, timeout) for name, address in urls.items()}
@@ -103,9 +82,8 @@ def _show(result: dict[str, Any]) -> None:
         best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"
         console.print(f"Within the target, {name}: {best}", style="bold")
     if result["decoding"]["prompts_repeat"]:
-        console.print(
-            "There were fewer prompts than requests: later ones may come from the server's prefix cache.", style="dim"
-        )
+        said = "There were fewer prompts than requests: later ones may come from the server's prefix cache."
+        console.print(said, style="dim")
 
 
 def _levels(text: str) -> tuple[int, ...]:

@@ -13,56 +13,38 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from .arguments import (
-    AsJson,
-    ChatTemplate,
-    Device,
-    Drafter,
-    Dtype,
-    Hardware,
-    Model,
-    Target,
-    Thinking,
-    decoding_option,
-    prompt_option,
-    result_option,
-    server_option,
-)
-from .loading import checkpoint, hide_loading_bars, known_device, listed, load_pair, named, own_device
+from . import arguments, loading
+from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar, show_table
 
 
 def evaluate(
-    target: Target,
-    drafter: Drafter,
+    target: arguments.Target,
+    drafter: arguments.Drafter,
     tasks: Annotated[str, typer.Option(help="Names of the tasks above, with commas between.")],
     prompts: Annotated[int, prompt_option(min=0, help="Prompts per task; 0 for all.")] = 80,
     seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0,
     data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None,
-    chat_template: ChatTemplate = True,
-    thinking: Thinking = False,
+    chat_template: arguments.ChatTemplate = True,
+    thinking: arguments.Thinking = False,
     score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True,
     methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash",
     max_new_tokens: Annotated[
         int | None,
         decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
     ] = None,
-    repeats: Annotated[
-        int, decoding_option(min=1, help="Answers of each method to each prompt; the median counts.")
-    ] = 1,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    url: Annotated[
-        str | None, server_option(help="A server (vLLM, SGLang) of the pair; no weights are loaded here.")
-    ] = None,
+    repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 1,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = None,
+    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang); loads no weights.")] = None,
     baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
-    model: Model = None,
-    hardware: Hardware = None,
+    model: arguments.Model = None,
+    hardware: arguments.Hardware = None,
     output: Annotated[
-        Path | None, result_option(help="JSON file to write; a run that was stopped continues from its .jsonl.")
+        Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")
     ] = None,
     overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
 
@@ -79,9 +61,12 @@ def evaluate(
     torchrun --nproc-per-node N -m dflash eval …,
     or accelerate launch (which starts a single one with --cpu).
     """
-    hide_loading_bars()
-    if data_root is not None:
-        _hide_reading_bars()
+    loading.hide_loading_bars()
+    if data_root is not None:  # reading local rows takes no time, and its errors are sentences of ours
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     from dflash.common.processes import Processes
     from dflash.evaluation import EvalPlan, check_eval_output, check_methods, pair_backend, questions_of, run_eval
 
@@ -89,25 +74,16 @@ def evaluate(
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
     if url is not None and methods != "dflash":
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
-    chosen = listed(methods, "--methods")
+    chosen = loading.listed(methods, "--methods")
     check_methods(chosen)
-    known_device(device)
-    plan = EvalPlan(
-        target=checkpoint(target, "--target"),
-        drafter=checkpoint(drafter, "--drafter"),
-        tasks=listed(tasks, "--tasks"),
-        num_prompts=prompts or None,
-        seed=seed,
-        data_root=data_root,
-        repeats=repeats,
-        thinking=thinking,
-        chat_template=chat_template,
-        score=score,
-    )
+    loading.known_device(device)
+    wanted = loading.listed(tasks, "--tasks")
+    pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
+    plan = EvalPlan(*pair_names, wanted, prompts or None, seed, data_root, repeats, thinking, chat_template, score)
     processes = Processes()
     if url is not None and processes.count > 1:
         raise ValueError(
-            f"--url asks one question at a time, and {processes.count} processes would ask more: start one."
+            f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
         )
     if output is not None and processes.is_first:
         check_eval_output(output, overwrite)
@@ -115,19 +91,16 @@ def evaluate(
     if url is not None and baseline_url is not None:
         backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
     else:
-        pair = load_pair(target, drafter, dtype, device or own_device(processes))
+        pair = loading.load_pair(target, drafter, dtype, device or loading.own_device(processes))
         backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
         if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
-            print(
-                f"Answers are cut at {backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens).",
-                file=sys.stderr,
-            )
+            cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
+            print(f"Answers are cut at {cut}.", file=sys.stderr)
     # No thread draws the bar, because that would disturb the measurement.
     with counting_bar(processes.is_first, auto_refresh=False) as bar:
         progress = _Bar(bar)
-        result = run_eval(
-            plan, questions, backend, tokenizer, output, processes, progress.begin, progress.done, overwrite
-        )
+        watched = progress.begin, progress.done
+        result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite)
     if not processes.is_first:
         return
     if as_json:
@@ -153,17 +126,9 @@ def _served(
     from dflash.evaluation import Server, server_backend
 
     servers = Server(url), Server(baseline_url)
-    with named("--target", target):
+    with loading.named("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target)
     return server_backend(*servers, tokenizer, max_new_tokens, model, hardware), tokenizer
-
-
-def _hide_reading_bars() -> None:
-    """Hides the bars and logs of reading local rows: it takes no time, and its errors are sentences of ours."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
 class _Bar:
@@ -180,16 +145,15 @@ class _Bar:
         self._progress.update(self._task, total=share, refresh=True)
 
     def done(self, answers: Sequence[Any]) -> None:
-        self._answers += answers
-        said = self._so_far() if self._answers else ""
-        self._progress.update(self._task, advance=1, description=said, refresh=True)
-
-    def _so_far(self) -> str:
         from dflash.evaluation import summarise_answers
 
-        row = summarise_answers([a for a in self._answers if a.task == self._answers[-1].task])[-1]
-        tau = "" if row["tau_micro"] is None else f", tau {row['tau_micro']:.2f}"
-        return f"{row['task']} {row['speedup']:.2f}x{tau}"
+        self._answers += answers
+        said = ""
+        if self._answers:
+            row = summarise_answers([a for a in self._answers if a.task == self._answers[-1].task])[-1]
+            tau = "" if row["tau_micro"] is None else f", tau {row['tau_micro']:.2f}"
+            said = f"{row['task']} {row['speedup']:.2f}x{tau}"
+        self._progress.update(self._task, advance=1, description=said, refresh=True)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -197,7 +161,8 @@ def _show(result: dict[str, Any]) -> None:
     from dflash.evaluation import caveat, place_of, table_of
 
     rows = result["summary"]
-    show_table(table_of([*rows, *_means(rows)], SHOWN, short=True), "Everything counted, the prompt's forward too")
+    table = table_of([*rows, *_means(rows)], SHOWN, short=True)
+    show_table(table, "Everything counted, the prompt's forward too")
     console = Console(highlight=False)
     decoding, setup = result["decoding"], result["environment"]
     facts = [
@@ -213,10 +178,8 @@ def _show(result: dict[str, Any]) -> None:
     console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows, setup.get('target_dtype'))}".rstrip(), "dim"))
     for task in result["tasks"]:
         if task["too_long"]:
-            console.print(
-                f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out: with the answer they would "
-                "be longer than the target's positions."
-            )
+            left_out = f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out"
+            console.print(f"{left_out}: with the answer they would be longer than the target's positions.")
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -93,7 +93,8 @@ def _sentence(error: Exception) -> str | None:
     """What an error says to a person, and what to do; `None` for one that is a bug."""
     full = NO_SPACE.search(str(error))
     kind = type(error).__name__
-    if full and (isinstance(error, OSError) or kind == "SafetensorError"):
+    is_told = "make room" in str(error)  # the library's own sentence, which says what is lost
+    if full and not is_told and (isinstance(error, OSError) or kind == "SafetensorError"):
         return f"Nothing more can be written ({full[0]}): free some space, or name a path on another disk."
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename} cannot be used ({error.strerror}): name another path, or see to this one."

@@ -10,18 +10,8 @@ from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output
 
-from .arguments import (
-    ApiKeyEnv,
-    Device,
-    Dtype,
-    Model,
-    Target,
-    model_option,
-    panel,
-    result_option,
-    server_option,
-)
-from .loading import api_key, checkpoint, hide_loading_bars, known_device, load_pair, named, own_device
+from . import loading
+from .arguments import ApiKeyEnv, Device, Dtype, Model, Target, model_option, panel, result_option, server_option
 from .terminal import counting_bar
 
 
@@ -43,9 +33,7 @@ def regenerate(
     top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0,
     seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0,
     drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
-    batch_size: Annotated[
-        int | None, answer_option(min=1, help="Rows answered together. Default: 8; with --url 64 requests.")
-    ] = None,
+    batch_size: Annotated[int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64.")] = None,
     drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -64,7 +52,7 @@ def regenerate(
         raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
     if url is None and (model is not None or api_key_env is not None):
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
-    hide_loading_bars()
+    loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
@@ -81,16 +69,16 @@ def regenerate(
         split=split,
         drop_cut=drop_cut,
     )
-    known_device(device)
+    loading.known_device(device)
     processes = Processes()
     if processes.is_first:
         check_answer_file(output, resume, overwrite)
         check_output(output)
-    target = checkpoint(target, "--target")
+    target = loading.checkpoint(target, "--target")
     if url is not None:
         writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
     else:
-        writer, tokenizer = _target(target, drafter, dtype, device or own_device(processes), batch_size or 8)
+        writer, tokenizer = _target(target, drafter, dtype, device or loading.own_device(processes), batch_size or 8)
     with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
         progress = _Bar(bar)
         record = regenerate_data(
@@ -130,12 +118,12 @@ def _target(target: str, drafter: str | None, dtype: str, device: str | None, ba
     from dflash.regeneration import TargetWriter
 
     if drafter is not None:
-        pair = load_pair(target, drafter, dtype, device)
+        pair = loading.load_pair(target, drafter, dtype, device)
         return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with named("--target", target):
-        place = {"dtype": dtype, "device_map": known_device(device)}
+    with loading.named("--target", target):
+        place = {"dtype": dtype, "device_map": loading.known_device(device)}
         model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
         return TargetWriter(model, None, batch_size), AutoTokenizer.from_pretrained(target)
 
@@ -146,8 +134,8 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
 
     from dflash.regeneration import ServerWriter
 
-    key = api_key(api_key_env)
-    with named("--target", target):
+    key = loading.api_key(api_key_env)
+    with loading.named("--target", target):
         tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target)
         try:
             generation_config = GenerationConfig.from_pretrained(target)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from dflash.training import REMOVED, TrainingSettings
+from dflash.training import REMOVED, TrainingSettings, read_yaml
 
 from .loading import hide_loading_bars
 
@@ -49,37 +49,28 @@ def train(
     torchrun --nproc_per_node N -m dflash train …
     """
     given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
-    for name in given.keys() & REMOVED.keys():
-        raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
-    asked = _from_file(config) | given
     places = {"target": target, "data": data, "output": output}
+    asked = read_yaml(config, list(places)) if config is not None else {}
+    asked |= given | {name: place for name, place in places.items() if place is not None}
+    for name in asked.keys() & REMOVED.keys():
+        raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
     for name in places:
-        written = asked.pop(name, None)
-        places[name] = written if places[name] is None else places[name]
-        if places[name] is None:
+        if asked.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
+    model, texts, folder = (str(asked.pop(name)) for name in places)
     settings = TrainingSettings(**asked)
     hide_loading_bars()
     if dry_run:
-        _rehearse(str(places["target"]), str(places["data"]), settings)
+        _rehearse(model, texts, settings)
         return
 
     from dflash.common.provenance import command
     from dflash.training import train_drafter
 
+    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "on_point": _print_point, "announce": _announce}
+    how |= {"provenance": {"command": command()}, "show_progress": sys.stderr.isatty()}
     try:
-        record = train_drafter(
-            str(places["target"]),
-            str(places["data"]),
-            str(places["output"]),
-            settings,
-            resume=resume,
-            overwrite=overwrite,
-            provenance={"command": command()},
-            show_progress=sys.stderr.isatty(),
-            on_point=_print_point,
-            announce=_announce,
-        )
+        record = train_drafter(model, texts, folder, settings, **how)
     except FloatingPointError as error:
         raise ValueError(str(error)) from error
     if record.stopped_at is not None:
@@ -88,7 +79,7 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
-        print(f"{places['output']}: step {record.best_step}{tau}{was_complete}")
+        print(f"{folder}: step {record.best_step}{tau}{was_complete}")
 
 
 def _announce(sentence: str) -> None:
@@ -98,21 +89,22 @@ def _announce(sentence: str) -> None:
 
 def _print_point(point: dict[str, Any]) -> None:
     tau = f", tau {point['tau']:.2f}" if "tau" in point else ""
-    print(
-        f"step {point['step']}: loss {point['loss']:.3f}, {point['accepted_per_block']:.2f} accepted per block{tau}",
-        flush=True,
-    )
+    accepted = f"{point['accepted_per_block']:.2f} accepted per block"
+    print(f"step {point['step']}: loss {point['loss']:.3f}, {accepted}{tau}", flush=True)
 
 
 def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     """Prints what the run would take, after a few real steps of it; writes nothing."""
+    import torch
+
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, estimate, peak_memory, prepare
+    from dflash.training import Trainer, estimate, prepare
 
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     size, config = estimate(trainer), ready.drafter.config
-    print(f"steps     {size.steps:,} ({size.epochs:.1f} epochs of {size.batches_per_epoch:,} batches)")
+    epochs = f"{size.steps / size.batches_per_epoch:.1f} epochs of {size.batches_per_epoch:,} batches"
+    print(f"steps     {size.steps:,} ({epochs})")
     print(
         f"data      {size.sequences:,} sequences, {size.tokens:,} tokens an epoch, {size.supervised_tokens:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"
@@ -134,17 +126,13 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
         f"time      about {_duration(seconds * size.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
-    peak = peak_memory(trainer.accelerator.device)
-    if peak is not None:
-        print(f"measured  {_bytes(peak)} at most on {trainer.accelerator.device} in these steps")
+    if (device := trainer.accelerator.device).type == "cuda":
+        print(f"measured  {_bytes(torch.cuda.max_memory_allocated(device))} at most on {device} in these steps")
 
 
 def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit in ("B", "KiB") else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
+    power = min(3, max(0, int(size).bit_length() - 1) // 10)
+    return f"{size / 1024**power:.{power // 2}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _duration(seconds: float) -> str:
@@ -152,24 +140,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _from_file(path: Path | None) -> dict[str, Any]:
-    """The settings of a YAML file, and target, data and output."""
-    if path is None:
-        return {}
-    if not path.is_file():
-        raise ValueError(
-            f"--config {path} is no file: write one `name: value` a line, the names as the flags are called."
-        )
-    from dflash.training import read_yaml
-
-    found = read_yaml(path)
-    known = {one.name for one in fields(TrainingSettings)} | {"target", "data", "output"}
-    unknown = sorted(set(found) - known)
-    if unknown:
-        raise ValueError(f"--config {path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
-    return found
 
 
 def _listed(name: str, value: Any) -> Any:
@@ -186,23 +156,13 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
     options = OWN_FLAGS | {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
     options |= {one.name: _option(one, get_type_hints(TrainingSettings)[one.name]) for one in fields(TrainingSettings)}
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if get_args(hint)[0] is bool and name in OWN_FLAGS else None,
-            annotation=hint,
-        )
-        for name, hint in options.items()
-    ]
-
-    def command_function(**given: Any) -> None:
-        function(**given)
-
-    command_function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command_function.__annotations__ = options
-    command_function.__name__, command_function.__doc__ = function.__name__, function.__doc__
-    return command_function
+    defaults = {name: False if hint.__origin__ is bool else None for name, hint in OWN_FLAGS.items()}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, default=defaults.get(name), annotation=hint) for name, hint in options.items()]
+    )
+    function.__annotations__ = options
+    return function
 
 
 def _option(one: Any, hint: Any) -> Any:

@@ -15,16 +15,23 @@ from filelock import FileLock, Timeout
 def write_text(path: Path, text: str) -> None:
     """Writes `path` aside and then renames it: a reader or an interruption never meets half a file; folders are made.
 
-    Raises:
-        OSError: if it cannot be written, with its name; what was at `path` before stays.
+    OSError with its name if it cannot be written; what was at `path` before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        with replaced(path) as aside:
+            aside.write_text(text, encoding="utf-8")
     except OSError as error:  # a full disk names no file
         raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path to write: its file replaces `path` at the end of the body, and is deleted after an error."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -41,7 +48,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_output(path: Path, overwrite: bool = True) -> None:
-    """Raises as [`check_writable`] does, and ValueError if `path` exists and may not be overwritten or is being written."""
+    """Raises as [`check_writable`], and ValueError if `path` is being written, or exists without `overwrite`."""
     check_writable(path)
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists: pass overwrite (--overwrite) to replace it, or name another path.")
@@ -53,10 +60,8 @@ def check_output(path: Path, overwrite: bool = True) -> None:
 def only_writer(path: Path) -> Iterator[None]:
     """Keeps other processes of this machine from writing `path`, a file or a folder, while the body runs.
 
-    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it.
-
-    Raises:
-        ValueError: if another process holds it, with that process's number and since when it runs what.
+    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with
+    the number of the process that holds it.
     """
     path = path.expanduser().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Short hashes by which a model is known again, wherever it was loaded from."""
+"""Short hashes by which models and data are known again, wherever they were loaded from."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def config_fingerprint(config: Any, generation_config: Any) -> str:
     """A short hash of both configs, wherever the model was loaded from."""
-    said = [
-        {name: value for name, value in one.to_dict().items() if name not in NOT_THE_MODEL}
-        for one in (config, generation_config)
-        if one is not None
-    ]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    both = [one.to_dict() for one in (config, generation_config) if one is not None]
+    return fingerprint([{name: said for name, said in one.items() if name not in NOT_THE_MODEL} for one in both])
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of a value by its JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

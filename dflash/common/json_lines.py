@@ -10,16 +10,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from .files import replaced
 
 
 class JsonLines:
-    """A file of JSON lines and the parts of the other processes beside it.
+    """A file of JSON lines, the first process's part, and the parts of the other processes beside it.
 
-    Args:
-        path: The file, which is the first process's part.
-        rank: The number of this process.
-        remedy: What a user does when the disk is full, after "make room and".
+    `rank` is the number of this process. `remedy` continues the advice of an error after "make room and".
     """
 
     def __init__(self, path: Path, rank: int = 0, remedy: str = "run the same command again") -> None:
@@ -37,43 +36,32 @@ class JsonLines:
             os.truncate(self._own, sum(len(line) for _, line in whole_lines(self._own)))
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes a line for each record to this process's part; the lines are on the disk when this returns.
-
-        Raises:
-            OSError: if they cannot be written, as on a full disk; the lines before them stay.
-        """
+        """Writes a line for each record to this process's part, on the disk; after an OSError earlier lines stay."""
         try:
             with self._own.open("ab") as file:
-                file.writelines(map(as_line, records))
-                file.flush()
-                os.fsync(file.fileno())
+                _write(file, map(as_line, records))
         except OSError as error:
-            raise OSError(
-                f"{self._own} cannot be written ({error.strerror}); its lines are kept: make room and {self._remedy}."
-            ) from error
+            raise self._unwritten(f"{self._own} cannot be written", error) from error
 
     def join(self, lines: Iterable[bytes]) -> None:
-        """Puts `lines` into the file, aside and then renamed, and deletes the other parts.
-
-        Raises:
-            OSError: if the file cannot be written; all parts stay.
-        """
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        """Puts `lines` into the file and deletes the other parts; after an OSError all parts stay."""
         try:
-            with aside.open("wb") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, self.path)
+            with replaced(self.path) as aside, aside.open("wb") as file:
+                _write(file, lines)
         except OSError as error:
-            raise OSError(
-                f"{self.path} cannot be put in order ({error.strerror}); its lines are kept: make room and {self._remedy}."
-            ) from error
-        finally:
-            aside.unlink(missing_ok=True)
+            raise self._unwritten(f"{self.path} cannot be put in order", error) from error
         for part in self.parts():
             if part != self.path:
                 part.unlink()
+
+    def _unwritten(self, said: str, error: OSError) -> OSError:
+        return OSError(f"{said} ({error.strerror}); its lines are kept: make room and {self._remedy}.")
+
+
+def _write(file: IO[bytes], lines: Iterable[bytes]) -> None:
+    file.writelines(lines)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
@@ -91,17 +79,12 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that differ, by name, each as `8, now 9`."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The settings that differ, each as `name: 8, now 9`, for a sentence; empty if none does."""
 
     def short(value: Any) -> str:
         text = json.dumps(value)
         return text if len(text) <= 60 else f"{text[:57]}…"
 
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    return {name: f"{short(before.get(name))}, now {short(now.get(name))}" for name in names}
-
-
-def listed(changed: Mapping[str, str]) -> str:
-    """What [`changes`] found, for a sentence."""
-    return "; ".join(f"{name}: {said}" for name, said in changed.items())
+    return "; ".join(f"{name}: {short(before.get(name))}, now {short(now.get(name))}" for name in names)

@@ -1,4 +1,4 @@
-"""Public names of a package on first use (PEP 562): importing torch takes seconds, for which the command line shows a bar."""
+"""Public names of a package on first use (PEP 562), because importing torch takes seconds."""
 
 from __future__ import annotations
 

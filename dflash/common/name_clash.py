@@ -1,4 +1,4 @@
-"""Which distributions provide the import name `dflash`: the registry's `dflash` is the paper's code, and not this one."""
+"""Distributions that provide the import name `dflash`: the registry's `dflash` is the paper's code, not this one."""
 
 from __future__ import annotations
 

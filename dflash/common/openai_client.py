@@ -1,4 +1,4 @@
-"""A client of one server that speaks the OpenAI protocol (vLLM, SGLang, …): addresses, headers, errors. It knows no clock."""
+"""A client of one server that speaks the OpenAI protocol (vLLM, SGLang, …): addresses, headers, errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,12 +19,9 @@ LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
 class OpenAIClient:
     """A server by its URL, with or without `/v1` at its end.
 
-    Every failure is a ValueError of one sentence that names the address and, where there is one, the status.
-
-    Args:
-        url: Such as http://localhost:8000; a user name and a password in it are dropped.
-        api_key: Sent as a bearer token.
-        timeout: Longest silence, in seconds.
+    Every failure is a ValueError of one sentence that names the address and, where there is one, the status. A user
+    name and a password in `url` are dropped; `api_key` is sent as a bearer token; `timeout` is the longest silence in
+    seconds.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -51,9 +49,8 @@ class OpenAIClient:
         try:
             return [model["id"] for model in answer["data"]]
         except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.url}/v1/models lists no models but {quote(answer)}: is this a model server?"
-            ) from error
+            said = f"{self.url}/v1/models lists no models but {quote(answer)}"
+            raise ValueError(f"{said}: is this a model server?") from error
 
     def only_model(self, name: str | None = None) -> str:
         """The model `name`, or the only one; ValueError with the names that are served if there is no such model."""
@@ -79,31 +76,25 @@ class OpenAIClient:
     @contextmanager
     def response(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
         """The response to a request, of status 200; errors while the caller reads it are named as well."""
-        connection: HTTPConnection = (
-            HTTPConnection(*self._address, timeout=self._timeout)
-            if self._tls is None
-            else HTTPSConnection(*self._address, timeout=self._timeout, context=self._tls)
-        )
+        where = f"{self.url}{path}"
+        kind = HTTPConnection if self._tls is None else partial(HTTPSConnection, context=self._tls)
+        connection: HTTPConnection = kind(*self._address, timeout=self._timeout)
         response = None
         try:
             connection.request(method, f"{self._path}{path}", body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
                 said = quote(_message(response.read()))
-                raise ValueError(f"{self.url}{path} answered {response.status} {response.reason}: {said}.")
+                raise ValueError(f"{where} answered {response.status} {response.reason}: {said}.")
             yield response
         except TimeoutError as error:
-            raise ValueError(
-                f"{self.url}{path} did not answer within {self._timeout:g} seconds: raise the timeout, or ask for shorter "
-                "answers or fewer at once."
-            ) from error
+            remedy = "raise the timeout, or ask for shorter answers or fewer at once"
+            raise ValueError(f"{where} did not answer within {self._timeout:g} seconds: {remedy}.") from error
         except (OSError, HTTPException) as error:
             reason = str(error) or type(error).__name__
             if response is not None:
-                raise ValueError(
-                    f"{self.url}{path} answered 200 and broke off ({reason}): look at its log."
-                ) from error
-            raise ValueError(f"{self.url}{path} cannot be reached ({reason}): is the server running there?") from error
+                raise ValueError(f"{where} answered 200 and broke off ({reason}): look at its log.") from error
+            raise ValueError(f"{where} cannot be reached ({reason}): is the server running there?") from error
         finally:
             connection.close()
 

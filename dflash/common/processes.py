@@ -15,16 +15,10 @@ PATIENCE = timedelta(days=7)
 
 
 class Processes:
-    """This process's share of the work, and the exchange of results.
-
-    Attributes:
-        rank: The number of this process, from 0.
-        local_rank: Its number on this machine, and so of its GPU.
-        count: How many there are.
-    """
+    """This process's share of the work, and the exchange of results."""
 
     def __init__(self) -> None:
-        self.rank, self.local_rank, self.count = 0, 0, 1
+        self.rank, self.local_rank, self.count = 0, 0, 1  # the local rank is that on this machine, and so of its GPU
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import PartialState
 

@@ -64,7 +64,11 @@ def command() -> str:
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"  # `python -m dflash` is `dflash`
     name = f"{program.parent.name}/{program.name}" if is_script else "dflash"
-    return shlex.join([name, *(_without_place(word) for word in sys.argv[1:])])
+    words = [name]
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        words.append(option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value))
+    return shlex.join(words)
 
 
 def public_name(source: str | os.PathLike[str] | None) -> str | None:
@@ -84,12 +88,6 @@ def revision() -> str:
         return ""
 
 
-def _without_place(word: str) -> str:
-    """A word of the command line; an absolute path in it, also after `--option=`, is cut to its last part."""
-    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return option + equals + (Path(value).name if os.path.isabs(os.path.expanduser(value)) else value)
-
-
 def library_version() -> str | None:
     """The version of this library; `None` where it is not installed."""
     try:
@@ -101,7 +99,6 @@ def library_version() -> str | None:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
-            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or "unknown"
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"

@@ -35,8 +35,18 @@ if TYPE_CHECKING:
     from .results import place_of, read_result
     from .sandbox import Limits, run_program
     from .scoring import check_scorers, extract_code, is_right
-    from .simulated_pairs import SHAPES, Script, scripted_continuation, scripted_pair, scripted_prompt, useless
-    from .sweep import EAGERLY, measure_point, measure_prefill, milliseconds
+    from .simulated_pairs import (
+        EAGERLY,
+        SHAPES,
+        Script,
+        measure_point,
+        measure_prefill,
+        milliseconds,
+        scripted_continuation,
+        scripted_pair,
+        scripted_prompt,
+        useless,
+    )
     from .tables import any_table, caveat, markdown, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
     from .tasks import TASKS, Question, load_questions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from dflash.common.provenance import environment
 from dflash.model.decoding_dflash import Conversation
 from dflash.model.generation_dflash import max_positions
 
-from .draft_counters import acceptance_lengths, drafting
 from .memory import PeakMemory
 from .methods import OURS, PLAIN, VARIANTS, Method, decoding_methods
-from .timed_server import Server
+from .timed_server import Server, drafting
 from .timing import TimedRun
 
 
@@ -31,23 +31,14 @@ Begin = Callable[[], dict[str, Method]]
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers, and what its figures depend on.
+    """What answers, and what its figures depend on."""
 
-    Attributes:
-        begin: Makes the methods of a dialogue.
-        max_new_tokens: The longest answer.
-        environment: Versions, hardware and the like.
-        decoding: More for the record.
-        memory: Watched while each method runs; `None` where it cannot be seen from here.
-        max_prompt_tokens: The longest prompt that leaves room for the answer, `None` for any.
-    """
-
-    begin: Begin
+    begin: Begin  # makes the methods of a dialogue
     max_new_tokens: int
-    environment: dict[str, Any]
-    decoding: dict[str, Any]
-    memory: PeakMemory | None = None
-    max_prompt_tokens: int | None = None
+    environment: dict[str, Any]  # versions, hardware and the like
+    decoding: dict[str, Any]  # more for the record
+    memory: PeakMemory | None = None  # watched while each method runs; `None` where it cannot be seen from here
+    max_prompt_tokens: int | None = None  # the longest that leaves room for the answer, `None` for any
 
 
 def pair_backend(
@@ -56,34 +47,22 @@ def pair_backend(
     max_new_tokens: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> Backend:
-    """A pair in this process.
+    """A pair in this process. `methods` are names of [`METHODS`] besides plain decoding; `None` for all.
 
-    Args:
-        target: Any causal language model.
-        drafter: Its drafter.
-        max_new_tokens: The longest answer. `None`: 2048, or half of the target's positions if that is less.
-        methods: Names of [`METHODS`], besides plain decoding; `None` for all.
-
-    Raises:
-        ValueError: if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
+    Without `max_new_tokens` an answer has at most 2048 tokens, or half of the target's positions if that is less.
+    ValueError if the target's positions leave no room for a prompt, or its logits are NaN or infinite.
     """
     limit = max_positions(target)
     if max_new_tokens is None:
         max_new_tokens = DEFAULT_NEW_TOKENS if limit is None else min(DEFAULT_NEW_TOKENS, limit // 2)
     if limit is not None and max_new_tokens >= limit:
-        raise ValueError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the target has {limit} positions, use fewer."
-        )
+        said = f"--max-new-tokens {max_new_tokens} leaves no room for a prompt"
+        raise ValueError(f"{said}: the target has {limit} positions, use fewer.")
     check_logits(target)
     begin = pair_dialogues(target, drafter, max_new_tokens, methods)
-    return Backend(
-        begin,
-        max_new_tokens,
-        environment(target, drafter),
-        {"caches_kept_between_turns": [name for name in begin() if name in keeping_methods(target)]},
-        PeakMemory(on_cuda=target.device.type == "cuda"),
-        None if limit is None else limit - max_new_tokens,
-    )
+    more = {"caches_kept_between_turns": [name for name in begin() if name in keeping_methods(target)]}
+    memory, room = PeakMemory(target.device.type == "cuda"), None if limit is None else limit - max_new_tokens
+    return Backend(begin, max_new_tokens, environment(target, drafter), more, memory, room)
 
 
 def pair_dialogues(
@@ -94,23 +73,17 @@ def pair_dialogues(
     If only one of the two kept them, later turns would compare prompts and not decoders.
     """
     methods = decoding_methods(target, drafter, max_new_tokens, names)
-    keeps = keeping_methods(target)
+    keeps = [name for name in methods if name in keeping_methods(target)]
 
-    def of_dialogue(name: str) -> Method:
-        if name not in keeps:
-            return methods[name]
-        if name == PLAIN:
-            return PlainDialogue(target, methods[name])
-        return partial(methods[name], conversation=Conversation())
+    def begin() -> dict[str, Method]:
+        kept = {name: partial(methods[name], conversation=Conversation()) for name in keeps if name != PLAIN}
+        return methods | kept | ({PLAIN: PlainDialogue(target, methods[PLAIN])} if PLAIN in keeps else {})
 
-    return lambda: {name: of_dialogue(name) for name in methods}
+    return begin
 
 
 def keeping_methods(target: PreTrainedModel) -> tuple[str, ...]:
-    """The methods that keep their caches from turn to turn: none if a plain cache of `target` cannot be cropped.
-
-    A cache with windows or recurrent layers cannot.
-    """
+    """The methods that keep their caches between turns; none with windows or recurrent layers, which cannot crop."""
     layers = getattr(DynamicCache(config=target.config), "layers", [])
     return (PLAIN, OURS, *VARIANTS) if all(type(layer).__name__ == "DynamicLayer" for layer in layers) else ()
 
@@ -132,8 +105,8 @@ class PlainDialogue:
 
     def _reopened(self, wanted: list[int]) -> Any:
         """The cache cropped to the tokens that it shares with `wanted`, or a new one."""
-        pairs = enumerate(zip(self._held, wanted, strict=False))
-        shared = next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(self._held), len(wanted)))
+        pairs = zip(self._held, wanted, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         surplus = 0 if self._cache is None else self._cache.get_seq_length() - shared
         if not shared or surplus < 0:
             self._cache = DynamicCache(config=self._target.config)
@@ -153,28 +126,19 @@ def server_backend(
     """A server with DFlash and one without as the two methods.
 
     One request is under way at a time, because the counters of a server are read around it: nobody else may use the
-    servers meanwhile. Engines that do not count by position (SGLang) give verify steps and no acceptance lengths. The text
-    of engines that do not send ids is encoded again, which is exact for most texts and not for all.
+    servers meanwhile. Engines that do not count by position (SGLang) give verify steps and no acceptance lengths. The
+    text of engines that do not send ids is encoded again, which is exact for most texts and not for all.
 
-    Args:
-        server: Serves the target with its drafter.
-        baseline: Serves the target alone.
-        tokenizer: The target's.
-        max_new_tokens: The longest answer; `None`: 2048.
-        model: The name that both serve it under; `None` for the only one of each.
-        hardware: What the servers run on, for the record.
-
-    Raises:
-        ValueError: if a server does not answer, or serves several models and none is named.
+    `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the
+    target alone. An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers,
+    for the record. ValueError if a server does not answer, or serves several models and none is named.
     """
     longest = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     served = {PLAIN: (baseline, baseline.only_model(model)), OURS: (server, server.only_model(model))}
     engines = dict.fromkeys(asked.engine() for asked, _ in served.values())
     setup = {"engine": " / ".join(filter(None, engines)) or None, "device": hardware}
     servers = {name: {"url": asked.url, "model": known} for name, (asked, known) in served.items()}
-    methods: dict[str, Method] = {
-        name: partial(_timed, asked, known, tokenizer, longest) for name, (asked, known) in served.items()
-    }
+    methods: dict[str, Method] = {name: partial(_timed, *one, tokenizer, longest) for name, one in served.items()}
     return Backend(lambda: dict(methods), longest, setup, {"servers": servers})
 
 
@@ -182,9 +146,8 @@ def _timed(server: Server, model: str, tokenizer: Any, max_new_tokens: int, inpu
     """One request; the counters are read outside the clock."""
     before = server.counters()
     reply = server.complete(model, input_ids[0].tolist(), max_new_tokens)
-    after = server.counters()
+    drafts = drafting(before, server.counters())
     token_ids = list(reply.token_ids) or tokenizer(reply.text, add_special_tokens=False)["input_ids"]
-    lengths = acceptance_lengths(before, after)
-    drafts = drafting(before, after)
-    steps = len(lengths) if lengths else round(drafts.steps) if drafts and drafts.steps else reply.num_tokens - 1
+    lengths = drafts.acceptance_lengths if drafts else []
+    steps = len(lengths) or round(drafts.steps if drafts else 0) or reply.num_tokens - 1
     return TimedRun(token_ids, reply.seconds, reply.seconds_to_first_token, 1 + steps, lengths)

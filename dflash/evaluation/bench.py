@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,8 +18,6 @@ from .methods import EAGER, decoding_methods
 from .profiling import profile, step_split
 from .timing import timed_blocks
 
-
-ROLES = ("target", "drafter")
 
 # Shows a bar over items: `(items, what is done with them)`.
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -37,21 +36,16 @@ def run_bench(
 ) -> dict[str, Any]:
     """Decodes every prompt greedily by every method, `repeats` times, interleaved, and returns the result.
 
-    Args:
-        target: Any causal language model.
-        drafter: Its drafter.
-        prompts: Already in their chat template.
-        max_new_tokens: The longest answer.
-        repeats: Of every method on every prompt; the median counts.
-        methods: Names of [`METHODS`], besides plain decoding; `None` for all.
-        num_profiled: Prompts of each task that are decoded again to profile their steps; 0 for none.
-        decoding: More for the record: names of the pair, chat template, thinking.
-        progress: Shows a bar.
+    `methods` are names of [`METHODS`] besides plain decoding; `None` for all. Of each task, `num_profiled` prompts are
+    decoded again to profile their steps. `decoding` holds more for the record: names of the pair, chat template,
+    thinking.
 
     Raises:
         ValueError: for an unknown method, or a target whose logits are NaN or infinite.
     """
     check_logits(target)
+    more = dict(decoding or {})
+    more |= {role: public_name(more[role]) for role in ("target", "drafter") if more.get(role)}
     ways = decoding_methods(target, drafter, max_new_tokens, methods)
     measurements = compare(ways, prompts, repeats, lambda todo: progress(todo, "Decoding"))
     tasks = dict.fromkeys(prompt.task for prompt in prompts)
@@ -60,13 +54,7 @@ def run_bench(
     return record(
         "decode",
         environment(target, drafter),
-        decoding={
-            "temperature": 0.0,
-            "batch_size": 1,
-            "max_new_tokens": max_new_tokens,
-            "repeats": repeats,
-            **{key: public_name(said) if key in ROLES and said else said for key, said in (decoding or {}).items()},
-        },
+        decoding={"temperature": 0.0, "batch_size": 1, "max_new_tokens": max_new_tokens, "repeats": repeats, **more},
         summary=summarise(measurements, profiles),
         widths=step_times(target, drafter, chosen, max_new_tokens, repeats),
         measurements=[asdict(measurement) for measurement in measurements],
@@ -85,10 +73,7 @@ def step_times(
         prompt = prompts[repeat % len(prompts)]
         for width in widths:
             options = {**EAGER, "max_draft_tokens": width - 1, "max_new_tokens": max_new_tokens, "temperature": 0.0}
-
-            def run(ids: Any, on_step: Any = None, options: dict[str, Any] = options) -> Any:
-                return timed_blocks(drafter, target, ids, on_step, **options)
-
+            run = partial(timed_blocks, drafter, target, **options)
             seen[width].append(step_split(run, prompt.input_ids, target, drafter)[1])
     return [
         {

@@ -12,41 +12,25 @@ from typing import Any
 
 from dflash.common.provenance import record
 
-from .draft_counters import drafting
+from .measurements import rounded
 from .results import Row
-from .timed_server import Message, Reply, Server
+from .timed_server import Message, Reply, Server, drafting
 
 
-BASELINE = "baseline"
 FEWEST_REQUESTS = 16
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of each server.
+    """The requests to each server, and the largest 99th percentiles of its times; all numbers are finite."""
 
-    Attributes:
-        concurrency: How many requests are under way at once, level by level; a finished one makes room for the next.
-        rounds: Requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all).
-        max_new_tokens: Longest answer.
-        temperature: 0 decodes greedily, and texts of both servers are compared.
-        thinking: Passed to the chat template; `None` passes nothing.
-        seed: Of the order of the prompts and of the servers' sampling noise.
-        price_per_hour: Of one server, in any currency.
-        target_ms_per_output_token: Largest 99th percentile of the time per output token.
-        target_ms_to_first_token: Largest 99th percentile of the time to the first token.
-
-    Raises:
-        ValueError: for a number that is not finite.
-    """
-
-    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    rounds: int = 4
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests under way at once, level by level
+    rounds: int = 4  # requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all)
     max_new_tokens: int = 512
-    temperature: float = 0.0
-    thinking: bool | None = False
-    seed: int = 0
-    price_per_hour: float | None = None
+    temperature: float = 0.0  # 0 decodes greedily, and texts of both servers are compared
+    thinking: bool | None = False  # passed to the chat template; `None` passes nothing
+    seed: int = 0  # of the order of the prompts and of the servers' sampling
+    price_per_hour: float | None = None  # of one server, in any currency
     target_ms_per_output_token: float | None = None
     target_ms_to_first_token: float | None = None
 
@@ -73,18 +57,14 @@ def run_canary(
     request per concurrent one. No prompt is repeated as long as there are enough, because a repeated prompt is in the
     server's prefix cache.
 
-    Args:
-        servers: A server and its model's name, by "dflash" and "baseline".
-        prompts: Chat messages of each prompt.
-        load: What is asked.
-        progress: Called after each server at each level.
-        hardware: What the servers run on, for the record.
-
-    Raises:
-        ValueError: if a server fails a warm-up, or every request of a level; a single failed request is counted.
+    `servers` holds a server and its model's name, by "dflash" and "baseline". `progress` is called after each server
+    at each level. `hardware` is that of the servers, for the record. ValueError if a server fails a warm-up, or every
+    request of a level; a single failed request is counted.
     """
     needed = sum(load.requests(level) + level for level in load.concurrency)
-    order = _dealt(len(prompts), needed, load.seed)
+    draw, everyone = random.Random(load.seed), range(len(prompts))
+    # All prompts shuffled, then all of them again.
+    order = [i for _ in range(math.ceil(needed / len(prompts))) for i in draw.sample(everyone, len(prompts))]
     rows: list[Row] = []
     measurements: list[Row] = []
     dealt = 0
@@ -95,35 +75,36 @@ def run_canary(
         for name, (server, model) in servers.items():
 
             def ask(index: int, server: Server = server, model: str = model) -> Reply | str:
+                request = load.max_new_tokens, load.temperature, load.seed, load.thinking
                 try:
-                    return server.stream(
-                        model, prompts[index], load.max_new_tokens, load.temperature, load.seed, load.thinking
-                    )
+                    return server.stream(model, prompts[index], *request)
                 except ValueError as error:
                     return str(error)
 
             row, replies = _under_load(ask, server, chosen[:level], chosen[level:], level)
             texts[name] = [reply.text if isinstance(reply, Reply) else None for reply in replies]
-            rows.append({"server": name, **row, **_cost(row, load)})
-            measurements += [
-                {"server": name, "concurrency": level, "prompt_index": index, **_measured(reply)}
-                for index, reply in zip(chosen[level:], replies, strict=True)
-            ]
+            if load.price_per_hour is not None:
+                row["cost_per_million_tokens"] = round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)
+            rows.append({"server": name, **row})
+            for index, reply in zip(chosen[level:], replies, strict=True):
+                one: Row = {"server": name, "concurrency": level, "prompt_index": index}
+                if isinstance(reply, str):
+                    measurements.append(one | {"error": reply})
+                    continue
+                first = rounded(reply.seconds_to_first_token)
+                times = {"seconds": rounded(reply.seconds), "seconds_to_first_token": first}
+                measurements.append(one | {"num_tokens": reply.num_tokens} | times)
             progress()
         _compare(rows[-len(servers) :], texts, load)
     engines = {name: server.engine() for name, (server, _) in servers.items()}
-    setup = {
-        "target": " / ".join(dict.fromkeys(model for _, model in servers.values())),
-        "engine": " / ".join(dict.fromkeys(engine for engine in engines.values() if engine)) or None,
-        "device": hardware,
-        "servers": {
-            name: {"url": server.url, "model": model, "engine": engines[name]}
-            for name, (server, model) in servers.items()
-        },
+    served = {
+        name: {"url": one.url, "model": model, "engine": engines[name]} for name, (one, model) in servers.items()
     }
+    target = " / ".join(dict.fromkeys(model for _, model in servers.values()))
+    engine = " / ".join(dict.fromkeys(filter(None, engines.values()))) or None
     return record(
         "serving",
-        setup,
+        {"target": target, "engine": engine, "device": hardware, "servers": served},
         decoding={**asdict(load), "prompts": len(prompts), "prompts_repeat": needed > len(prompts)},
         summary=rows,
         at_target=at_target(rows, load),
@@ -177,19 +158,19 @@ def _under_load(
     tokens = sum(reply.num_tokens for reply in good)
     first = [1e3 * reply.seconds_to_first_token for reply in good]
     each = [1e3 * reply.seconds_per_output_token for reply in good]
-    row = {
+    row: Row = {
         "concurrency": level,
         "requests": len(replies),
         "failed": len(replies) - len(good),
         "tokens": tokens,
-        "seconds": _rounded(seconds),
-        "tokens_per_second": _rounded(tokens / seconds),
-        "ms_to_first_token_p50": _rounded(percentile(first, 0.5)),
-        "ms_to_first_token_p99": _rounded(percentile(first, 0.99)),
-        "ms_per_output_token_p50": _rounded(percentile(each, 0.5)),
-        "ms_per_output_token_p99": _rounded(percentile(each, 0.99)),
-        "tau": _rounded(drafts.tau) if drafts else None,
-        "accepted_per_position": [_rounded(share) for share in drafts.per_position] if drafts else None,
+        "seconds": rounded(seconds),
+        "tokens_per_second": rounded(tokens / seconds),
+        "ms_to_first_token_p50": rounded(percentile(first, 0.5)),
+        "ms_to_first_token_p99": rounded(percentile(first, 0.99)),
+        "ms_per_output_token_p50": rounded(percentile(each, 0.5)),
+        "ms_per_output_token_p99": rounded(percentile(each, 0.99)),
+        "tau": rounded(drafts.tau) if drafts else None,
+        "accepted_per_position": [rounded(share) for share in drafts.per_position] if drafts else None,
         "tau_source": drafts.source if drafts else None,
     }
     return row, replies
@@ -197,40 +178,11 @@ def _under_load(
 
 def _compare(rows: Sequence[Row], texts: dict[str, list[str | None]], load: Load) -> None:
     """Adds to the rows of one level the speed-up over the baseline and the number of equal greedy texts."""
-    base = next((row for row in rows if row["server"] == BASELINE), None)
+    base = next((row for row in rows if row["server"] == "baseline"), None)
     if base is None or len(rows) < 2:
         return
     for row in rows:
-        row["speedup"] = _rounded(row["tokens_per_second"] / base["tokens_per_second"])
+        row["speedup"] = rounded(row["tokens_per_second"] / base["tokens_per_second"])
         if load.temperature == 0:
-            pairs = zip(texts[row["server"]], texts[BASELINE], strict=True)
+            pairs = zip(texts[row["server"]], texts["baseline"], strict=True)
             row["identical"] = sum(text == plain and text is not None for text, plain in pairs)
-
-
-def _cost(row: Row, load: Load) -> Row:
-    if load.price_per_hour is None:
-        return {}
-    return {"cost_per_million_tokens": round(load.price_per_hour / 3600 / row["tokens_per_second"] * 1e6, 6)}
-
-
-def _measured(reply: Reply | str) -> Row:
-    if isinstance(reply, str):
-        return {"error": reply}
-    return {
-        "num_tokens": reply.num_tokens,
-        "seconds": _rounded(reply.seconds),
-        "seconds_to_first_token": _rounded(reply.seconds_to_first_token),
-    }
-
-
-def _dealt(count: int, needed: int, seed: int) -> list[int]:
-    """`needed` prompts' indices: all of them shuffled, then all of them again."""
-    draw = random.Random(seed)
-    dealt: list[int] = []
-    while len(dealt) < needed:
-        dealt += draw.sample(range(count), count)
-    return dealt[:needed]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 4)

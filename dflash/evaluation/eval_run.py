@@ -14,7 +14,7 @@ from dflash.common.processes import Processes
 from dflash.common.provenance import public_name, record, write_result
 
 from .backends import Backend
-from .journal import Journal, key, unfinished
+from .journal import Journal, key
 from .scoring import check_scorers
 from .task_answers import TaskAnswer, answer_questions, by_category, chat_encoder, numbered, summarise_answers
 from .tasks import TASKS, Question, known_task, load_questions
@@ -22,32 +22,25 @@ from .tasks import TASKS, Question, known_task, load_questions
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What is evaluated.
+    """The names of a pair and of tasks, and how they are evaluated."""
 
-    Attributes:
-        target: The target's name: a Hub id, or its folder.
-        drafter: The drafter's name.
-        tasks: Names of [`TASKS`].
-        num_prompts: Questions per task, `None` for all.
-        seed: Chooses the questions.
-        data_root: A folder of local rows.
-        repeats: How often each method answers each question.
-        thinking: Whether the chat template asks for thinking.
-        chat_template: Whether it is used.
-        score: Whether answers are scored; code that the target wrote runs then, under limits.
-    """
-
-    target: str
+    target: str  # a Hub id or a folder
     drafter: str
-    tasks: tuple[str, ...]
-    num_prompts: int | None = None
-    seed: int = 0
-    data_root: Path | None = None
-    repeats: int = 1
-    thinking: bool = False
+    tasks: tuple[str, ...]  # names of [`TASKS`]
+    num_prompts: int | None = None  # per task, `None` for all
+    seed: int = 0  # chooses the questions
+    data_root: Path | None = None  # a folder of local rows
+    repeats: int = 1  # answers of each method to each question
+    thinking: bool = False  # whether the chat template asks for thinking
     chat_template: bool = True
-    score: bool = True
+    score: bool = True  # whether answers are scored; code that the target wrote runs then, under limits
 
+
+# Fields of the environment that a kept answer depends on.
+DEPENDS_ON = (
+    "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
+    "target_parameters", "drafter_parameters", "block_size",
+)  # fmt: skip
 
 # Called with a process's share at its start (questions to answer here, questions done before) and at each answer.
 Begun = Callable[[int, int], None]
@@ -93,20 +86,10 @@ def run_eval(
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
-
-    Args:
-        plan: What is evaluated.
-        questions: Those of [`questions_of`], or a caller's own.
-        backend: What answers: `pair_backend` or `server_backend`.
-        tokenizer: The target's.
-        output: The JSON file to write, `None` for none.
-        processes: This process and its siblings; `None`: as the launcher's variables say.
-        on_begin: Called once.
-        on_question: Called at each answer.
-        overwrite: Begin anew where `output` or its journal exists.
-
-    Raises:
-        ValueError: if the journal was begun with other settings, or another process writes `output`.
+    `questions` are those of [`questions_of`] or a caller's own; `backend` is a [`pair_backend`] or a
+    [`server_backend`]. `processes` are by default those of the launcher's variables. `overwrite` begins anew where
+    `output` or its journal exists. ValueError if the journal was begun with other settings, or another process writes
+    `output`.
     """
     processes = processes or Processes()
     with ExitStack() as lock:
@@ -129,7 +112,11 @@ def run_eval(
         journal: Journal | None = None
         done: dict[str, list[TaskAnswer]] = {}
         if output is not None:
-            journal = Journal(output.with_suffix(".jsonl"), _settings(backend.environment, decoding), processes.rank)
+            template = decoding["chat_template"]
+            digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
+            setup = {name: backend.environment.get(name) for name in DEPENDS_ON}
+            settings = setup | decoding | {"chat_template": digest}
+            journal = Journal(output.with_suffix(".jsonl"), settings, processes.rank)
             journal.path.parent.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for part in journal.parts() if processes.is_first else ():
@@ -137,13 +124,12 @@ def run_eval(
                 processes.gather([None])  # nobody reads before the old answers are gone
             done = dict(processes.gather(list(journal.read().items())))
             journal.mend()
-        left = unfinished(questions, done)
+        left = [question for question in questions if key(question) not in done]
         share = processes.share(left)
         on_begin(len(share), len(questions) - len(left))
         encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
-        answered = answer_questions(
-            share, backend.begin, encode, tokenizer, backend.memory, plan.repeats, backend.max_prompt_tokens
-        )
+        limits = backend.memory, plan.repeats, backend.max_prompt_tokens
+        answered = answer_questions(share, backend.begin, encode, tokenizer, *limits)
         made = []
         for question, answers in zip(share, answered, strict=True):
             if journal is not None:
@@ -153,10 +139,8 @@ def run_eval(
         done |= dict(processes.gather(made))
         answers = numbered(answer for question in questions for answer in done[key(question)])
         if not answers:
-            raise ValueError(
-                f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} the target's positions leave room for "
-                f"{backend.max_prompt_tokens} tokens, lower it."
-            )
+            room = f"the target's positions leave room for {backend.max_prompt_tokens} tokens"
+            raise ValueError(f"No prompt fits: with --max-new-tokens {backend.max_new_tokens} {room}, lower it.")
         result = record(
             "eval",
             {**backend.environment, "processes": processes.count},
@@ -176,25 +160,12 @@ def run_eval(
 def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskAnswer]) -> dict[str, Any]:
     task = TASKS[name]
     mine = [question for question in questions if question.task == name]
+    facts = {"data_set": task.address, "config": task.config, "split": task.split, "source": task.source}
     return {
         "task": name,
-        "data_set": task.address,
-        "config": task.config,
-        "split": task.split,
-        "source": task.source,
+        **facts,
         "scorer": task.scorer,
         "prompts": len(mine),
         "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
         "with_answers": sum(question.reference is not None for question in mine),
     }
-
-
-def _settings(setup: dict[str, Any], decoding: dict[str, Any]) -> dict[str, Any]:
-    """What a kept answer depends on: a run that continues must have the same."""
-    names = (
-        "torch", "transformers", "cpu", "threads", "device", "target_dtype", "drafter_dtype", "attention",
-        "target_parameters", "drafter_parameters", "block_size",
-    )  # fmt: skip
-    template = decoding["chat_template"]
-    digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
-    return {**{name: setup.get(name) for name in names}, **decoding, "chat_template": digest}

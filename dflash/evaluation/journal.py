@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash.common.json_lines import JsonLines, as_line, changes, listed, whole_lines
+from dflash.common.json_lines import JsonLines, as_line, changes, whole_lines
 
 from .task_answers import TaskAnswer
 from .tasks import Question
@@ -20,11 +19,6 @@ class Journal(JsonLines):
 
     A question is known by its task, row and text, so more prompts, other tasks and another number of processes may
     follow. Other settings may not.
-
-    Args:
-        path: The journal's file.
-        settings: What the answers depend on.
-        rank: The number of this process.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
@@ -32,19 +26,13 @@ class Journal(JsonLines):
         self._settings = json.loads(json.dumps(settings))
 
     def read(self) -> dict[str, list[TaskAnswer]]:
-        """Finished questions of all processes by [`key`].
-
-        Raises:
-            ValueError: if a part was begun with other settings, with their names.
-        """
+        """Finished questions of all processes by [`key`]; ValueError if a part was begun with other settings."""
         found: dict[str, list[TaskAnswer]] = {}
         for part in self.parts():
             lines = [json.loads(line) for _, line in whole_lines(part)]
             if lines and (changed := changes(lines[0]["settings"], self._settings)):
-                raise ValueError(
-                    f"{part} was begun with other settings ({listed(changed)}): give them again, name another --output, or "
-                    "pass overwrite (--overwrite) to begin anew."
-                )
+                remedy = "give them again, name another --output, or pass overwrite (--overwrite) to begin anew"
+                raise ValueError(f"{part} was begun with other settings ({changed}): {remedy}.")
             for record in lines[1:]:
                 found[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
         return found
@@ -66,9 +54,3 @@ def key(question: Question) -> str:
     """A question's task, row and the hash of its text, by which it is known again."""
     text = json.dumps([question.turns, question.reference], default=str)
     return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def unfinished(questions: Iterable[Question], done: Iterable[str]) -> list[Question]:
-    """The questions that are not in the journal, in their order."""
-    known = set(done)
-    return [question for question in questions if key(question) not in known]

@@ -1,4 +1,4 @@
-"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of a result made of them.
+"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of their result.
 
 Machines are shared and noisy, so a speed is always a ratio of two methods that took turns on every prompt.
 """
@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method on one prompt: counts of its first text, seconds of every repeat, and graphs compiled in all of them."""
+    """One method on one prompt: counts of its first text, seconds of every repeat, graphs compiled in all."""
 
     task: str
     prompt_index: int
@@ -64,7 +64,7 @@ def compare(
 
 
 def take_turns(methods: Mapping[str, Method], input_ids: torch.Tensor, first: int) -> dict[str, TimedRun]:
-    """Every method once on one prompt, in an order that rotates with `first`: none always runs after the same neighbour."""
+    """Every method once on one prompt, in an order that rotates with `first`."""
     names = list(methods)
     shift = first % len(names)
     runs = {name: methods[name](input_ids) for name in names[shift:] + names[:shift]}
@@ -112,6 +112,10 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
             tokens, forwards = sum(m.num_tokens for m in chosen), sum(m.num_forwards for m in chosen)
             lengths = [length for m in chosen for length in m.acceptance_lengths]
             taus = [tau(m.acceptance_lengths) for m in chosen if m.acceptance_lengths]
+            # The task's seconds in each repeat, of plain decoding and of this method.
+            totals = [
+                [sum(each) for each in zip(*(m.seconds for m in of), strict=True)] for of in (plain.values(), chosen)
+            ]
             rows.append(
                 {
                     "task": task,
@@ -121,16 +125,19 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
                     "tokens": tokens,
                     "tokens_per_second": _ratio(tokens, sum(seconds)),
                     "speedup": _ratio(sum(median(m.seconds) for m in plain.values()), sum(seconds)),
-                    "speedup_p10": _rounded(ratios[len(ratios) // 10]),
-                    "speedup_p90": _rounded(ratios[-1 - len(ratios) // 10]),
-                    "speedup_by_repeat": _speedup_by_repeat(list(plain.values()), chosen),
-                    "tokens_per_step": _rounded(tokens_per_step(tokens, forwards, len(chosen))),
+                    "speedup_p10": rounded(ratios[len(ratios) // 10]),
+                    "speedup_p90": rounded(ratios[-1 - len(ratios) // 10]),
+                    "speedup_by_repeat": [_ratio(mine, other) for mine, other in zip(*totals, strict=True)],
+                    "tokens_per_step": rounded(tokens_per_step(tokens, forwards, len(chosen))),
                     "ms_per_step": _ratio(1e3 * (sum(seconds) - to_first), forwards - len(chosen)),
                     "ms_per_output_token": _ratio(1e3 * (sum(seconds) - to_first), tokens - len(chosen)),
                     "ms_to_first_token": _ratio(1e3 * to_first, len(chosen)),
-                    "tau_micro": _rounded(tau(lengths)),
+                    "tau_micro": rounded(tau(lengths)),
                     "tau_macro": _ratio(sum(taus), len(taus)),
-                    "acceptance_histogram": _histogram(lengths) if lengths else None,
+                    # The number of verify steps that gave 1, 2, 3, … tokens.
+                    "acceptance_histogram": [lengths.count(n) for n in range(1, max(lengths) + 1)]
+                    if lengths
+                    else None,
                     "compilations": sum(m.num_compilations for m in chosen),
                     **_profiled([p for p in profiles if p.task == task and p.method == name]),
                 }
@@ -157,20 +164,10 @@ def _profiled(profiles: Sequence[Profile]) -> dict[str, Any]:
     }
 
 
-def _histogram(lengths: Sequence[int]) -> list[int]:
-    """The number of verify steps that gave 1, 2, 3, … tokens."""
-    return [lengths.count(length) for length in range(1, max(lengths) + 1)]
-
-
-def _speedup_by_repeat(plain: Sequence[Measurement], chosen: Sequence[Measurement]) -> list[float | None]:
-    """The task's speed-up in each repeat."""
-    totals = [[sum(seconds) for seconds in zip(*(m.seconds for m in of), strict=True)] for of in (plain, chosen)]
-    return [_ratio(mine, theirs) for mine, theirs in zip(*totals, strict=True)]
-
-
 def _ratio(part: float, whole: float) -> float | None:
-    return _rounded(part / whole) if whole else None
+    return rounded(part / whole) if whole else None
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
+def rounded(value: float | None) -> float | None:
+    """Four decimals; `None` for what is no finite number."""
+    return None if value is None or not math.isfinite(value) else round(value, 4)

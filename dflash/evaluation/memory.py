@@ -1,7 +1,7 @@
 """The memory of a decode, in bytes.
 
-`PeakMemory` includes the models and costs nothing, so it may be read while a clock runs. `allocated_memory` is exact and
-counts only what the decode allocates; it slows the decode down.
+`PeakMemory` includes the models and costs nothing, so it may be read while a clock runs. `allocated_memory` is exact
+and counts only what the decode allocates; it slows the decode down.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ import torch
 
 
 class PeakMemory:
-    """Peak memory, models included: call `reset`, run, then `read` the bytes.
-
-    Attributes:
-        kind: "CUDA allocated" by tensors on all GPUs, or "process resident", the whole process.
-    """
+    """Peak memory, models included: call `reset`, run, then `read` the bytes."""
 
     def __init__(self, on_cuda: bool) -> None:
-        self.kind = "CUDA allocated" if on_cuda else "process resident"
+        self.kind = "CUDA allocated" if on_cuda else "process resident"  # by tensors on all GPUs; the whole process
         self._devices = range(torch.cuda.device_count()) if on_cuda else range(0)
 
     def reset(self) -> None:
@@ -49,7 +45,7 @@ class PeakMemory:
 
 
 def allocated_memory(work: Callable[[], Any], device: torch.device) -> int:
-    """Peak bytes of the tensors that `work()` allocates, by the allocator's own count (on the CPU, by the profiler's)."""
+    """Peak bytes of the tensors that `work()` allocates, counted by the allocator, on the CPU by the profiler."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

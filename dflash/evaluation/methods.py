@@ -1,9 +1,10 @@
-"""The ways of decoding that are compared, by name: plain `generate`, prompt lookup, native DFlash, ours and its variants."""
+"""The ways of decoding that are compared: plain `generate`, prompt lookup, native DFlash, ours and its variants."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -59,21 +60,17 @@ def decoding_methods(
 ) -> dict[str, Method]:
     """Greedy decoding by name: plain `target.generate` (always first), and the others of `names`, `None` for all.
 
-    Two of them split a speed-up into its causes: the loop without any proposal, and an untrained drafter of the same shape.
-
-    Raises:
-        ValueError: for a name that does not exist, with those that do.
+    Two of them split a speed-up into its causes: the loop without any proposal, and an untrained drafter of the same
+    shape. ValueError for a name that does not exist, with those that do.
     """
     check_methods(names or ())
     wanted = [name for name in METHODS if name == PLAIN or names is None or name in names]
 
     def plain(**options: Any) -> Method:
-        request = {"max_new_tokens": max_new_tokens, **GREEDY, **options}
-        return lambda ids, on_step=None, **kept: timed_generate(target, ids, on_step, **request, **kept)
+        return partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY, **options)
 
     def ours(drafter: PreTrainedModel, **options: Any) -> Method:
-        request = {"max_new_tokens": max_new_tokens, "temperature": 0.0, **options}
-        return lambda ids, on_step=None, **kept: timed_blocks(drafter, target, ids, on_step, **request, **kept)
+        return partial(timed_blocks, drafter, target, max_new_tokens=max_new_tokens, temperature=0.0, **options)
 
     methods: dict[str, Method] = {
         PLAIN: plain(),

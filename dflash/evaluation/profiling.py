@@ -1,7 +1,7 @@
 """The parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
 
-Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures are
-per verify step, without the prefill.
+Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures
+are per verify step, without the prefill.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,45 +29,25 @@ from .timing import TimedRun
 
 
 # Python-level calls on a tensor that wait for its value.
-READS = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.cpu,
-    torch.Tensor.numpy,
-    torch.Tensor.__bool__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-}
+T = torch.Tensor
+READS = {T.item, T.tolist, T.cpu, T.numpy, T.__bool__, T.__int__, T.__float__, T.__index__}
 # Operations whose result, or whose shape, the host must know.
 READING_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The figures of one method on one prompt from the passes beside the clock.
-
-    Attributes:
-        task: The prompt's task.
-        prompt_index: The prompt's number.
-        method: Its name.
-        num_steps: Verify steps after the first token.
-        ms_draft: Milliseconds of a step for its proposals: the drafter's forward, the head, the choice. 0 without a draft.
-        ms_verify: Milliseconds of a step in the target's forward; in the whole step where that is one compiled function.
-        ms_rest: The other milliseconds of a step.
-        host_syncs: Times in a step that the host reads a value from the device.
-        memory_bytes: Peak of the tensors that the decode allocated.
-    """
+    """The figures of one method on one prompt from the passes beside the clock, means over its verify steps."""
 
     task: str
     prompt_index: int
     method: str
-    num_steps: int
-    ms_draft: float
-    ms_verify: float
+    num_steps: int  # verify steps after the first token
+    ms_draft: float  # for the proposals: the drafter's forward, the head, the choice; 0 without a draft
+    ms_verify: float  # in the target's forward; in the whole step where that is one compiled function
     ms_rest: float
-    host_syncs: float
-    memory_bytes: int
+    host_syncs: float  # times that the host reads a value from the device
+    memory_bytes: int  # peak of the tensors that the decode allocated
 
 
 def profile(
@@ -84,19 +65,10 @@ def profile(
     for index, prompt in enumerate(progress(prompts)):
         for name, run in methods.items():
             num_steps, split = step_split(run, prompt.input_ids, target, drafter)
-            profiles.append(
-                Profile(
-                    task=prompt.task,
-                    prompt_index=index,
-                    method=name,
-                    num_steps=num_steps,
-                    ms_draft=split["draft"],
-                    ms_verify=split["verify"],
-                    ms_rest=split["rest"],
-                    host_syncs=host_syncs(run, prompt.input_ids, target.device),
-                    memory_bytes=allocated_memory(partial(run, prompt.input_ids), target.device),
-                )
-            )
+            syncs = host_syncs(run, prompt.input_ids, target.device)
+            memory = allocated_memory(partial(run, prompt.input_ids), target.device)
+            draft, verify, rest = split.values()
+            profiles.append(Profile(prompt.task, index, name, num_steps, draft, verify, rest, syncs, memory))
     return profiles
 
 
@@ -107,20 +79,18 @@ def step_split(
 
     On CUDA the times are those of events in the stream: nothing waits for them, so steps overlap as usual.
     """
-    # Our loop is watched around its own parts, which may be compiled. A loop without them is of transformers, and is watched
-    # around the models' forwards.
+    marks: list[tuple[str, Any]] = []
+    starts: list[int] = []
+
+    def mark(part: str) -> None:
+        marks.append((part, _now(target.device)))
+
+    # Our loop is watched around its own parts, which may be compiled; a loop of transformers, around its forwards.
     for watched in (_watched_loop, partial(_watched_models, target, drafter)):
-        marks: list[tuple[str, Any]] = []
-        starts: list[int] = []
-
-        def mark(part: str, marks: list[tuple[str, Any]] = marks) -> None:
-            marks.append((part, _now(target.device)))
-
-        def on_step(*_: Any, starts: list[int] = starts, marks: list[tuple[str, Any]] = marks) -> None:
-            starts.append(len(marks))
-
+        marks.clear()
+        starts.clear()
         with watched(mark):
-            timed = run(input_ids, on_step)
+            timed = run(input_ids, lambda *_: starts.append(len(marks)))
             mark("end")
         if len(marks) > 1:
             break
@@ -129,68 +99,61 @@ def step_split(
     num_steps = timed.num_forwards - 1
     split = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
     for (part, began), (_, ended) in pairwise(marks[max(0, starts[0] - 1) :]):  # after the first token
-        split[part] += _milliseconds(began, ended)
+        split[part] += 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)
     return num_steps, {part: total / max(num_steps, 1) for part, total in split.items()}
 
 
 @contextmanager
 def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
     """Calls `mark` where a part of a step begins, in our loop."""
-    depth = 0
+    is_inside = False
 
     def around(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            if depth:  # a call inside a part belongs to it
+            nonlocal is_inside
+            if is_inside:  # a call inside a part belongs to it
                 return work(*args, **kwargs)
-            depth += 1
+            is_inside = True
             mark(part)
             try:
                 return work(*args, **kwargs)
             finally:
-                depth -= 1
+                is_inside = False
                 mark("rest")
 
         return marked
 
-    parts: Any = ((Proposer, "propose", "draft"), (Pair, "verify", "verify"), (Pair, "step", "verify"))
     with ExitStack() as patches:
-        for owner, name, part in parts:
-            work = getattr(owner, name)
-            patches.callback(setattr, owner, name, work)
-            setattr(owner, name, around(part, work))
+        for owner, name, part in (
+            (Proposer, "propose", "draft"),
+            (Pair, "verify", "verify"),
+            (Pair, "step", "verify"),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, around(part, getattr(owner, name))))
         yield
 
 
 @contextmanager
 def _watched_models(target: PreTrainedModel, drafter: PreTrainedModel, mark: Callable[[str], None]) -> Iterator[None]:
     """Calls `mark` where a part of a step begins, by the models' forwards: a draft lasts until the target's begins."""
-    handles = [
+    with (
         drafter.register_forward_pre_hook(lambda *_: mark("draft")),
         target.register_forward_pre_hook(lambda *_: mark("verify")),
         target.register_forward_hook(lambda *_: mark("rest")),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def host_syncs(run: Callable[..., TimedRun], input_ids: torch.Tensor, device: torch.device) -> float:
     """Times in a verify step that the host waits for a value.
 
-    On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched through
-    a streamer, for which `generate` reads each token: that is one of its waits.
+    On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched
+    through a streamer, for which `generate` reads each token: that is one of its waits.
     """
     count = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
     seen: list[int] = []
-
-    def on_step(*_: Any) -> None:
-        seen.append(count.total())
-
     with count:
-        num_steps = run(input_ids, on_step).num_forwards - 1
+        num_steps = run(input_ids, lambda *_: seen.append(count.total())).num_forwards - 1
     return (count.total() - seen[0]) / max(num_steps, 1)
 
 
@@ -199,11 +162,10 @@ class _ReadCounter(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._inside = self._num_reads = 0
-        self._operations = _OperationCounter(lambda: self._inside > 0)
+        self._num_reads = 0
+        self._operations = _OperationCounter()
 
     def total(self) -> int:
-        """Reads until now."""
         return self._num_reads + self._operations.num_reads
 
     def __enter__(self) -> _ReadCounter:
@@ -216,32 +178,25 @@ class _ReadCounter(TorchFunctionMode):
         self._operations.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts and calls."""
-        if func not in READS:
-            return func(*args, **(kwargs or {}))
-        self._num_reads += 1
-        self._inside += 1  # the operation inside is the same read
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._inside -= 1
+        before = self._operations.num_reads
+        result = func(*args, **(kwargs or {}))
+        if func in READS:
+            self._num_reads += 1
+            self._operations.num_reads = before  # the operation inside is the same read
+        return result
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Counts operations that read a value, except inside a read that was counted."""
+    """Counts operations that read a value."""
 
-    def __init__(self, is_counted: Callable[[], bool]) -> None:
-        super().__init__()
-        self.num_reads = 0
-        self._is_counted = is_counted
+    num_reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts and calls."""
         name = func.overloadpacket.__name__
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        self.num_reads += (name in READING_OPERATIONS or by_mask) and not self._is_counted()
+        self.num_reads += name in READING_OPERATIONS or by_mask
         return func(*args, **(kwargs or {}))
 
 
@@ -261,7 +216,6 @@ class _DriverSyncs:
         self._catching.__exit__(None, None, None)
 
     def total(self) -> int:
-        """Synchronisations until now."""
         return sum("synchronizing CUDA operation" in str(warning.message) for warning in self._caught)
 
 
@@ -271,7 +225,3 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _milliseconds(began: Any, ended: Any) -> float:
-    return 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """How a program ended."""
 
-    Attributes:
-        status: Its exit status; negative for the signal that killed it, `None` if its time was over.
-        output: What it wrote to standard output, at most `file_bytes`.
-        errors: The last of what it wrote to standard error.
-    """
-
-    status: int | None
-    output: str
-    errors: str
+    status: int | None  # negative for the signal that killed it, `None` if its time was over
+    output: str  # at most `file_bytes`
+    errors: str  # the last of standard error
 
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -57,32 +51,19 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Outc
         program.write_text(source, encoding="utf-8", errors="replace")
         (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
         given = stack.enter_context((place / "stdin").open("rb"))
-        output = stack.enter_context((place / "stdout").open("w+b"))
-        errors = stack.enter_context((place / "stderr").open("w+b"))
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(CHILD), json.dumps(asdict(limits)), str(program)],
-            stdin=given,
-            stdout=output,
-            stderr=errors,
-            cwd=work,
-            env=ENVIRONMENT,
-            start_new_session=True,
-            close_fds=True,
-        )
+        output, errors = (stack.enter_context((place / name).open("w+b")) for name in ("stdout", "stderr"))
+        words = [sys.executable, "-I", "-B", str(CHILD), json.dumps(asdict(limits)), str(program)]
+        files: dict[str, Any] = {"stdin": given, "stdout": output, "stderr": errors}
+        process = subprocess.Popen(words, **files, cwd=work, env=ENVIRONMENT, start_new_session=True)
         try:
             status: int | None = process.wait(limits.wall_seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # all processes of the session
+            process.wait()
         return Outcome(status, _text(output, 0, limits.file_bytes), _text(errors, -2000, 2000))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills all processes of the session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _text(file: BinaryIO, start: int, length: int) -> str:

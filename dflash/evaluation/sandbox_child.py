@@ -1,8 +1,9 @@
 """Runs one Python program under limits that it cannot lift; started as `python -I -B sandbox_child.py LIMITS PROGRAM`.
 
-It imports only the standard library, so it starts in milliseconds. On every POSIX system it limits CPU seconds, address
-space and the size of a file, and forbids core dumps and new processes. On Linux a system-call filter, which binds root too
-and allows threads, forbids processes, programs, signals to others, files opened for writing, and sockets.
+It imports only the standard library, so it starts in milliseconds. On every POSIX system it limits CPU seconds,
+address space and the size of a file, and forbids core dumps and new processes. On Linux a system-call filter, which
+binds root too and allows threads, forbids processes, programs, signals to others, files opened for writing, and
+sockets.
 """
 
 from __future__ import annotations

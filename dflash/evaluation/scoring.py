@@ -27,14 +27,7 @@ PREAMBLE = (
 
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
-    """Whether `answer`, without its thinking, is right; no answer raises.
-
-    Args:
-        scorer: A name of [`SCORERS`].
-        answer: The text; the part before `</think>` does not count.
-        reference: Of the question.
-        limits: For code.
-    """
+    """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]; no answer raises."""
     final = answer.rsplit("</think>", 1)[-1]
     if final.lstrip().startswith("<think>"):  # cut before the thinking ended
         return False
@@ -42,18 +35,16 @@ def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = N
 
 
 def check_scorers(scorers: Iterable[str]) -> None:
-    """Raises ValueError with the remedy if one of these scorers cannot work here: before hours are spent on answers."""
+    """Raises ValueError with the remedy if one of these scorers cannot work here."""
     for scorer in scorers:
+        said = None
         if scorer == "math" and find_spec("math_verify") is None:
-            raise ValueError(
-                "Mathematics is scored by math-verify, which is not installed: pip install 'dflash-transformers[eval]', or "
-                "leave the answers unscored with --no-score."
-            )
+            install = "pip install 'dflash-transformers[eval]'"
+            said = f"Mathematics is scored by math-verify, which is not installed: {install}"
         if scorer != "math" and os.name != "posix":
-            raise ValueError(
-                "Code is run under limits that this system lacks: use Linux or macOS, or leave the answers unscored with "
-                "--no-score."
-            )
+            said = "Code is run under limits that this system lacks: use Linux or macOS"
+        if said is not None:
+            raise ValueError(f"{said}, or leave the answers unscored with --no-score.")
 
 
 def _math(answer: str, reference: str, limits: Limits) -> bool:
@@ -95,15 +86,15 @@ def _livecodebench(answer: str, reference: Mapping[str, str], limits: Limits) ->
             "    assert _json.loads(_json.dumps(_got)) == _wanted",
             limits,
         )
-    return all(_prints(f"{PREAMBLE}{code}", test["input"], test["output"], limits) for test in tests)
+    for test in tests:
+        outcome = run_program(f"{PREAMBLE}{code}", test["input"], limits)
+        if outcome.status != 0 or _lines(outcome.output) != _lines(test["output"]):
+            return False
+    return True
 
 
-SCORERS: dict[str, Callable[[str, Any, Limits], bool]] = {
-    "math": _math,
-    "humaneval": _humaneval,
-    "mbpp": _mbpp,
-    "livecodebench": _livecodebench,
-}
+Scorer = Callable[[str, Any, Limits], bool]
+SCORERS: dict[str, Scorer] = {"math": _math, "humaneval": _humaneval, "mbpp": _mbpp, "livecodebench": _livecodebench}
 
 
 def extract_code(answer: str, wanted: str = "") -> str:
@@ -118,11 +109,6 @@ def _runs_to_the_end(program: str, limits: Limits) -> bool:
     word = secrets.token_hex(16)
     outcome = run_program(f"{program}\n\nprint()\nprint({word!r})\n", limits=limits)
     return outcome.status == 0 and outcome.output.rstrip().endswith(word)
-
-
-def _prints(program: str, stdin: str, expected: str, limits: Limits) -> bool:
-    outcome = run_program(program, stdin, limits)
-    return outcome.status == 0 and _lines(outcome.output) == _lines(expected)
 
 
 def _lines(text: str) -> list[list[str]]:

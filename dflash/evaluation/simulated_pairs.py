@@ -1,17 +1,20 @@
 """Pairs of a published shape with random weights, whose text and acceptance are fixed in advance by a script.
 
-They measure the time of a step without published weights. Both models compute everything that trained ones would; only
-their outputs are arranged: the target's text counts up, and the drafter is right as often as the script says. Milliseconds
-are measured, acceptance never is: a report of such a pair says "simulated" and states the tau of its script.
+They measure the cost of a step without published weights. Both models compute everything that trained ones would; only
+their outputs are arranged: the target's text counts up, and the drafter is right as often as the script says.
+Milliseconds are measured, acceptance never is: a report of such a pair says "simulated" and states the tau of its
+script.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -19,28 +22,32 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
 from dflash.model.modeling_dflash import DFlashDraftModel
 
+from .measurements import Measurement, Prompt, compare
+from .memory import allocated_memory
+from .methods import GREEDY, PLAIN, VARIANTS, Method
+from .timing import timed_blocks, timed_generate
+
+
+EAGERLY = "dflash eager"
 
 # Layers with outputs this small leave the token's embedding in the residual stream.
 QUIET = 0.01
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Qwen3 target (fields of its config) and of its drafter, whose other sizes are the target's."""
+class Shape(NamedTuple):
+    """Fields of a Qwen3 target's config, and the layers of its drafter, whose other sizes are the target's."""
 
     target: dict[str, int]
     draft_layers: int
-    mask_token_id: int
-    block_size: int = 16
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, draft_layers: int = 5, **others: int) -> Shape:
     sizes = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
     sizes |= {"hidden_size": hidden, "intermediate_size": intermediate} | others
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    return Shape(sizes, draft_layers, min(151669, sizes["vocab_size"] - 1))
+    return Shape(sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}, draft_layers)
 
 
+BLOCK_SIZE = 16
 SMALL = {"vocab_size": 8192, "head_dim": 64, "num_key_value_heads": 2, "max_position_embeddings": 16384}
 SMOKE = {"vocab_size": 512, "head_dim": 32, "num_key_value_heads": 1, "max_position_embeddings": 16384}
 # The first two are Qwen3 with z-lab/Qwen3-{8B,4B}-DFlash-b16; no drafter was published for the third. The last two are for
@@ -56,21 +63,15 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Script:
-    """Lengths of accepted runs: geometric, with the same chance at every position, cut at the block.
+    """Lengths of accepted runs: geometric, with the same chance at every position, cut at the block."""
 
-    Attributes:
-        mean: The mean acceptance length of a block, the target's own token included.
-        block_size: Tokens in a block.
-    """
-
-    mean: float
+    mean: float  # of the acceptance length of a block, the target's own token included
     block_size: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.block_size:
-            raise ValueError(
-                f"tau {self.mean} cannot be scripted: a block of {self.block_size} gives 1 to {self.block_size} tokens."
-            )
+            possible = f"a block of {self.block_size} gives 1 to {self.block_size} tokens"
+            raise ValueError(f"tau {self.mean} cannot be scripted: {possible}.")
 
     @property
     def chance(self) -> float:
@@ -88,7 +89,7 @@ class Script:
     def runs(self, count: int) -> torch.Tensor:
         """`count` numbers of right proposals, the same in every call, [count] on the CPU."""
         generator = torch.Generator(device="cpu").manual_seed(0)
-        # Explicit, because a pair is built under another default: bf16 is too coarse, and a device has its own generator.
+        # Explicit: a pair is built under another default, bf16 is too coarse, and a device has its own generator.
         uniforms = torch.rand(count, self.block_size - 1, generator=generator, device="cpu", dtype=torch.float32)
         return (uniforms < self.chance).long().cumprod(dim=1).sum(dim=1)
 
@@ -100,8 +101,8 @@ def _mean_length(chance: float, width: int) -> float:
 class ScriptedDrafter(DFlashDraftModel):
     """A random drafter for a target that counts: after anchor t it proposes t + 1, t + 2, … as often as scripted.
 
-    Its forward, head and argmax run as usual; its own proposals follow the run of right ones. The length of the run depends
-    only on the anchor, so a step needs no state.
+    Its forward, head and argmax run as usual; its own proposals follow the run of right ones. The length of the run
+    depends only on the anchor, so a step needs no state.
     """
 
     def __init__(self, config: DFlashConfig, script: Script) -> None:
@@ -118,13 +119,9 @@ class ScriptedDrafter(DFlashDraftModel):
         wrong = torch.where(own == right, (right + 1) % size, own)
         runs: Any = self.runs
         token_ids = torch.where(steps < runs[anchors], right, wrong)
-        if proposals.confidences is None:
-            return replace(proposals, token_ids=token_ids)
-        return replace(
-            proposals,
-            token_ids=token_ids,
-            confidences=torch.full_like(proposals.confidences, self.script.chance),
-        )
+        sure = proposals.confidences
+        confidences = None if sure is None else torch.full_like(sure, self.script.chance)
+        return replace(proposals, token_ids=token_ids, confidences=confidences)
 
 
 def scripted_pair(
@@ -132,22 +129,20 @@ def scripted_pair(
 ) -> tuple[Qwen3ForCausalLM, ScriptedDrafter]:
     """A target and a drafter of a shape of `SHAPES`, in eval mode, with a script of mean acceptance length `tau`.
 
-    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes.
-
-    Raises:
-        ValueError: for a shape that does not exist, or a tau that its block cannot have.
+    The target's head is a matrix of its own even if the published one is tied: a step reads as many bytes. ValueError
+    for a shape that does not exist, or a tau that its block cannot have.
     """
     if name not in SHAPES:
         raise ValueError(f"There is no shape {name!r}: choose from {', '.join(SHAPES)}.")
-    shape = SHAPES[name]
-    script = Script(tau, shape.block_size)
+    sizes, draft_layers = SHAPES[name]
+    script = Script(tau, BLOCK_SIZE)
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    fields: dict[str, Any] = {**shape.target, **ends, "tie_word_embeddings": False, "rope_theta": 1e6}
-    num_layers = shape.target["num_hidden_layers"]
+    fields: dict[str, Any] = {**sizes, **ends, "tie_word_embeddings": False, "rope_theta": 1e6}
+    num_layers = sizes["num_hidden_layers"]
     config = DFlashConfig(
-        **{**fields, "num_hidden_layers": shape.draft_layers},
-        block_size=shape.block_size,
-        mask_token_id=shape.mask_token_id,
+        **{**fields, "num_hidden_layers": draft_layers},
+        block_size=BLOCK_SIZE,
+        mask_token_id=min(151669, sizes["vocab_size"] - 1),
         num_target_layers=num_layers,
         target_layer_ids=default_target_layer_ids(num_layers),
     )
@@ -166,7 +161,7 @@ def scripted_pair(
 
 
 def useless(drafter: ScriptedDrafter) -> ScriptedDrafter:
-    """A drafter with the weights of this one whose proposals are never right; its confidences stay those of the script."""
+    """A drafter with the weights and confidences of this one, whose proposals are never right."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in drafter.parameters()}
     twin = copy.deepcopy(drafter, shared)
     cast(torch.Tensor, twin.runs).zero_()
@@ -189,8 +184,7 @@ def scripted_continuation(target: Qwen3ForCausalLM, prompt_ids: torch.Tensor, le
 @contextmanager
 def _new_weights(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
     """Builds models in this dtype, on this device, from one seed; the global generator is left as it was."""
-    before = torch.get_default_dtype()
-    place = torch.device(device)
+    before, place = torch.get_default_dtype(), torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(0)
         torch.set_default_dtype(dtype)
@@ -199,3 +193,112 @@ def _new_weights(dtype: torch.dtype, device: str | torch.device) -> Iterator[Non
                 yield
         finally:
             torch.set_default_dtype(before)
+
+
+def measure_point(
+    target: Any,
+    drafter: Any,
+    context: int = 256,
+    new_tokens: int = 64,
+    batch_size: int = 1,
+    width: int | None = None,
+    budget: int = 0,
+    methods: Sequence[str] = (EAGERLY,),
+    repeats: int = 3,
+    plain: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Plain decoding and ours on one prompt, in turns: a row per method, marked as simulated.
+
+    Milliseconds are measured; the script's tau is stated, and figures that depend on it say so. A batch's step is one
+    forward of the target for all sequences; towards the end, when some have stopped, for fewer.
+
+    The pair is a `scripted_pair`; `context` and `new_tokens` (at least 2) count the tokens of the prompt and of its
+    answer. `width` tokens are verified at once, anchor included; `None`: the drafter's block. `budget` is the number
+    of nodes of a draft tree, 0 for a chain. A tree has no scripted tau: its rows hold only the tau that it needs.
+    `methods` are names of `VARIANTS`, and `plain` holds more keywords for `target.generate`.
+    """
+    limit = {} if width is None else {"max_draft_tokens": width - 1}
+    tree = {"draft_tree": budget} if budget else {}
+    ways = _ways(target, drafter, new_tokens, methods, plain or {}, {**limit, **tree})
+    prompt = Prompt("simulated", scripted_prompt(target, context, batch_size))
+    measurements = compare(ways, [prompt], repeats)
+    plain_ms = milliseconds(measurements[0])["ms_per_step"]
+    tau = drafter.script.tau(drafter.config.block_size if width is None else width)
+    rows = []
+    for measurement in measurements:
+        times = milliseconds(measurement)
+        step = times["ms_per_step"]
+        is_plain, has_tau = measurement.method == PLAIN, not budget
+        stated = 1.0 if is_plain else tau if has_tau else None
+        rows.append(
+            {
+                "method": measurement.method,
+                "is_simulated": True,
+                "context_tokens": context,
+                "new_tokens": new_tokens,
+                "batch_size": batch_size,
+                "width": 1 if is_plain else width or drafter.config.block_size,
+                "budget": 0 if is_plain else budget,
+                "is_identical": measurement.is_identical,
+                **times,
+                "stated_tau": None if stated is None else round(stated, 4),
+                "ms_per_token": None if stated is None else round(step / stated, 4),
+                "speedup_at_stated_tau": None if stated is None else round(plain_ms * stated / step, 4),
+                "tau_to_match_plain": round(step / plain_ms, 4),
+                "compilations": measurement.num_compilations,
+            }
+        )
+    return rows
+
+
+def measure_prefill(
+    target: Any, drafter: Any, context: int, methods: Sequence[str] = (EAGERLY,), prefill_chunk_size: int | None = None
+) -> list[dict[str, Any]]:
+    """Bytes that plain decoding and ours allocate for a prompt and two new tokens: a row per method.
+
+    `taps_bytes` are the features of the tapped layers, which ours needs in addition.
+    """
+    chunk = {} if prefill_chunk_size is None else {"prefill_chunk_size": prefill_chunk_size}
+    ways = _ways(target, drafter, 2, methods, chunk, chunk)
+    prompt = scripted_prompt(target, context)
+    for run in ways.values():
+        run(prompt[:, :32])  # libraries load, buffers that stay are made
+    taps = len(drafter.config.target_layer_ids) * target.config.hidden_size * target.dtype.itemsize
+    held = {name: allocated_memory(partial(run, prompt), target.device) for name, run in ways.items()}
+    return [
+        {
+            "method": name,
+            "is_simulated": True,
+            "context_tokens": context,
+            "allocated_bytes": num_bytes,
+            "over_plain": round(num_bytes / held[PLAIN], 4),
+            "taps_bytes": 0 if name == PLAIN else context * taps,
+        }
+        for name, num_bytes in held.items()
+    ]
+
+
+def milliseconds(measurement: Measurement) -> dict[str, float]:
+    """Milliseconds per step (median, fastest and slowest repeat) and to the first token (median)."""
+    steps = measurement.num_forwards - 1
+    each = [
+        1e3 * (total - first) / steps
+        for total, first in zip(measurement.seconds, measurement.seconds_to_first_token, strict=True)
+    ]
+    return {
+        "ms_per_step": round(median(each), 4),
+        "ms_per_step_fastest": round(min(each), 4),
+        "ms_per_step_slowest": round(max(each), 4),
+        "ms_to_first_token": round(1e3 * median(measurement.seconds_to_first_token), 4),
+    }
+
+
+def _ways(
+    target: Any, drafter: Any, new_tokens: int, methods: Sequence[str], plain: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, Method]:
+    """Plain decoding with the keywords `plain`, and variants of ours with the keywords `ours`."""
+    ways: dict[str, Method] = {PLAIN: partial(timed_generate, target, max_new_tokens=new_tokens, **GREEDY, **plain)}
+    for name in methods:
+        options = {"max_new_tokens": new_tokens, "temperature": 0.0, **VARIANTS[name], **ours}
+        ways[name] = partial(timed_blocks, drafter, target, **options)
+    return ways

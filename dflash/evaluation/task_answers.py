@@ -1,9 +1,10 @@
-"""Each method's answers to each question: asked in turns, under the clock, and scored. It knows no file and no process."""
+"""Each method's answers to each question: asked in turns, under the clock, and scored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -24,22 +25,13 @@ Encode = Callable[[list[dict[str, str]]], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAnswer(Measurement):
-    """One method's answer to one turn of a question.
+    """One method's answer to one turn of a question."""
 
-    Attributes:
-        row: The question's row in its data set.
-        turn: Counted from 0.
-        category: The question's.
-        score: Whether it is right; `None` without a reference, and for all turns but the last.
-        peak_memory_bytes: Peak while the method ran; `None` if that is not known.
-        text: The answer.
-    """
-
-    row: int
-    turn: int
+    row: int  # the question's in its data set
+    turn: int  # counted from 0
     category: str | None
-    score: bool | None
-    peak_memory_bytes: int | None
+    score: bool | None  # whether it is right; `None` without a reference, and for all turns but the last
+    peak_memory_bytes: int | None  # while the method ran
     text: str
 
 
@@ -50,9 +42,8 @@ def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = T
         if not chat_template or not tokenizer.chat_template:
             text = "\n\n".join(message["content"] for message in messages)
             return tokenizer(text, return_tensors="pt")["input_ids"]
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
+        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
+        text = tokenizer.apply_chat_template(messages, **how)
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
 
     return encode
@@ -70,85 +61,50 @@ def answer_questions(
     """The answers to each question, of all turns and methods, as soon as the question is done.
 
     The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
-    Every method gets the same prompt: later turns contain the first method's answers.
-
-    Args:
-        questions: Of one task or several.
-        begin: Makes the methods of a dialogue, by name.
-        encode: Gives a dialogue's ids.
-        tokenizer: Decodes the answers.
-        memory: Watched while each method runs; `None` where it cannot be seen from here.
-        repeats: How often each method answers; texts and scores are those of the first time.
-        max_prompt_tokens: A dialogue ends before a turn with a longer prompt; if that is the first, it has no answers.
+    Every method gets the same prompt: later turns contain the first method's answers. Each method answers `repeats`
+    times; texts and scores are those of the first time. A dialogue ends before a turn whose prompt is longer than
+    `max_prompt_tokens`; if that is the first, it has no answers.
     """
     is_warm = False
     for number, question in enumerate(questions):
-        first_ids = encode([{"role": "user", "content": question.turns[0]}])
-        if max_prompt_tokens is not None and first_ids.shape[1] > max_prompt_tokens:
-            yield []
-            continue
-        if not is_warm:
-            take_turns(begin(), first_ids, 0)
-            is_warm = True
-        yield _answers(
-            question, number, [begin() for _ in range(repeats)], encode, tokenizer, memory, max_prompt_tokens
-        )
+        messages: list[dict[str, str]] = []
+        answers: list[TaskAnswer] = []
+        sessions: list[dict[str, Method]] = []
+        for turn, said in enumerate(question.turns):
+            messages.append({"role": "user", "content": said})
+            input_ids = encode(messages)
+            if max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens:
+                break
+            if not is_warm:
+                take_turns(begin(), input_ids, 0)
+                is_warm = True
+            sessions = sessions or [begin() for _ in range(repeats)]
+            peaks: dict[str, int] = {}
+            rounds = []
+            for repeat, methods in enumerate(sessions):
+                if memory is not None:
+                    methods = {name: partial(_watched, memory, peaks, name, run) for name, run in methods.items()}
+                rounds.append(take_turns(methods, input_ids, number + repeat))
+            texts = {
+                name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()
+            }
+            scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
+            for one in measured(question.task, turn, rounds):
+                score, peak, text = scores.get(one.method), peaks.get(one.method), texts[one.method]
+                known: dict[str, Any] = {"row": question.index, "turn": turn, "category": question.category}
+                answers.append(TaskAnswer(**vars(one), **known, score=score, peak_memory_bytes=peak, text=text))
+            messages.append({"role": "assistant", "content": next(iter(texts.values()))})
+        yield answers
 
 
-def _answers(
-    question: Question,
-    number: int,
-    sessions: list[dict[str, Method]],
-    encode: Encode,
-    tokenizer: Any,
-    memory: PeakMemory | None,
-    max_prompt_tokens: int | None,
-) -> list[TaskAnswer]:
-    messages: list[dict[str, str]] = []
-    found: list[TaskAnswer] = []
-    for turn, said in enumerate(question.turns):
-        messages.append({"role": "user", "content": said})
-        input_ids = encode(messages)
-        if max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens:
-            break
-        peaks: dict[str, int] = {}
-        rounds = [
-            take_turns(_watched(methods, memory, peaks), input_ids, number + repeat)
-            for repeat, methods in enumerate(sessions)
-        ]
-        texts = {name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()}
-        scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
-        for measurement in measured(question.task, turn, rounds):
-            found.append(
-                TaskAnswer(
-                    **vars(measurement),
-                    row=question.index,
-                    turn=turn,
-                    category=question.category,
-                    score=scores.get(measurement.method),
-                    peak_memory_bytes=peaks.get(measurement.method),
-                    text=texts[measurement.method],
-                )
-            )
-        messages.append({"role": "assistant", "content": next(iter(texts.values()))})
-    return found
-
-
-def _watched(methods: dict[str, Method], memory: PeakMemory | None, peaks: dict[str, int]) -> dict[str, Method]:
-    """The methods, each noting its peak memory in `peaks`."""
-    if memory is None:
-        return methods
-
-    def watched(name: str) -> Method:
-        def run(input_ids: torch.Tensor) -> TimedRun:
-            memory.reset()
-            result = methods[name](input_ids)
-            peaks[name] = max(peaks.get(name, 0), memory.read())
-            return result
-
-        return run
-
-    return {name: watched(name) for name in methods}
+def _watched(
+    memory: PeakMemory, peaks: dict[str, int], name: str, method: Method, input_ids: torch.Tensor
+) -> TimedRun:
+    """The method's run; `peaks` takes its peak memory."""
+    memory.reset()
+    run = method(input_ids)
+    peaks[name] = max(peaks.get(name, 0), memory.read())
+    return run
 
 
 def _scores(question: Question, texts: dict[str, str]) -> dict[str, bool]:

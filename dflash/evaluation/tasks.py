@@ -21,62 +21,37 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a task.
-
-    Attributes:
-        task: The task's name.
-        index: Its row in the data set.
-        turns: The user's messages; each follows the answers to those before it.
-        reference: What the scorer compares the last answer with; `None` if the row has no answer.
-        category: The row's category, in tasks that have several.
-    """
+    """One question of a task."""
 
     task: str
-    index: int
-    turns: tuple[str, ...]
-    reference: Any = None
-    category: str | None = None
+    index: int  # its row in the data set
+    turns: tuple[str, ...]  # the user's messages; each follows the answers to those before it
+    reference: Any = None  # what the scorer compares the last answer with; `None` if the row has no answer
+    category: str | None = None  # in tasks that have several
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form in which a task's rows are published.
+    """A form in which a task's rows are published."""
 
-    Attributes:
-        columns: The columns that a row must have.
-        turns: Gives the user's messages; a row without any is not asked.
-        reference: Gives what the scorer needs; a row with `None` is not scored.
-    """
-
-    columns: tuple[str, ...]
-    turns: Callable[[Row], Sequence[str]]
-    reference: Callable[[Row], Any] = lambda row: None
+    columns: tuple[str, ...]  # those that a row must have
+    turns: Callable[[Row], Sequence[str]]  # the user's messages; a row without any is not asked
+    reference: Callable[[Row], Any] = lambda row: None  # what the scorer needs; a row with `None` is not scored
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and the questions of its rows.
-
-    Attributes:
-        local_file: Where its rows are below a `--data-root`; `NAME.jsonl` is tried too.
-        forms: Forms of its rows, the published ones first.
-        source: Whom to cite.
-        hub_id: The data set on the Hub.
-        config: Its configuration there, if it has several.
-        split: Its split there.
-        files: Addresses of JSONL files to read instead, if the Hub has no rows or only a loading script.
-        scorer: A name of `scoring.SCORERS`; `None` for open questions.
-    """
+    """A data set and the questions of its rows."""
 
     name: str
-    local_file: str
-    forms: tuple[Form, ...]
-    source: str
+    local_file: str  # where its rows are below a `--data-root`; `NAME.jsonl` is tried too
+    forms: tuple[Form, ...]  # the published ones first
+    source: str  # whom to cite
     hub_id: str | None = None
-    config: str | None = None
+    config: str | None = None  # on the Hub, if it has several
     split: str = "test"
-    files: tuple[str, ...] = ()
-    scorer: str | None = None
+    files: tuple[str, ...] = ()  # JSONL files to read instead, if the Hub has no rows or only a loading script
+    scorer: str | None = None  # a name of `scoring.SCORERS`; `None` for open questions
 
     @property
     def address(self) -> str:
@@ -94,15 +69,10 @@ def known_task(name: str) -> Task:
 def load_questions(
     name: str, num_prompts: int | None = None, seed: int = 0, data_root: Path | None = None
 ) -> list[Question]:
-    """A task's questions in the data set's order: all, or `num_prompts` of them chosen by `seed`, on every machine alike.
+    """A task's questions in the data set's order: all, or `num_prompts` of them chosen by `seed`.
 
-    Fewer prompts of the same seed are a subset of more. A task that has fewer rows gives all.
-
-    Args:
-        name: One of [`TASKS`].
-        num_prompts: Number of questions; `None` for all.
-        seed: Chooses them.
-        data_root: A folder of files with the rows; `None`: the Hub.
+    Fewer prompts of the same seed are a subset of more. A task that has fewer rows gives all. The rows come from files
+    in the folder `data_root`, or from the Hub.
 
     Raises:
         ValueError: for an unknown task, with those that exist; for rows without the task's columns.
@@ -118,8 +88,7 @@ def load_questions(
         if len(questions) == num_prompts:
             break
         row = rows[index]
-        turns = tuple(form.turns(row))
-        if turns:
+        if turns := tuple(form.turns(row)):
             questions.append(Question(name, index, turns, form.reference(row), row.get("category")))
     if not questions:
         raise ValueError(f"None of the {len(rows)} rows of {name} can be asked: see {task.source}.")
@@ -136,10 +105,8 @@ def _published_rows(task: Task) -> Any:
                 return datasets.load_dataset("json", data_files=list(task.files), split="train")
             return datasets.load_dataset(task.hub_id, task.config, split=task.split)
     except (OSError, ValueError) as error:
-        raise OSError(
-            f"The data set {task.address} of {task.name} cannot be read ({first_line(error)}): pass --data-root with a "
-            f"folder that holds {task.local_file}."
-        ) from error
+        said = f"The data set {task.address} of {task.name} cannot be read ({first_line(error)})"
+        raise OSError(f"{said}: pass --data-root with a folder that holds {task.local_file}.") from error
 
 
 @contextmanager
@@ -184,18 +151,14 @@ def _form(task: Task, columns: Sequence[str]) -> Form:
         if set(form.columns) <= set(columns):
             return form
     wanted = " or ".join(", ".join(form.columns) for form in task.forms)
-    raise ValueError(
-        f"The rows of {task.name} have no columns {wanted}; there are {', '.join(columns)}: get {task.address} again."
-    )
+    said = f"The rows of {task.name} have no columns {wanted}; there are {', '.join(columns)}"
+    raise ValueError(f"{said}: get {task.address} again.")
 
 
 def _mathematics(column: str, answer: Callable[[Any], str | None] = str) -> Form:
     """Rows with a problem in `column`; `answer` reads the result from the column of that name."""
-    return Form(
-        (column, "answer"),
-        lambda row: [f"{row[column]}\nPlease reason step by step, and put your final answer within \\boxed{{}}."],
-        lambda row: answer(row["answer"]),
-    )
+    asked = "Please reason step by step, and put your final answer within \\boxed{}."
+    return Form((column, "answer"), lambda row: [f"{row[column]}\n{asked}"], lambda row: answer(row["answer"]))
 
 
 def _after_hashes(solution: str) -> str | None:
@@ -203,10 +166,14 @@ def _after_hashes(solution: str) -> str | None:
     return solution.rsplit("####", 1)[1].strip().replace(",", "") if "####" in solution else None
 
 
-def _unwrapped(prompt: str) -> str:
+def _prompt_alone(row: Row) -> list[str]:
     """The user's message in a prompt that is already in the ChatML template."""
-    spoken = re.findall(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", prompt, re.DOTALL)
-    return spoken[-1].strip() if spoken else prompt
+    spoken = re.findall(r"<\|im_start\|>user\n(.*?)(?:<\|im_end\|>|\Z)", row["prompt"], re.DOTALL)
+    return [spoken[-1].strip() if spoken else row["prompt"]]
+
+
+def _aime_reference(row: Row) -> str | None:
+    return _after_hashes(row["reference_solution"])
 
 
 def _alpaca(row: Row) -> list[str]:
@@ -214,10 +181,8 @@ def _alpaca(row: Row) -> list[str]:
 
 
 def _humaneval(row: Row) -> list[str]:
-    return [
-        "Write a solution to the following problem and make sure that it passes the tests:\n"
-        f"```python\n{row['prompt']}\n```"
-    ]
+    asked = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{asked}\n```python\n{row['prompt']}\n```"]
 
 
 def _livecodebench(row: Row) -> list[str]:
@@ -237,23 +202,28 @@ def _mbpp_test_split(row: Row) -> list[str]:
     return [row["text"]] if 11 <= row["task_id"] <= 510 else []
 
 
+def _mbpp_tests(row: Row) -> dict[str, Any]:
+    setup = row["test_setup_code"] if "test_setup_code" in row else "\n".join(row["test_imports"])
+    return {"setup": setup, "tests": row["test_list"]}
+
+
 def _spec_bench_reference(row: Row) -> str | None:
     """Its `math_reasoning` rows are GSM8K's."""
     return _after_hashes(row["reference"][0]) if row["category"] == "math_reasoning" and row["reference"] else None
 
 
-# Replaces text in SPEED-Bench's public rows that its licence does not allow there; NVIDIA's specdec_bench fetches it.
-SPEED_BENCH_MASK = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-
-
 def _speed_bench(row: Row) -> Sequence[str]:
-    return [] if any(SPEED_BENCH_MASK in turn for turn in row["turns"]) else row["turns"]
+    # Replaces text in the public rows that its licence does not allow there; NVIDIA's specdec_bench fetches it.
+    mask = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+    return [] if any(mask in turn for turn in row["turns"]) else row["turns"]
 
 
 def _only(*columns: str) -> Callable[[Row], dict[str, Any]]:
     return lambda row: {column: row[column] for column in columns}
 
 
+LIVECODEBENCH = "hf://datasets/livecodebench/code_generation_lite"
+LIVECODEBENCH_TESTS = ("public_test_cases", "private_test_cases", "metadata")
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -279,14 +249,7 @@ TASKS: dict[str, Task] = {
             hub_id="MathArena/aime_2025",
             split="train",
             local_file="aime25/aime25_promptcot.jsonl",
-            forms=(
-                _mathematics("problem"),
-                Form(
-                    ("prompt", "reference_solution"),
-                    lambda row: [_unwrapped(row["prompt"])],
-                    lambda row: _after_hashes(row["reference_solution"]),
-                ),
-            ),
+            forms=(_mathematics("problem"), Form(("prompt", "reference_solution"), _prompt_alone, _aime_reference)),
             scorer="math",
             source="AIME 2025, Mathematical Association of America; MathArena, arXiv 2505.23281",
         ),
@@ -305,34 +268,23 @@ TASKS: dict[str, Task] = {
             config="sanitized",
             local_file="mbpp/mbpp.jsonl",
             forms=(
-                Form(
-                    ("prompt", "test_imports", "test_list"),
-                    lambda row: [row["prompt"]],
-                    lambda row: {"setup": "\n".join(row["test_imports"]), "tests": row["test_list"]},
-                ),
-                Form(
-                    ("text", "task_id", "test_setup_code", "test_list"),
-                    _mbpp_test_split,
-                    lambda row: {"setup": row["test_setup_code"], "tests": row["test_list"]},
-                ),
+                Form(("prompt", "test_imports", "test_list"), lambda row: [row["prompt"]], _mbpp_tests),
+                Form(("text", "task_id", "test_setup_code", "test_list"), _mbpp_test_split, _mbpp_tests),
             ),
             scorer="mbpp",
             source="Austin et al. 2021, arXiv 2108.07732",
         ),
         Task(
             name="livecodebench",
-            files=tuple(
-                f"hf://datasets/livecodebench/code_generation_lite/test{number}.jsonl"
-                for number in ("", 2, 3, 4, 5, 6)
-            ),
+            files=tuple(f"{LIVECODEBENCH}/test{number}.jsonl" for number in ("", 2, 3, 4, 5, 6)),
             local_file="livecodebench/lcb_v6_prompts.jsonl",
             forms=(
                 Form(
-                    ("question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata"),
+                    ("question_content", "starter_code", *LIVECODEBENCH_TESTS),
                     _livecodebench,
-                    _only("public_test_cases", "private_test_cases", "metadata"),
+                    _only(*LIVECODEBENCH_TESTS),
                 ),
-                Form(("prompt",), lambda row: [_unwrapped(row["prompt"])]),
+                Form(("prompt",), _prompt_alone),
             ),
             scorer="livecodebench",
             source="Jain et al. 2024, arXiv 2403.07974",

@@ -16,13 +16,11 @@ from dflash.model.generation_dflash import read_prompt
 class Difference:
     """The first token that two texts do not share.
 
-    Attributes:
-        index: Its place among the new tokens, counted from 0.
-        margin: The target's logit of the one token minus that of the other, in one forward over the shared text; near 0 for
-            a tie that rounding decides. NaN if one text only continues after the end of the other.
+    The margin is the target's logit of the one token minus that of the other, in one forward over the shared text:
+    near 0 for a tie that rounding decides, NaN if one text only continues after the end of the other.
     """
 
-    index: int
+    index: int  # among the new tokens, counted from 0
     margin: float
 
 
@@ -33,7 +31,7 @@ def first_difference(
     token_ids: Sequence[int],
     other_ids: Sequence[int],
 ) -> Difference | None:
-    """The first difference of two continuations of a prompt; `None` if they are identical. Costs one forward of the target."""
+    """The first difference of two continuations of a prompt, `None` if they are identical. One target forward."""
     pairs = zip_longest(token_ids, other_ids)
     found = next(((i, token, other) for i, (token, other) in enumerate(pairs) if token != other), None)
     if found is None:

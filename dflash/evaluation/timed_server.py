@@ -1,39 +1,37 @@
-"""A server that speaks the OpenAI protocol, with its streamed answers under a clock. It knows no load, table or file."""
+"""A server that speaks the OpenAI protocol: its streamed answers under a clock, and its own counters of its drafts."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPResponse
+from itertools import pairwise
 from typing import Any
 
 from dflash.common.openai_client import OpenAIClient, quote
 
-from .draft_counters import read_counters
 
+VLLM, SGLANG = "vllm:spec_decode_num_", "sglang:"
+SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})?\s+(?P<value>\S+)", re.MULTILINE)
+POSITION = re.compile(r'[{,]\s*position="(\d+)"')
+SGLANG_COUNTERS = {f"{SGLANG}spec_verify_calls", f"{SGLANG}generation_tokens", f"{SGLANG}num_requests"}
 
 Message = Mapping[str, str]
+Counters = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One streamed answer.
+    """One streamed answer. Seconds count from opening the connection."""
 
-    Attributes:
-        text: The answer, thinking included.
-        num_tokens: As the server counts them.
-        seconds: From opening the connection to the last token.
-        seconds_to_first_token: From opening the connection to the first token.
-        token_ids: The ids of the text if they were asked for and the engine sends them; else empty.
-    """
-
-    text: str
-    num_tokens: int
+    text: str  # thinking included
+    num_tokens: int  # as the server counts them
     seconds: float
     seconds_to_first_token: float
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of the text if they were asked for and the engine sends them
 
     @property
     def seconds_per_output_token(self) -> float:
@@ -71,33 +69,33 @@ class Server(OpenAIClient):
         seed: int | None = None,
         thinking: bool | None = None,
     ) -> Reply:
-        """The answer to `messages`, streamed under the clock.
+        """The answer to chat `messages` in the server's template, streamed under the clock.
 
-        Args:
-            model: A name of [`models`].
-            messages: Chat messages, each with `role` and `content`; the server's chat template is used.
-            max_new_tokens: Longest answer.
-            temperature: 0 decodes greedily.
-            seed: Of the server's sampling noise.
-            thinking: Passed to the chat template as `enable_thinking`; `None` passes nothing.
+        `seed` is that of the server's sampling noise. `thinking` is passed to the template as `enable_thinking`,
+        unless it is `None`.
         """
-        asked: dict[str, Any] = {"messages": list(messages), **_limits(model, max_new_tokens, temperature)}
-        if seed is not None:
-            asked["seed"] = seed
+        asked: dict[str, Any] = {} if seed is None else {"seed": seed}
         if thinking is not None:
             asked["chat_template_kwargs"] = {"enable_thinking": thinking}
-        return self._stream("/v1/chat/completions", asked)
+        asked |= {"messages": list(messages), "temperature": temperature}
+        return self._stream("/v1/chat/completions", model, max_new_tokens, asked)
 
     def complete(self, model: str, token_ids: Sequence[int], max_new_tokens: int) -> Reply:
-        """The greedy continuation of a prompt's ids, streamed under the clock; with its ids if the engine sends them."""
-        asked = {"prompt": list(token_ids), **_limits(model, max_new_tokens, 0.0), "return_token_ids": True}
-        return self._stream("/v1/completions", asked)
+        """The greedy continuation of ids, streamed under the clock; with its own ids if the engine sends them."""
+        asked = {"prompt": list(token_ids), "temperature": 0.0, "return_token_ids": True}
+        return self._stream("/v1/completions", model, max_new_tokens, asked)
 
-    def _stream(self, path: str, asked: dict[str, Any]) -> Reply:
+    def _stream(self, path: str, model: str, max_new_tokens: int, asked: dict[str, Any]) -> Reply:
         where = f"{self.url}{path} answered 200"
         pieces: list[str] = []
         token_ids: list[int] = []
         num_tokens, first, last, is_finished = None, 0.0, 0.0, False
+        asked |= {
+            "model": model,
+            "max_tokens": max_new_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         body = json.dumps(asked).encode()
         began = time.perf_counter()  # a full server lets the connection wait, and its user with it
         with self.response("POST", path, body) as response:
@@ -112,37 +110,22 @@ class Server(OpenAIClient):
                 if isinstance(chunk.get("usage"), dict):
                     num_tokens = chunk["usage"].get("completion_tokens")
         if not is_finished:
-            raise ValueError(
-                f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces: look at its log."
-            )
+            said = f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces"
+            raise ValueError(f"{said}: look at its log.")
         if not isinstance(num_tokens, int) or num_tokens < 1:
-            raise ValueError(
-                f"{where} with {len(pieces)} pieces of text and no count of its tokens: the engine must take "
-                "stream_options.include_usage."
-            )
+            said = f"{where} with {len(pieces)} pieces of text and no count of its tokens"
+            raise ValueError(f"{said}: the engine must take stream_options.include_usage.")
         return Reply("".join(pieces), num_tokens, last - began, first - began, tuple(token_ids))
-
-
-def _limits(model: str, max_new_tokens: int, temperature: float) -> dict[str, Any]:
-    """The fields of every streamed request."""
-    return {
-        "model": model,
-        "max_tokens": max_new_tokens,
-        "temperature": temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
 
 
 def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
     """The events of a stream."""
-    for line in response:
-        text = line.strip()
-        if not text.startswith(b"data:"):
-            if text and not text.startswith((b":", b"event:", b"id:", b"retry:")):
-                raise ValueError(f"{where} and streamed no events: {quote(line)}.")
+    for line in map(bytes.strip, response):
+        if not line or line.startswith((b":", b"event:", b"id:", b"retry:")):
             continue
-        data = text.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:"):
+            raise ValueError(f"{where} and streamed no events: {quote(line)}.")
+        data = line.removeprefix(b"data:").strip()
         if data == b"[DONE]":
             return
         try:
@@ -170,3 +153,65 @@ def _read_chunk(chunk: dict[str, Any], where: str) -> tuple[str, list[int], bool
         return text, list(choice.get("token_ids") or ()), choice.get("finish_reason") is not None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} and streamed no chat completion: {quote(chunk)}.") from error
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The acceptance of a server's drafts in some span of time. Only vLLM counts by position."""
+
+    tau: float  # tokens per verify step, the target's own included
+    per_position: tuple[float, ...]  # share of drafts whose proposal at position 1, 2, … was accepted
+    source: str  # the counters that it was taken from
+    steps: float = 0.0  # verify steps; 0 if the server does not count them
+    acceptance_lengths: list[int] = field(default_factory=list)  # of each draft, longest first
+
+
+def read_counters(metrics: str) -> dict[str, float]:
+    """The samples about drafts in Prometheus' text, summed over engines; a position follows its counter's name."""
+    found: dict[str, float] = {}
+    gauges: list[float] = []
+    for sample in SAMPLE.finditer(metrics):
+        name = sample["name"].removesuffix("_total")
+        try:
+            value = float(sample["value"])
+        except ValueError:
+            continue
+        if name == f"{SGLANG}spec_accept_length":
+            gauges.append(value)
+        elif (name.startswith(VLLM) and not name.endswith("_created")) or name in SGLANG_COUNTERS:
+            position = POSITION.search(sample["labels"] or "")
+            key = f"{name} {position[1]}" if position else name
+            found[key] = found.get(key, 0.0) + value
+    if gauges:
+        found[f"{SGLANG}spec_accept_length"] = sum(gauges) / len(gauges)
+    return found
+
+
+def drafting(before: Counters | None, after: Counters | None) -> Drafting | None:
+    """The acceptance between two readings of [`Server.counters`]; `None` if nothing was drafted.
+
+    vLLM counts drafts and accepted tokens. SGLang counts verify steps and the tokens that were kept, so an answer's
+    last step counts less there; its older versions show only the mean of the last moments.
+    """
+    if before is None or after is None:
+        return None
+    delta = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    drafts = delta.get(f"{VLLM}drafts", 0.0)
+    if drafts > 0:
+        counts: list[float] = []
+        while (name := f"{VLLM}accepted_tokens_per_pos {len(counts)}") in delta:
+            counts.append(delta[name])
+        # Drafts with at least 0, 1, 2, … accepted proposals; the differences are those with exactly that many.
+        reached = [round(count) for count in (drafts, *counts, 0.0)] if counts else []
+        exact = [here - further for here, further in pairwise(reached)]
+        lengths = [length for length in range(len(exact), 0, -1) for _ in range(exact[length - 1])]
+        tau = 1 + delta.get(f"{VLLM}accepted_tokens", 0.0) / drafts
+        shares = tuple(count / drafts for count in counts)
+        return Drafting(tau, shares, f"{VLLM}drafts, …accepted_tokens", drafts, lengths)
+    steps, tokens = delta.get(f"{SGLANG}spec_verify_calls", 0.0), delta.get(f"{SGLANG}generation_tokens", 0.0)
+    if steps > 0 and tokens > 0:
+        # The prefill gives each answer's first token.
+        kept = tokens - delta.get(f"{SGLANG}num_requests", 0.0)
+        return Drafting(kept / steps, (), f"{SGLANG}spec_verify_calls", steps)
+    recent = after.get(f"{SGLANG}spec_accept_length", 0.0)
+    return Drafting(recent, (), f"{SGLANG}spec_accept_length, a mean of the last moments") if recent > 0 else None

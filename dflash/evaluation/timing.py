@@ -1,7 +1,6 @@
-"""The time of one decode and the tokens of each of its steps, for plain `target.generate` and DFlash alike.
+"""The time of one decode and the tokens of its steps, for plain `target.generate` and DFlash alike.
 
-The loop knows no clock: `next` is timed from outside. The caller's own work on the text, such as printing it, does not
-count. No hook is on the models, so a compiled forward runs as usual.
+The loop knows no clock: `next` is timed from outside. No hook is on the models, so a compiled forward runs as usual.
 """
 
 from __future__ import annotations
@@ -22,23 +21,14 @@ from dflash.model.generation_dflash import generate_blocks, read_prompt
 
 @dataclass(frozen=True)
 class TimedRun:
-    """The tokens and the times of one decode.
+    """The tokens and the times of one decode. Seconds begin at the call and include the prompt's forward."""
 
-    Attributes:
-        token_ids: The new tokens, prompt excluded; of a batch, one sequence after the other.
-        seconds: From the call to the last token, the prompt's forward included.
-        seconds_to_first_token: From the call to the first token.
-        num_forwards: Forwards of the target, the prompt's included.
-        acceptance_lengths: Per verify step, accepted proposals + 1, before stop and length cuts; empty for plain decoding.
-        num_compilations: Graphs that `torch.compile` made meanwhile: 0 after a warm-up.
-    """
-
-    token_ids: list[int]
-    seconds: float
+    token_ids: list[int]  # the new ones; of a batch, one sequence after the other
+    seconds: float  # to the last token
     seconds_to_first_token: float
-    num_forwards: int
-    acceptance_lengths: list[int]
-    num_compilations: int = 0
+    num_forwards: int  # of the target, the prompt's included
+    acceptance_lengths: list[int]  # per verify step, accepted proposals + 1, before stop and length cuts; else empty
+    num_compilations: int = 0  # graphs that `torch.compile` made meanwhile: 0 after a warm-up
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,24 +63,17 @@ def timed_generate(
     on_tokens: Callable[[list[int]], None] | None = None,
     **kwargs: Any,
 ) -> TimedRun:
-    """Runs `target.generate` under the clock; with `prompt_lookup_num_tokens` or `assistant_model` those too.
+    """Runs `target.generate` with its `kwargs` under the clock: plain, with prompt lookup or with an assistant model.
 
-    Args:
-        target: Any causal language model.
-        input_ids: Token ids [1, S], or what a tokenizer returns.
-        on_tokens: Called with new tokens as they come; its own time is not counted.
-        kwargs: Those of `target.generate`.
+    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_tokens`, which gets new tokens as they come, is
+    not counted.
     """
     prompt_ids, attention_mask = read_prompt(input_ids)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     compiled = _num_graphs()
     clock = _StreamClock(on_tokens)
-    sequences = generate(
-        prompt_ids.to(target.device),
-        attention_mask=None if attention_mask is None else attention_mask.to(target.device),
-        streamer=clock,
-        **kwargs,
-    )
+    mask = None if attention_mask is None else attention_mask.to(target.device)
+    sequences = generate(prompt_ids.to(target.device), attention_mask=mask, streamer=clock, **kwargs)
     token_ids = sequences[:, prompt_ids.shape[1] :].flatten().tolist()  # waits for the device
     seconds = time.perf_counter() - clock.began - clock.seconds_outside
     return TimedRun(token_ids, seconds, clock.seconds_to_first_token, clock.num_forwards, [], _num_graphs() - compiled)
@@ -103,14 +86,10 @@ def timed_blocks(
     on_block: Callable[[Block], None] | None = None,
     **kwargs: Any,
 ) -> TimedRun:
-    """Runs [`generate_blocks`] to its end under the clock.
+    """Runs [`generate_blocks`] with its `kwargs` to its end under the clock.
 
-    Args:
-        drafter: A `DFlashDraftModel` trained for `target`.
-        target: Any decoder-only causal language model.
-        input_ids: Token ids [1, S], or what a tokenizer returns.
-        on_block: Called with each block as it commits; its own time is not counted.
-        kwargs: Those of [`generate_blocks`].
+    `input_ids` [1, S] may be what a tokenizer returns. The time of `on_block`, which gets each block as it commits, is
+    not counted.
     """
     texts: dict[int, list[int]] = {}
     num_steps: Counter[int] = Counter()
@@ -129,7 +108,7 @@ def timed_blocks(
         if on_block is not None:
             on_block(block)
         began = time.perf_counter()
-    token_ids = [token_id for row in sorted(texts) for token_id in texts[row]]
+    token_ids = [token_id for sequence in sorted(texts) for token_id in texts[sequence]]
     num_forwards = 1 + max(num_steps.values(), default=0)
     return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, _num_graphs() - compiled)
 

@@ -1,4 +1,4 @@
-"""A target's own answers as training data: to rows of any form, here or on a server, resumed where a run was stopped."""
+"""A target's own answers as training data: to rows of any form, written here or on a server, and resumed."""
 
 from .answer_file import check_answer_file
 from .run import RegenerationRecord, RegenerationSettings, regenerate_data

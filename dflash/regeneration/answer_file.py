@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash.common.files import check_writable, write_text
-from dflash.common.json_lines import JsonLines, changes, listed, whole_lines
+from dflash.common.json_lines import JsonLines, changes, whole_lines
 from dflash.common.manifest import manifest_path, read_manifest
 
 
@@ -25,7 +25,8 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     """Makes sure that a run may write its answers to `path`: asked before models are loaded, and before writing.
 
     Raises:
-        ValueError: for a path that `dflash train` would not read, one that holds something else than a run, or a run and
+        ValueError: for a path that `dflash train` would not read, one that holds something else than a run, or a run
+        and
             neither `resume` nor `overwrite` is given.
         OSError: for a path that cannot be written.
     """
@@ -36,23 +37,17 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     check_writable(path)
     manifest = manifest_path(path)
     if not manifest.exists() and JsonLines(path).parts():
-        raise ValueError(
-            f"{path} holds something else than a run (there is no {manifest.name}): choose another output."
-        )
+        said = f"{path} holds something else than a run (there is no {manifest.name})"
+        raise ValueError(f"{said}: choose another output.")
     if manifest.exists() and not resume and not overwrite:
-        raise ValueError(
-            f"{path} holds another run: pass resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or "
-            "choose another output."
-        )
+        remedy = "resume (--resume) to go on with it, overwrite (--overwrite) to begin anew, or choose another output"
+        raise ValueError(f"{path} holds another run: pass {remedy}.")
 
 
 class AnswerFile(JsonLines):
     """A run's output: JSON lines, all lines of a row together at the end.
 
-    Args:
-        path: The output, which ends in `.jsonl`.
-        settings: What its rows depend on. A run is continued with the same settings; only `samples` may grow.
-        rank: The number of this process.
+    Its rows depend on `settings`. A run is continued with the same; only `samples` may grow.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
@@ -63,17 +58,15 @@ class AnswerFile(JsonLines):
     def check_settings(self) -> None:
         """Raises ValueError, with their names, if the run to resume had other settings."""
         before = read_manifest(self.path)["settings"] if self.manifest.exists() else self._settings
-        changed = changes(before, self._settings)
-        if (self._settings.get("samples") or float("inf")) > (before.get("samples") or float("inf")):
-            changed.pop("samples", None)
-        if changed:
-            raise ValueError(
-                f"The run to resume had other settings ({listed(changed)}): give the same, choose another output, or pass "
-                "overwrite (--overwrite) to begin anew."
-            )
+        samples = self._settings.get("samples")
+        if (samples or float("inf")) > (before.get("samples") or float("inf")):
+            before = before | {"samples": samples}
+        if changed := changes(before, self._settings):
+            remedy = "give the same, choose another output, or pass overwrite (--overwrite) to begin anew"
+            raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Deletes an older run if asked to, and half-written files of a kill; writes the manifest. For the first process."""
+        """Deletes an older run if asked to, and files of a kill; writes the manifest. For the first process."""
         for name in (self.path.name, self.manifest.name):
             for unfinished in self.path.parent.glob(f".{name}.*.tmp"):
                 unfinished.unlink()
@@ -87,12 +80,9 @@ class AnswerFile(JsonLines):
         return {number for number, lines in self._lines().items() if len(lines) == lines[0].parts}
 
     def finish(self, drop_cut: bool) -> dict[str, int]:
-        """Joins the parts in the rows' order, and counts "rows", "tokens" and "cut" rows.
+        """Joins the parts in the rows' order, without cut rows if `drop_cut`; counts "rows", "tokens" and "cut" rows.
 
-        For the first process, when all are done. With `drop_cut`, rows that the length cut off are left out.
-
-        Raises:
-            OSError: if the output cannot be written; the parts stay.
+        For the first process, when all are done. OSError if the output cannot be written; the parts stay.
         """
         counts: Counter[str] = Counter(rows=0, tokens=0, cut=0)
         self.join(self._ordered(drop_cut, counts))
@@ -106,7 +96,11 @@ class AnswerFile(JsonLines):
         for _, parts in sorted(self._lines().items()):
             if len(parts) != parts[0].parts:
                 continue
-            texts = [_read_line(line) for line in parts]
+            texts = []
+            for path, offset, _ in parts:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    texts.append(file.readline())
             rows = list(map(json.loads, texts))
             is_cut = rows[0]["finish"] == "length"
             counts["cut"] += is_cut
@@ -130,9 +124,3 @@ class AnswerFile(JsonLines):
                 if len(whole) == whole[0].parts or number not in found:
                     found[number] = whole
         return found
-
-
-def _read_line(line: Line) -> bytes:
-    with line.path.open("rb") as file:
-        file.seek(line.offset)
-        return file.readline()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -20,33 +21,29 @@ class Unanswerable(ValueError):
 class Dialogue:
     """One row in progress: the assistant's turns are written anew in order, each after the new ones before it.
 
-    Args:
-        number: The row's number, from 1.
-        questions: The messages before each answer; empty for a row without messages.
-        prompt_ids: The prompt of the first answer.
-        columns: The prompt's text as `prompt`, for a row that has one and no messages.
-        tokenizer: The target's.
-        template_kwargs: For its chat template.
+    `encode` gives the ids of messages. A row of messages has `questions`: those before each answer. Another has
+    `prompt_ids`, and its prompt's text in `columns`.
     """
 
     def __init__(
         self,
         number: int,
-        questions: list[list[Message]],
-        prompt_ids: list[int],
-        columns: dict[str, str],
         tokenizer: Any,
-        template_kwargs: dict[str, Any],
+        encode: Callable[[list[Message]], list[int]],
+        questions: Sequence[list[Message]] = (),
+        prompt_ids: list[int] | None = None,
+        columns: dict[str, str] | None = None,
     ) -> None:
-        self.number = number
-        self.prompt_ids: list[int] | None = prompt_ids  # `None` when nothing is left to answer
+        self.number = number  # of the row, from 1
+        # The next prompt; `None` when nothing is left to answer.
+        self.prompt_ids = encode(questions[0]) if questions else prompt_ids
         self.num_turns = max(len(questions), 1)
         self.num_answers = 0
         self.is_cut = False
-        self._questions = questions
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._encode, self._questions = encode, questions
         self._messages = list(questions[0]) if questions else []
-        self._columns = columns
-        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self._columns = columns or {}
         self._sequences: list[tuple[list[int], list[int], list[int], int]] = []  # prompt, response, mask, messages
 
     @property
@@ -79,7 +76,7 @@ class Dialogue:
             self.prompt_ids = None
         else:
             self._messages += self._questions[self.num_answers]
-            self.prompt_ids = _prompt_ids(self._messages, self._tokenizer, self._template_kwargs)
+            self.prompt_ids = self._encode(self._messages)
 
     def end(self) -> None:
         """Ends the dialogue: the length is used up."""
@@ -100,10 +97,6 @@ class Dialogue:
             found.append(row if all(mask) else row | {"response_mask": mask})
         return found
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
     def _append(self, prompt_ids: list[int], token_ids: Sequence[int]) -> None:
         if self._sequences:
             first_prompt, response_ids, mask, _ = self._sequences[-1]
@@ -120,14 +113,10 @@ class Dialogue:
 def as_dialogue(
     number: int, row: Mapping[str, Any], tokenizer: Any, num_prompt_tokens: int, **template_kwargs: Any
 ) -> Dialogue:
-    """The dialogue of one row of data, whatever its form.
+    """The dialogue of row `number` (from 1), whatever its form.
 
-    Args:
-        number: The row's number, from 1.
-        row: `messages` (or `conversations`), `prompt` with or without `completion`, `text`, or `prompt_ids`.
-        tokenizer: The target's.
-        num_prompt_tokens: Number of tokens of a `text` that are its prompt.
-        template_kwargs: For the chat template.
+    It has `messages` (or `conversations`), `prompt` with or without `completion`, `text`, whose first
+    `num_prompt_tokens` tokens are the prompt, or `prompt_ids`.
 
     Raises:
         Unanswerable: for a row without a question.
@@ -147,14 +136,17 @@ def as_dialogue(
 def _as_dialogue(
     number: int, row: Mapping[str, Any], tokenizer: Any, num_prompt_tokens: int, template_kwargs: dict[str, Any]
 ) -> Dialogue:
-    def plain(prompt_ids: list[int], columns: dict[str, str]) -> Dialogue:
+    def encode(messages: list[Message]) -> list[int]:
+        return encode_prompt(messages, tokenizer, **template_kwargs)
+
+    def plain(prompt_ids: list[int], **columns: str) -> Dialogue:
         if not prompt_ids:
             raise Unanswerable("an empty prompt")
-        return Dialogue(number, [], prompt_ids, columns, tokenizer, template_kwargs)
+        return Dialogue(number, tokenizer, encode, prompt_ids=prompt_ids, columns=columns)
 
     prompt = row.get("prompt")
     if row.get("prompt_ids") is not None:
-        return plain(list(row["prompt_ids"]), {})
+        return plain(list(row["prompt_ids"]))
     if row.get("messages") is not None:
         messages = [dict(message) for message in row["messages"]]
     elif row.get("conversations") is not None:
@@ -162,24 +154,18 @@ def _as_dialogue(
     elif isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, str):
-        return plain(encode_prompt(prompt, tokenizer), {"prompt": prompt})
+        return plain(encode_prompt(prompt, tokenizer), prompt=prompt)
     elif prompt is not None:
         messages = [dict(message) for message in prompt]
     elif isinstance(row.get("text"), str):
-        return plain(list(tokenizer(row["text"])["input_ids"])[:num_prompt_tokens], {})
+        return plain(list(tokenizer(row["text"])["input_ids"])[:num_prompt_tokens])
     else:
-        raise ValueError(
-            f"its columns {sorted(key for key, value in row.items() if value is not None)} ask nothing: give {FORMS}."
-        )
+        named = sorted(key for key, value in row.items() if value is not None)
+        raise ValueError(f"its columns {named} ask nothing: give {FORMS}.")
     questions = _questions(messages)
-    prompt_ids = _prompt_ids(questions[0], tokenizer, template_kwargs)
-    if len(questions) > 1:  # refused now and not after the first answer
-        _prompt_ids(messages, tokenizer, template_kwargs)
-    return Dialogue(number, questions, prompt_ids, {}, tokenizer, template_kwargs)
-
-
-def _prompt_ids(messages: list[Message], tokenizer: Any, template_kwargs: dict[str, Any]) -> list[int]:
-    return encode_prompt(messages, tokenizer, **template_kwargs)
+    if len(questions) > 1:  # a template that does not take later turns is refused now and not after the first answer
+        encode(messages)
+    return Dialogue(number, tokenizer, encode, questions)
 
 
 def _questions(messages: Sequence[Message]) -> list[list[Message]]:

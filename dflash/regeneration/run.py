@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import torch
 import transformers
 
 from dflash.common.files import only_writer
+from dflash.common.fingerprints import fingerprint
 from dflash.common.processes import Processes
 from dflash.common.provenance import public_name
 from dflash.training import FORMS, read_rows
@@ -35,25 +34,15 @@ Writer = TargetWriter | ServerWriter
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationSettings(Sampling):
-    """What is answered, and how: the fields of [`Sampling`], and these.
+    """The rows to answer and how: the fields of [`Sampling`], and these."""
 
-    Attributes:
-        max_new_tokens: The longest answer; also cut at the end of the target's positions.
-        seed: Of sampling, and of the choice of `samples`. A row's answer depends on its number and on this.
-        thinking: Whether the chat template asks for thinking.
-        prompt_tokens: Number of tokens of a `text` that are its prompt.
-        samples: Number of rows; `None` for all. Fewer rows are a subset of more.
-        split: Of a data set that has several.
-        drop_cut: Leave out rows with an answer that the longest length cut off.
-    """
-
-    max_new_tokens: int = 2048
-    seed: int = 0
-    thinking: bool = False
-    prompt_tokens: int = 16
-    samples: int | None = None
-    split: str = "train"
-    drop_cut: bool = False
+    max_new_tokens: int = 2048  # also cut at the end of the target's positions
+    seed: int = 0  # of sampling and the choice of `samples`; a row's answer depends on its number and on this
+    thinking: bool = False  # whether the chat template asks for thinking
+    prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
+    samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
+    split: str = "train"  # of a data set that has several
+    drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,27 +59,16 @@ class RegenerationSettings(Sampling):
 
 @dataclass
 class RegenerationRecord:
-    """The result of a run.
+    """The result of a run. The last three figures are of this start, the others of the whole output."""
 
-    Attributes:
-        rows: Rows in the output.
-        tokens: Tokens in them that the target wrote.
-        cut: Rows with an answer that the longest length cut off; in the output unless they are dropped.
-        left_out: Number of rows that were not asked, by the reason.
-        was_finished: Rows that an earlier start had answered.
-        steps: Verify steps of this start, 0 without a drafter.
-        tau: Their mean acceptance length, NaN without a step.
-        encoded: Answers of this start whose ids were encoded from a server's text.
-    """
-
-    rows: int = 0
-    tokens: int = 0
-    cut: int = 0
-    left_out: dict[str, int] | None = None
-    was_finished: int = 0
-    steps: int = 0
-    tau: float = float("nan")
-    encoded: int = 0
+    rows: int = 0  # in the output
+    tokens: int = 0  # in them, written by the target
+    cut: int = 0  # rows with an answer that the longest length cut off; in the output unless they are dropped
+    left_out: dict[str, int] | None = None  # number of rows that were not asked, by the reason
+    was_finished: int = 0  # rows that an earlier start had answered
+    steps: int = 0  # verify steps, 0 without a drafter
+    tau: float = float("nan")  # their mean acceptance length
+    encoded: int = 0  # answers whose ids were encoded from a server's text
 
 
 def regenerate_data(
@@ -111,53 +89,53 @@ def regenerate_data(
 ) -> RegenerationRecord:
     """Writes `data` with the target's own answers to `output`.
 
-    A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when they
-    are finished, and in the data's order at the end; `resume` continues a run that was stopped.
+    A chat's assistant turns are written in order, each after the new ones before it. Rows appear in the output when
+    they are finished, and in the data's order at the end. The manifest beside the output holds the settings,
+    `target_name`, the data's `license` (by default what the source states) and `provenance`, such as the command.
 
-    Args:
-        writer: A [`TargetWriter`] or a [`ServerWriter`].
-        tokenizer: The target's.
-        data: A file, folder or Hub id as in [`load_examples`], or rows.
-        output: A file that ends in `.jsonl`, for `dflash train --data`. Its manifest is written beside it.
-        settings: What is answered, and how.
-        target_name: Folder or Hub id, for the record.
-        license: Of the data; by default what the source states.
-        provenance: More to record, such as the command.
-        resume: Go on with the run in `output`.
-        overwrite: Begin anew in an `output` that holds a run.
-        processes: This process and its siblings; `None`: as the launcher's variables say.
-        on_begin: Called with the number of rows to answer here, and the record so far.
-        on_row: Called with the number of new tokens of each finished row.
+    `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for `dflash train
+    --data`: `resume` goes on with the run in it, `overwrite` begins anew. `processes` are by default those of the
+    launcher's variables. `on_begin` is called with the number of rows to answer here and the record so far, `on_row`
+    with the number of new tokens of each finished row.
 
     Raises:
-        ValueError: for data without a question, settings that changed, an output that holds something else or that another
+        ValueError: for data without a question, settings that changed, an output that holds something else or that
+        another
             process writes, or a target whose logits are NaN or infinite.
         OSError: if the output cannot be written; the rows in it stay.
 
     Example:
         >>> writer = TargetWriter(target)
-        >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", RegenerationSettings(samples=1000))
+        >>> settings = RegenerationSettings(samples=1000)
+        >>> record = regenerate_data(writer, tokenizer, "chats.jsonl", "answers.jsonl", settings)
     """
     settings = settings or RegenerationSettings()
     processes = processes or Processes()
-    if isinstance(data, (str, os.PathLike)) and Path(data).exists() and Path(data).resolve() == Path(output).resolve():
+    named = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
+    if named is not None and Path(named).exists() and Path(named).resolve() == Path(output).resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
-    name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "the data"
-    source = read_rows(name, settings.split) if isinstance(data, (str, os.PathLike)) else data
+    name = named or "the data"
+    source: Any = data if named is None else read_rows(named, settings.split)
     rows = list(source)
     if not rows:
         raise ValueError(f"{name} holds no row: give {FORMS}.")
     depends_on = {
         **{name: value for name, value in asdict(settings).items() if name not in ("split", "drop_cut")},
         **writer.facts,
-        "chat_template": _hash(getattr(tokenizer, "chat_template", None)),
-        "data": _hash(rows),
+        "chat_template": fingerprint(getattr(tokenizer, "chat_template", None)),
+        "data": fingerprint(rows),
     }
     record = RegenerationRecord()
     asked, record.left_out = _dialogues(rows, name, tokenizer, settings, writer.positions)
-    facts = _facts(
-        target_name, writer.revision, data, rows, license or _stated_license(source, rows), settings, provenance
-    )
+    license = license or _stated_license(source, rows)
+    facts = {  # without a path of this machine
+        "target": public_name(target_name),
+        "revision": writer.revision,
+        "data": {"name": public_name(named), "split": settings.split, "rows": len(rows), "license": license},
+        "drop_cut": settings.drop_cut,
+        "versions": {"python": python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        **(provenance or {}),
+    }
     with ExitStack() as lock:
         check_answer_file(Path(output), resume, overwrite)
         if processes.is_first:
@@ -174,7 +152,7 @@ def regenerate_data(
         processes.gather([None])
         file.mend()
 
-        # Rows of like length and number of turns share a batch; the longest first, so that memory runs out at once or never.
+        # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.
         open_rows.sort(key=lambda one: (one.num_turns, len(one.prompt_ids or ()), one.number), reverse=True)
         share = processes.share(open_rows)
         on_begin(len(share), record)
@@ -193,9 +171,8 @@ def regenerate_data(
             written = file.finish(settings.drop_cut)
             record.rows, record.tokens, record.cut = written["rows"], written["tokens"], written["cut"]
             if not record.rows:
-                raise ValueError(
-                    f"Every one of the {record.cut} answers was cut off: ask for a larger max_new_tokens."
-                )
+                said = f"Every one of the {record.cut} answers was cut off"
+                raise ValueError(f"{said}: ask for a larger max_new_tokens.")
             result = asdict(record) | {"tau": record.tau if steps else None}
             file.write_manifest(facts | {"complete": True, "result": result})
     return record
@@ -211,19 +188,18 @@ def _dialogues(
     left_out: Counter[str] = Counter()
     found = []
     for number in sorted(order[: settings.samples]):
+        how = {"num_prompt_tokens": settings.prompt_tokens, "enable_thinking": settings.thinking}
         try:
-            dialogue = as_dialogue(
-                number, rows[number - 1], tokenizer, settings.prompt_tokens, enable_thinking=settings.thinking
-            )
+            dialogue = as_dialogue(number, rows[number - 1], tokenizer, **how)
         except Unanswerable as reason:
             left_out[str(reason)] += 1
+            continue
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        if dialogue.room(1, positions):
+            found.append(dialogue)
         else:
-            if dialogue.room(1, positions):
-                found.append(dialogue)
-            else:
-                left_out[f"a prompt that fills the target's {positions} positions"] += 1
+            left_out[f"a prompt that fills the target's {positions} positions"] += 1
     if not found:
         said = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
         raise ValueError(f"No row of {name} can be answered: {said}; give rows with a question.")
@@ -253,14 +229,11 @@ def _rounds(
     """Answers one batch turn by turn until all of it is finished."""
     going = list(dialogues)
     while going:
-        requests = [
-            Request(
-                dialogue.prompt_ids or (),
-                row_seed(settings.seed, dialogue.number, dialogue.num_answers),
-                dialogue.room(settings.max_new_tokens, writer.positions),
-            )
-            for dialogue in going
-        ]
+        requests = []
+        for one in going:
+            seed = row_seed(settings.seed, one.number, one.num_answers)
+            room = one.room(settings.max_new_tokens, writer.positions)
+            requests.append(Request(one.prompt_ids or (), seed, room))
         answers = writer(requests, settings.sampling)
         for dialogue, answer in zip(going, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)
@@ -271,35 +244,6 @@ def _rounds(
         yield done, answers
 
 
-def _facts(
-    target_name: str | None,
-    revision: str | None,
-    data: Any,
-    rows: Sequence[Mapping[str, Any]],
-    license: str | None,
-    settings: RegenerationSettings,
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The manifest's facts, by which a reader can repeat the run, without a path of this machine."""
-    return {
-        "target": public_name(target_name),
-        "revision": revision,
-        "data": {
-            "name": public_name(data) if isinstance(data, (str, os.PathLike)) else None,
-            "split": settings.split,
-            "rows": len(rows),
-            "license": license,
-        },
-        "drop_cut": settings.drop_cut,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        **(provenance or {}),
-    }
-
-
 def _stated_license(source: Any, rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The licence that the data set's card or its rows state."""
     stated = getattr(getattr(source, "info", None), "license", None)
@@ -307,7 +251,3 @@ def _stated_license(source: Any, rows: Sequence[Mapping[str, Any]]) -> str | Non
         return str(stated)
     found = sorted({str(row[key]) for row in rows for key in ("license", "licence") if row.get(key)})
     return ", ".join(found) or None
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): prompts' ids go out, answers' ids come back."""
+"""The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
 
 from __future__ import annotations
 
@@ -21,15 +21,8 @@ class ServerWriter:
     It asks for completions of ids, so the chat template is the tokenizer's. If an engine does not send the ids of an
     answer, its text is encoded again, which is exact for most texts and not for all; the answer says so.
 
-    Args:
-        url: With or without `/v1` at its end.
-        model: The name that the server serves the target under; `None`: its only model.
-        tokenizer: The target's.
-        config: The target's.
-        generation_config: The target's, whose stop tokens end an answer.
-        batch_size: Number of concurrent requests.
-        api_key: The server's, if it wants one.
-        timeout: Longest silence, in seconds.
+    `model` is the name that the server serves the target under (`None`: its only model). The other objects are the
+    target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
     """
 
     is_concurrent = True

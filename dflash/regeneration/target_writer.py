@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as processing
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
@@ -31,23 +25,16 @@ SMALLEST_TEMPERATURE = 1e-6  # logits over less overflow
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: greedily at temperature 0, else sampled as `generate` would with these settings.
-
-    Attributes:
-        temperature: Above 0 samples.
-        top_p: Only the most probable tokens that have this probability together.
-        top_k: Only so many most probable tokens, 0 for all.
-    """
+    """How tokens are chosen: greedily at temperature 0, else sampled as `generate` would with these settings."""
 
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0 for all tokens
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature}: use 0 for greedy answers or a finite number above 0 to sample."
-            )
+            remedy = "use 0 for greedy answers or a finite number above 0 to sample"
+            raise ValueError(f"temperature={self.temperature}: {remedy}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
         if self.top_k < 0:
@@ -65,49 +52,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer to a prompt.
+    """The target's answer to a prompt."""
 
-    Attributes:
-        token_ids: Its tokens, the stop token included.
-        ended: False if the longest length cut it off.
-        acceptance_lengths: Per verify step, with a drafter.
-        is_encoded: Whether the ids were encoded from a text, because a server did not send them.
-    """
-
-    token_ids: list[int]
-    ended: bool
-    acceptance_lengths: list[int] = field(default_factory=list)
-    is_encoded: bool = False
+    token_ids: list[int]  # the stop token included
+    ended: bool  # False if the longest length cut it off
+    acceptance_lengths: list[int] = field(default_factory=list)  # per verify step, with a drafter
+    is_encoded: bool = False  # whether the ids were encoded from a text, because a server did not send them
 
 
 class TargetWriter:
     """The target in this process. A drafter makes it faster; in fp32 it changes no token.
 
     An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
-
-    Args:
-        target: Any causal model.
-        drafter: A `DFlashDraftModel` trained for it.
-        batch_size: Prompts that are answered together.
-
-    Attributes:
-        is_concurrent: Whether requests may run side by side and begin at any time.
-        positions: Longest sequence, `None` if the config does not say.
-        facts: What the answers depend on besides requests and sampling, for the record.
-        revision: The target's on the Hub.
-
-    Raises:
-        ValueError: if the target's logits are NaN or infinite, here or in an answer.
+    ValueError if the target's logits are NaN or infinite, here or in an answer.
     """
 
-    is_concurrent = False
+    is_concurrent = False  # requests do not run side by side
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel | None = None, batch_size: int = 8) -> None:
         check_logits(target)
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
-        self.positions = max_positions(target)
+        self.positions = max_positions(target)  # the longest sequence, `None` if the config does not say
         self.revision = getattr(target.config, "_commit_hash", None)
-        self.facts = {
+        self.facts = {  # that the answers depend on besides requests and sampling
             "weights": model_fingerprint(target),
             "config": config_fingerprint(target.config, target.generation_config),
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -116,18 +83,18 @@ class TargetWriter:
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """The answers, one batch."""
         longest = max(request.max_new_tokens for request in requests)
-        noise = [torch.Generator().manual_seed(request.seed) for request in requests]
+        generators = [torch.Generator().manual_seed(request.seed) for request in requests]
         prompts = [request.prompt_ids for request in requests]
         lengths: list[list[int]] = [[] for _ in requests]
         if self.drafter is None:
-            responses = _write(self.target, prompts, longest, sampling, noise)
+            responses = _write(self.target, prompts, longest, sampling, generators)
         else:
             drafter: Any = self.drafter
             output = drafter.spec_generate(
                 [torch.tensor(prompt) for prompt in prompts],
                 target=self.target,
                 max_new_tokens=longest,
-                generator=noise,
+                generator=generators,
                 verification="match",  # the uniforms of a position then choose its token as without a drafter
                 return_dict_in_generate=True,
                 **({"temperature": 0.0} if not sampling.temperature else vars(sampling)),
@@ -135,10 +102,12 @@ class TargetWriter:
             width = max(map(len, prompts))
             responses, lengths = output.sequences[:, width:].tolist(), output.acceptance_lengths
         stops = stop_ids(self.target.generation_config)
-        return [
-            _answer(response, request.max_new_tokens, stops, its_lengths)
-            for response, request, its_lengths in zip(responses, requests, lengths, strict=True)
-        ]
+        answers = []
+        for response, request, its_lengths in zip(responses, requests, lengths, strict=True):
+            kept = response[: request.max_new_tokens]  # its batch may have gone on
+            end = next((k for k, token_id in enumerate(kept) if token_id in stops), None)
+            answers.append(Answer(kept if end is None else kept[: end + 1], end is not None, its_lengths))
+        return answers
 
 
 @dataclass(frozen=True)
@@ -164,8 +133,8 @@ def regenerate(
 ) -> Iterator[Regenerated]:
     """The target's response to each prompt, greedy at temperature 0, in the order in which batches finish.
 
-    Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not on
-    the batch, and no global state changes.
+    Prompts of like length share a batch. A sampled response depends on `seed` and its prompt's place in the list, not
+    on the batch, and no global state changes.
     """
     write, sampling = TargetWriter(target, drafter, batch_size), Sampling(temperature, top_p, top_k)
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
@@ -181,47 +150,39 @@ def row_seed(seed: int, *place: int) -> int:
     return int(hashlib.sha256(repr((seed, *place)).encode()).hexdigest()[:16], 16) >> 1
 
 
-def _answer(token_ids: list[int], limit: int, stops: set[int], lengths: list[int]) -> Answer:
-    """The answer up to its stop token or its own limit, after which its batch may have gone on."""
-    kept = token_ids[:limit]
-    end = next((k for k, token_id in enumerate(kept) if token_id in stops), None)
-    return Answer(kept if end is None else kept[: end + 1], end is not None, lengths)
-
-
 @torch.inference_mode()
 def _write(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    noise: list[torch.Generator],
+    generators: list[torch.Generator],
 ) -> list[list[int]]:
     """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
     width = max(map(len, prompts))
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # padded with a token that nobody sees
     attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[row, width - len(prompt) :] = 1
+    for i, prompt in enumerate(prompts):
+        input_ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[i, width - len(prompt) :] = 1
     config = target.config.get_text_config(decoder=True)
     watch = _Watch()
-    processors = LogitsProcessorList([watch])
+    processors = processing.LogitsProcessorList([watch])
     if sampling.temperature:
         # After those that the target's own config asks for, in the order of `generate`.
-        processors.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(processing.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            processors.append(TopKLogitsWarper(sampling.top_k))
+            processors.append(processing.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
-        processors.append(_ByUniforms(PositionUniforms(len(prompts), noise), width))
+            processors.append(processing.TopPLogitsWarper(sampling.top_p))
+        processors.append(_ByUniforms(PositionUniforms(len(prompts), generators), width))
     # A preallocated cache is faster; targets with linear layers have caches of their own.
     has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
-    capacity = width + max_new_tokens
-    cache: dict[str, Any] = (
-        {} if has_states else {"past_key_values": PreallocatedCache(config.num_hidden_layers, capacity)}
-    )
+    cache = None if has_states else PreallocatedCache(config.num_hidden_layers, width + max_new_tokens)
+    given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     stops = stop_ids(target.generation_config)
-    padding = {} if target.generation_config.pad_token_id is not None or not stops else {"pad_token_id": min(stops)}
+    if stops and target.generation_config.pad_token_id is None:
+        given["pad_token_id"] = min(stops)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     sequences = generate(
         input_ids.to(target.device),
@@ -230,15 +191,14 @@ def _write(
         logits_processor=processors,
         do_sample=False,
         **dict.fromkeys(("temperature", "top_p", "top_k")),  # unused here, and warned about where the target sets them
-        **padding,
-        **cache,
+        **given,
     )
     if watch.is_broken:
         raise broken_logits(target)
     return sequences[:, width:].tolist()
 
 
-class _Watch(LogitsProcessor):
+class _Watch(processing.LogitsProcessor):
     """Notes whether any score was NaN or infinite; read once at the end, because each read waits for the device."""
 
     is_broken: bool | torch.Tensor = False
@@ -249,16 +209,16 @@ class _Watch(LogitsProcessor):
         return scores
 
 
-class _ByUniforms(LogitsProcessor):
+class _ByUniforms(processing.LogitsProcessor):
     """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
 
-    def __init__(self, noise: PositionUniforms, width: int) -> None:
-        self.noise, self.width = noise, width
+    def __init__(self, uniforms: PositionUniforms, width: int) -> None:
+        self.uniforms, self.width = uniforms, width
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.width
-        uniforms = torch.stack([self.noise(row, position, 1) for row in range(len(scores))])  # [B, 1]
+        uniforms = torch.stack([self.uniforms(i, position, 1) for i in range(len(scores))])  # [B, 1]
         choices = choose_sampled(scores[:, None], uniforms.to(scores.device))  # [B, 1]
         picked: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
         return picked

@@ -9,10 +9,8 @@ from dflash.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
-    from .anchors import sample_anchors, valid_anchors
-    from .batches import Batch, collate, epoch_batches
-    from .block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
-    from .checkpointing import save_drafter
+    from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
+    from .checkpointing import TrainingRecord, save_drafter
     from .data import (
         FORMS,
         Example,
@@ -27,60 +25,37 @@ if TYPE_CHECKING:
     )
     from .frozen_target import FrozenTarget, can_pack
     from .initialization import find_mask_token, new_drafter, spread_taps
-    from .layout import BlockLayout, lay_out_blocks
+    from .layout import lay_out_blocks
     from .loading import Prepared, hold_out, prepare, prompt_of
-    from .losses import (
-        LOSSES,
-        POSITION_WEIGHTS,
-        Candidates,
-        DraftCounts,
-        RowLosses,
-        chunked_loss,
-        count_drafts,
-        decay_weights,
-        default_gamma,
-        position_weights,
-        selector_loss,
-    )
+    from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
     from .run import train, train_drafter
-    from .run_record import TrainingRecord, describe_inputs
     from .settings import REMOVED, TrainingSettings, read_yaml
-    from .size_estimate import Estimate, estimate, peak_memory
+    from .size_estimate import Estimate, estimate
     from .trainer import Trainer
     from .training_state import state_folder
 
 __all__ = [
-    "BLOCKWISE",
     "FORMS",
     "LOSSES",
-    "MOST_SCORES",
-    "POSITION_WEIGHTS",
     "REMOVED",
     "Acceptance",
     "Batch",
-    "BlockLayout",
-    "Candidates",
-    "DraftCounts",
     "DrafterLoss",
     "Estimate",
     "Example",
     "FrozenTarget",
     "Prepared",
-    "RowLosses",
     "Trainer",
     "TrainingRecord",
     "TrainingSettings",
-    "blockwise_attention",
     "build_optimizers",
     "can_pack",
     "chunked_loss",
     "collate",
-    "count_drafts",
     "decay_weights",
     "default_gamma",
-    "describe_inputs",
     "encode",
     "encode_prompt",
     "epoch_batches",
@@ -91,15 +66,12 @@ __all__ = [
     "load_examples",
     "measure_acceptance",
     "new_drafter",
-    "peak_memory",
-    "position_weights",
     "prepare",
     "prompt_of",
     "read_rows",
     "read_yaml",
     "sample_anchors",
     "save_drafter",
-    "selector_loss",
     "sharegpt_messages",
     "spread_taps",
     "state_folder",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -50,16 +51,14 @@ def measure_acceptance(
     A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
     """
     total = Acceptance(0, 0, 0)
-    quiet = _Quiet()
+    quiet: Any = _is_error
     decoding_dflash.logger.addFilter(quiet)
     try:
         for prompt in prompts:
             input_ids = torch.tensor([list(prompt)], device=target.device)
             # Uncompiled: a near-tie must not depend on how many steps this process has run before.
-            blocks = generate_blocks(
-                drafter, target, input_ids, max_new_tokens=max_new_tokens, temperature=0.0, compile=False
-            )
-            for block in blocks:
+            how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "compile": False}
+            for block in generate_blocks(drafter, target, input_ids, **how):
                 if not block.is_prefill:
                     total += Acceptance(1, block.acceptance_length, len(block.token_ids))
     finally:
@@ -67,6 +66,5 @@ def measure_acceptance(
     return total
 
 
-class _Quiet(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING

@@ -1,4 +1,4 @@
-"""Batches of examples with their anchors: a sequence holds one document, padded, or several. It knows no text and no model."""
+"""Batches of examples with the anchors of their blocks: a sequence holds one document, padded, or several. It knows no model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,39 @@ from dataclasses import dataclass
 
 import torch
 
-from .anchors import NO_ANCHOR, sample_anchors
 from .data import Example
 
 
 PADDING_DOCUMENT = -1
+NO_ANCHOR = -1
 # Widths are multiples of this, so that there are few shapes: kernels are chosen (and on a CPU compiled) anew for each.
 WIDTH_STEP = 16
 # Neighbours are chosen among so many sequences.
 POOL = 2048
+
+
+def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
+    """Positions at which a block may begin: the token is supervised, and so is the next one.
+
+    While decoding, an anchor is a token of the target, and the drafter proposes its successor first. A position whose
+    successor belongs to a prompt never occurs.
+    """
+    return [i for i in range(len(loss_mask) - 1) if loss_mask[i] and loss_mask[i + 1]]
+
+
+def sample_anchors(loss_mask: Sequence[int], num_anchors: int, *, seed: int, epoch: int, index: int) -> list[int]:
+    """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
+
+    They depend on `(seed, epoch, index)` and on the sequence alone, `index` being its place in the data. Neither its batch nor
+    a restart changes them. A sequence with fewer valid positions gives all of them.
+
+    Example:
+        >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
+        [2, 3]
+    """
+    candidates = valid_anchors(loss_mask)
+    rng = random.Random(f"{seed}-{epoch}-{index}")
+    return sorted(rng.sample(candidates, min(num_anchors, len(candidates))))
 
 
 @dataclass(frozen=True)
@@ -43,9 +67,8 @@ class Batch:
         """The sequences of process `index` of `count`; without any, one without anchors, to compute on."""
         if index < len(self.input_ids):
             return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))
-        return Batch(
-            self.input_ids[:1], self.loss_mask[:1], self.document_ids[:1], torch.full_like(self.anchors[:1], NO_ANCHOR)
-        )
+        none = torch.full_like(self.anchors[:1], NO_ANCHOR)
+        return Batch(self.input_ids[:1], self.loss_mask[:1], self.document_ids[:1], none)
 
 
 def collate(
@@ -66,13 +89,12 @@ def collate(
     """
     sequences = [[i] for i in range(len(examples))] if sequences is None else sequences
     width = max(width, *(_padded(sum(len(examples[i]) for i in sequence)) for sequence in sequences))
+    most = max(1, *(sum(len(anchors[i]) for i in sequence) for sequence in sequences))
     batch = Batch(
         input_ids=torch.full((len(sequences), width), pad_token_id),
         loss_mask=torch.zeros(len(sequences), width, dtype=torch.bool),
         document_ids=torch.full((len(sequences), width), PADDING_DOCUMENT),
-        anchors=torch.full(
-            (len(sequences), max(1, *(sum(len(anchors[i]) for i in sequence) for sequence in sequences))), NO_ANCHOR
-        ),
+        anchors=torch.full((len(sequences), most), NO_ANCHOR),
     )
     for place, sequence in enumerate(sequences):
         begin = num_anchors = 0
@@ -81,9 +103,9 @@ def collate(
             batch.input_ids[place, begin:end] = torch.tensor(examples[i].token_array)
             batch.loss_mask[place, begin:end] = torch.tensor(examples[i].mask_array, dtype=torch.bool)
             batch.document_ids[place, begin:end] = document
-            chosen = torch.tensor(anchors[i], dtype=torch.long) + begin
-            batch.anchors[place, num_anchors : num_anchors + len(chosen)] = chosen
-            begin, num_anchors = end, num_anchors + len(chosen)
+            most = num_anchors + len(anchors[i])
+            batch.anchors[place, num_anchors:most] = torch.tensor(anchors[i], dtype=torch.long) + begin
+            begin, num_anchors = end, most
     return batch
 
 
@@ -121,9 +143,8 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
         open_ones: list[list[int]] = []
         room: list[int] = []
         for index in sorted(order[begin : begin + pool], key=lambda i: -lengths[i]):
-            place = next((i for i, left in enumerate(room) if left >= lengths[index]), None)
-            if place is None:
-                place = len(open_ones)
+            place = next((i for i, left in enumerate(room) if left >= lengths[index]), len(room))
+            if place == len(room):
                 open_ones.append([])
                 room.append(width)
             open_ones[place].append(index)
@@ -174,9 +195,8 @@ def epoch_batches(
     for batch in batches[first:]:
         chosen = [i for sequence in batch for i in sequence]
         # A document's anchors depend on the document and not on its neighbours, and so does what is learned from it.
-        anchors = [
-            sample_anchors(examples[i].mask_array, num_anchors, seed=seed, epoch=epoch, index=i) for i in chosen
-        ]
+        masks = ((i, examples[i].mask_array) for i in chosen)
+        anchors = [sample_anchors(mask, num_anchors, seed=seed, epoch=epoch, index=i) for i, mask in masks]
         places = iter(range(len(chosen)))
         sequences = [[next(places) for _ in sequence] for sequence in batch]
         yield collate([examples[i] for i in chosen], anchors, pad_token_id, sequences, _padded(pack_length or 0))

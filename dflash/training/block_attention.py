@@ -52,10 +52,9 @@ def blockwise_attention(
         output = _attend(*of_blocks, context_key, context_value, dropout)
     else:  # the backward pass computes the scores again, so that they are never held whole
         parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
-        output = torch.cat(
-            [checkpoint(_attend, *part, context_key, context_value, dropout, use_reentrant=False) for part in parts],
-            dim=2,
-        )
+        context = context_key, context_value, dropout
+        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in parts]
+        output = torch.cat(outputs, dim=2)
     # [B, G, A, H / G, N, E] -> [B, A, N, G, H / G, E]
     output = output.unflatten(3, (shared, block_size)).permute(0, 2, 4, 1, 3, 5)
     return output.reshape(batch, num_rows, heads, size), None

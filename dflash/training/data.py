@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
 
 
+@dataclass(slots=True, init=False)
 class Example:
     """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1."""
 
-    __slots__ = ("mask_array", "token_array")
+    token_array: array[int]
+    mask_array: array[int]
 
     def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> None:
         self.token_array = array("i", input_ids)
@@ -50,13 +53,6 @@ class Example:
 
     def __len__(self) -> int:
         return len(self.token_array)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Example)
-            and self.token_array == other.token_array
-            and self.mask_array == other.mask_array
-        )
 
     def __hash__(self) -> int:
         return hash((self.token_array.tobytes(), self.mask_array.tobytes()))
@@ -102,10 +98,7 @@ def sharegpt_messages(turns: Iterable[Mapping[str, str]]) -> list[dict[str, str]
 
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
-    _check_template(tokenizer)
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
-    )
+    encoded = _apply_template(messages, tokenizer, return_assistant_tokens_mask=True, **template_kwargs)
     loss_mask = list(map(int, encoded["assistant_masks"]))
     if not any(loss_mask) and any(message["role"] == "assistant" and message["content"] for message in messages):
         raise ValueError(
@@ -118,11 +111,9 @@ def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template
 def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
     prompt_ids = encode_prompt(prompt, tokenizer, **template_kwargs)
     if isinstance(completion, str):
-        return with_response(
-            prompt_ids, [*tokenizer(completion, add_special_tokens=False)["input_ids"], *_end(tokenizer)]
-        )
-    whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True, **template_kwargs)
-    input_ids = list(whole["input_ids"])
+        response_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        return with_response(prompt_ids, [*response_ids, *_end(tokenizer)])
+    input_ids = list(_apply_template([*prompt, *completion], tokenizer, **template_kwargs)["input_ids"])
     if input_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
             "The chat template writes this prompt differently when an answer follows, so the answer's first token is not "
@@ -137,19 +128,16 @@ def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[i
         if getattr(tokenizer, "chat_template", "") is None:
             return list(tokenizer(prompt)["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
-    _check_template(tokenizer)
-    encoded = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-    )
-    return list(encoded["input_ids"])
+    return list(_apply_template(prompt, tokenizer, add_generation_prompt=True, **template_kwargs)["input_ids"])
 
 
-def _check_template(tokenizer: Any) -> None:
+def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> Any:
     if getattr(tokenizer, "chat_template", "") is None:
         raise ValueError(
             "The tokenizer has no chat template, so messages cannot be written: set tokenizer.chat_template, or give rows "
             "of text, or of prompt and completion as text."
         )
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
 
 
 def _end(tokenizer: Any) -> list[int]:
@@ -252,9 +240,8 @@ def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"Line {number} of {path} is not UTF-8: save the file in UTF-8.") from error
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"Line {number} of {path} is not JSON ({error.msg}): write one object a line."
-                ) from error
+                said = f"is not JSON ({error.msg}): write one object a line"
+                raise ValueError(f"Line {number} of {path} {said}.") from error
             if not isinstance(row, dict):
                 raise ValueError(f"Line {number} of {path} is not an object: write one with {FORMS}.")
             yield row

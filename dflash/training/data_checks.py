@@ -9,7 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 
-from .anchors import valid_anchors
+from .batches import valid_anchors
 from .data import Example, stop_ids
 
 
@@ -22,25 +22,17 @@ def usable(
     """The examples in which a block can stand; ValueError for data or a mask token that the pair cannot be trained with."""
     config, mask_token_id = target.config.get_text_config(decoder=True), drafter.config.mask_token_id or 0
     pad_token_id = getattr(target.generation_config, "pad_token_id", None)
-    check_mask_token(
-        mask_token_id,
-        vocab_size=config.vocab_size,
-        pad_token_id=config.pad_token_id if pad_token_id is None else pad_token_id,
-        eos_token_ids=sorted(stop_ids(target.generation_config)),
-    )
-    kept, left_out = usable_examples(
-        examples, block_size=drafter.config.block_size, vocab_size=config.vocab_size, mask_token_id=mask_token_id
-    )
+    pad_token_id = config.pad_token_id if pad_token_id is None else pad_token_id
+    check_mask_token(mask_token_id, config.vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
+    kept, left_out = usable_examples(examples, drafter.config.block_size, config.vocab_size, mask_token_id)
     if left_out and announce is not None:
-        announce(
-            f"{left_out:,} of {len(examples):,} sequences are left out: shorter than a block, or without two supervised tokens "
-            "in a row."
-        )
+        why = "shorter than a block, or without two supervised tokens in a row"
+        announce(f"{left_out:,} of {len(examples):,} sequences are left out: {why}.")
     return kept
 
 
 def usable_examples(
-    examples: Sequence[Example], *, block_size: int, vocab_size: int, mask_token_id: int
+    examples: Sequence[Example], block_size: int, vocab_size: int, mask_token_id: int
 ) -> tuple[list[Example], int]:
     """The examples of `block_size` tokens or more with a valid anchor, and how many others were left out.
 
@@ -81,26 +73,20 @@ def usable_examples(
 def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]], positions: int | None) -> None:
     """Raises ValueError for a sequence beyond the target's positions, or a held-out prompt that leaves no room for an answer."""
     longest, prompt = (max(map(len, texts), default=0) for texts in (examples, prompts))
+    there = f"tokens and the target {positions} positions"
     if positions is not None and longest > positions:
-        raise ValueError(
-            f"A sequence has {longest} tokens and the target {positions} positions: give a max_length of at most {positions}."
-        )
+        raise ValueError(f"A sequence has {longest} {there}: give a max_length of at most {positions}.")
     if positions is not None and prompt >= positions:
-        raise ValueError(
-            f"A held-out prompt has {prompt} tokens and the target {positions} positions: give a smaller max_length, or "
-            "shorter prompts."
-        )
+        raise ValueError(f"A held-out prompt has {prompt} {there}: give a smaller max_length, or shorter prompts.")
 
 
 def check_mask_token(
-    mask_token_id: int, *, vocab_size: int, pad_token_id: int | None, eos_token_ids: Iterable[int]
+    mask_token_id: int, vocab_size: int, pad_token_id: int | None, eos_token_ids: Iterable[int]
 ) -> None:
     """Raises ValueError if the target has no such token, or if the token means something to it already."""
     if not 0 <= mask_token_id < vocab_size:
-        raise ValueError(
-            f"mask_token_id={mask_token_id} is no row of the target's embedding, which has {vocab_size}: choose one that "
-            "never occurs in text."
-        )
+        rows = f"no row of the target's embedding, which has {vocab_size}"
+        raise ValueError(f"mask_token_id={mask_token_id} is {rows}: choose one that never occurs in text.")
     meanings = {"the padding": pad_token_id, **{f"an end-of-text ({i})": i for i in eos_token_ids}}
     for meaning, token_id in meanings.items():
         if mask_token_id == token_id:

@@ -6,7 +6,7 @@ Losses, gradients and counts travel as sums.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import accelerate
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 
@@ -37,23 +36,18 @@ def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None
     Raises:
         ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
     """
-    kind = accelerator.distributed_type
+    kind, asked = accelerator.distributed_type, "accelerate's configuration asks for"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(
-            f"accelerate's configuration asks for {kind.value}, which drafters are not trained with: ask for FSDP 2."
-        )
+        raise ValueError(f"{asked} {kind.value}, which drafters are not trained with: ask for FSDP 2.")
     if kind != DistributedType.FSDP:
         return None
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
-        raise ValueError(
-            f"accelerate's configuration asks for FSDP {plugin.fsdp_version}: write `fsdp_version: 2` there, or leave FSDP out and "
-            "give --shard."
-        )
+        remedy = "write `fsdp_version: 2` there, or leave FSDP out and give --shard"
+        raise ValueError(f"{asked} FSDP {plugin.fsdp_version}: {remedy}.")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError(
-            "accelerate's configuration asks for fsdp_offload_params, and a drafter is small: write `fsdp_offload_params: false`."
-        )
+        remedy = "write `fsdp_offload_params: false`"
+        raise ValueError(f"{asked} fsdp_offload_params, and a drafter is small: {remedy}.")
     return {"reshard_after_forward": plugin.reshard_after_forward}
 
 
@@ -62,15 +56,14 @@ def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
 
     `options` of `fully_shard` are the layers' alone: weights outside them are read after the forward too.
     """
-    for layer in drafter.layers:
-        fully_shard(layer, **options)
+    shard_layers(drafter.layers, **options)
     fully_shard(drafter)
 
 
-def shard_layers(target: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Shards a target's layers; its embedding and head, which the drafter calls too, stay whole."""
+def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
+    """Shards layers alone: a target's embedding and head, which the drafter calls too, stay whole."""
     for layer in layers:
-        fully_shard(layer)
+        fully_shard(layer, **options)
 
 
 def is_sharded(model: nn.Module) -> bool:

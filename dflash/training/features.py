@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
 
-from .batches import Batch, collate
+from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
 from .data import Example, fingerprint
 from .frozen_target import FrozenTarget, TargetStates
 from .training_state import saving
@@ -94,24 +94,20 @@ def write_features(
     folder: Path,
     target: FrozenTarget,
     examples: Sequence[Example],
-    *,
-    wants_states: bool,
+    facts: dict[str, Any],
     batch_tokens: int,
-    autocast: AbstractContextManager[Any] | None = None,
-    precision: str = "no",
     announce: Callable[[str], None] | None = None,
-    show_progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    With `wants_states` the target's last hidden states are written too, for losses that read its logits. The target reads
-    `batch_tokens` at a time under `autocast`, which the settings call `precision`. `announce` is told how much will be
-    written, before it is.
+    `facts`, of `facts_of`, say whether the target's last hidden states are written too, and in which precision the target
+    reads `batch_tokens` at a time. `announce` is told how much will be written; with it, a bar shows the progress.
 
     Raises:
         ValueError: if the folder holds something else, or its disk has no room.
     """
+    wants_states = facts["has_last_states"]
     size = feature_bytes(target, examples, wants_states)
     if announce is not None:
         announce(f"Writing {size / 2**20:,.1f} MiB of features of {len(examples):,} sequences to {folder}.")
@@ -137,13 +133,15 @@ def write_features(
             parts.clear()
         waiting_tokens = 0
 
+    autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=facts["mixed_precision"] == "bf16")
     with (
         saving("features", folder),
-        tqdm(total=len(examples), desc="features", disable=not show_progress, dynamic_ncols=True) as bar,
+        tqdm(total=len(examples), desc="features", disable=announce is None, dynamic_ncols=True) as bar,
     ):
-        for chosen in _batches(examples, batch_tokens):
+        for indices in batch_indices(list(map(len, examples)), batch_tokens, random.Random(0)):
+            chosen = [examples[i] for i in indices]
             batch = collate(chosen, [[]] * len(chosen), pad_token_id=0)
-            with autocast or nullcontext():
+            with autocast:
                 states = target(batch, wants_states)
             for row, example in enumerate(chosen):
                 key, length = key_of(example.token_array), len(example)
@@ -158,7 +156,6 @@ def write_features(
                     close_shard()
             bar.update(len(chosen))
         close_shard()
-        facts = facts_of(target, examples, wants_states, precision)
         manifest = facts | {"bytes": size, "shards": shards, "documents": documents}
         write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
 
@@ -182,21 +179,6 @@ def key_of(input_ids: Sequence[int]) -> str:
 def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
     """`(row, columns)` of every document of a batch."""
     for row, ids in enumerate(batch.document_ids.tolist()):
-        begin = 0
-        for column in range(1, len(ids) + 1):
-            if column == len(ids) or ids[column] != ids[begin]:
-                if ids[begin] >= 0:
-                    yield row, slice(begin, column)
-                begin = column
-
-
-def _batches(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Example]]:
-    """All examples, the longest first, padded to at most `batch_tokens`."""
-    current: list[Example] = []
-    for example in sorted(examples, key=len, reverse=True):
-        if current and (len(current) + 1) * len(current[0]) > batch_tokens:
-            yield current
-            current = []
-        current.append(example)
-    if current:
-        yield current
+        for document in sorted(set(ids) - {PADDING_DOCUMENT}):
+            begin = ids.index(document)
+            yield row, slice(begin, begin + ids.count(document))

@@ -66,13 +66,12 @@ class FrozenTarget(Pair):
             placed["past_key_values"] = self.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
         last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
         with _outputs_of([*self._taps, self._decoder]) as outputs:
-            logits = target(
-                input_ids=batch.input_ids,
-                use_cache="past_key_values" in placed,
-                logits_to_keep=last,
-                return_dict=True,
-                **placed,
-            ).logits[:, -1]
+            how: dict[str, Any] = {
+                "logits_to_keep": last,
+                "use_cache": "past_key_values" in placed,
+                "return_dict": True,
+            }
+            logits = target(input_ids=batch.input_ids, **how, **placed).logits[:, -1]
         *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs)
         features = torch.cat([state.to(self.drafter.dtype) for state in states], dim=-1)
         if not wants_states:
@@ -114,10 +113,9 @@ class FrozenTarget(Pair):
         ours = self.logits(states).float()
         error = (ours - logits.to(ours.device).float()).abs().max()
         if error > 0.05 * logits.float().std():
-            raise ValueError(
-                f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "
-                f"{error.item():.3g}): train with loss='ce', which does not read them."
-            )
+            differ = f"are not its head's over the last hidden state (they differ by {error.item():.3g})"
+            name = type(self.target).__name__
+            raise ValueError(f"The logits of {name} {differ}: train with loss='ce', which does not read them.")
         self._is_head_known = True
 
 

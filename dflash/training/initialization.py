@@ -26,6 +26,9 @@ SHARED_FIELDS = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
 )
 
 # What a mask token is called in vocabularies that have one.
@@ -79,11 +82,6 @@ def new_drafter(
     """
     config = target.config.get_text_config(decoder=True)
     shared = {name: getattr(config, name) for name in SHARED_FIELDS if getattr(config, name, None) is not None}
-    rope = {
-        name: getattr(config, name)
-        for name in ("rope_theta", "rope_scaling", "rope_parameters")
-        if getattr(config, name, None) is not None
-    }
     layers = config.num_hidden_layers
     shape = {
         "num_hidden_layers": num_hidden_layers,
@@ -92,21 +90,16 @@ def new_drafter(
         "block_size": block_size,
         "mask_token_id": mask_token_id,
         "is_causal": is_causal,
-    }
-    return DFlashDraftModel(
-        DFlashConfig(**(shared | rope | shape | window_fields(num_hidden_layers, sliding_window) | fields))
-    )
+    } | window_fields(num_hidden_layers, sliding_window)
+    return DFlashDraftModel(DFlashConfig(**(shared | shape | fields)))
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> dict[str, Any]:
     """The config's fields for a window over all layers, or for none."""
     if sliding_window is None:
         return {"layer_types": ["full_attention"] * num_hidden_layers}
-    return {
-        "layer_types": ["sliding_attention"] * num_hidden_layers,
-        "use_sliding_window": True,
-        "sliding_window": sliding_window,
-    }
+    types = ["sliding_attention"] * num_hidden_layers
+    return {"layer_types": types, "use_sliding_window": True, "sliding_window": sliding_window}
 
 
 def find_mask_token(tokenizer: Any, vocab_size: int) -> int:

@@ -28,25 +28,18 @@ Visibility = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the drafter reads and what it should propose; query r is position `r % N` of block `r // N`.
+    """What the drafter reads and what it should propose; query r is position `r % N` of block `r // N`."""
 
-    Attributes:
-        token_ids: The anchor's token, then mask tokens, [B, R].
-        labels: The token that the query proposes, [B, R]: the one at its own position, or the next one if
-            `sample_from_anchor`; undefined where `is_learned` is False.
-        is_learned: Queries that are trained, bool [B, R]: those that propose, up to the end of the anchor's response.
-        previous: Columns of the tokens before the labels, [B, R], at which the target's logits predict the labels.
-        position_ids: Positions of the context, then of the queries, [B, S + R].
-        attention_mask: Per layer type, in the form that the attention takes: True where a query sees a key, bool
-            [B, 1, R, S + R]; for "blockwise" the context's keys and those of the query's own block, [B, 1, R, S + N]; for
-            "flex_attention" its `BlockMask`.
-    """
-
-    token_ids: torch.Tensor
+    token_ids: torch.Tensor  # [B, R], the anchor's token, then mask tokens
+    # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.
     labels: torch.Tensor
-    is_learned: torch.Tensor
-    previous: torch.Tensor
-    position_ids: torch.Tensor
+    is_learned: torch.Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
+    previous: (
+        torch.Tensor
+    )  # [B, R], columns of the tokens before the labels, at which the target's logits predict the labels
+    position_ids: torch.Tensor  # [B, S + R], of the context, then of the queries
+    # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the
+    # query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.
     attention_mask: dict[str, Any]
 
 
@@ -64,9 +57,8 @@ def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: to
     Padding is a document too, so that every token sees at least one.
     """
     length, device = document_ids.shape[1], document_ids.device
-    visible = written_out(
-        target_sees(torch.arange(length, device=device)[None], None, window), 1, length, length, device
-    )
+    sees_key = target_sees(torch.arange(length, device=device)[None], None, window)
+    visible = written_out(sees_key, 1, length, length, device)
     return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
 
 
@@ -125,9 +117,11 @@ def lay_out_blocks(
         return visible
 
     shape = batch, query_positions.shape[1], position_ids.shape[1]
-    make_mask: Any = {"flex_attention": _block_mask, BLOCKWISE: partial(_blockwise_mask, block_size=block_size)}.get(
-        attention, _dense_mask
-    )
+    makers: dict[str, Any] = {
+        "flex_attention": _block_mask,
+        BLOCKWISE: partial(_blockwise_mask, block_size=block_size),
+    }
+    make_mask = makers.get(attention, _dense_mask)
     masks: dict[str, Any] = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:

@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
+from dflash.common.messages import first_line
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import check_pair
@@ -67,15 +68,11 @@ def prepare(
     _check_device_map(settings.device_map)
     with _named_target(target):
         tokenizer = AutoTokenizer.from_pretrained(target)
-    options: dict[str, Any] = {
-        "split": settings.split,
-        "max_length": settings.max_length,
-        "enable_thinking": settings.thinking,
-    }
-    examples = load_examples(data, tokenizer, **options)
-    drafter = None
+    split, max_length, thinking = settings.split, settings.max_length, settings.thinking
+    examples = load_examples(data, tokenizer, split=split, max_length=max_length, enable_thinking=thinking)
+    begun = None
     if settings.init is not None:
-        drafter = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+        begun = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
     with _named_target(target):
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=settings.target_dtype, device_map=settings.device_map
@@ -86,27 +83,18 @@ def prepare(
     check_tokenizer(tokenizer, vocab_size)
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        drafter = make_drafter(model, tokenizer, settings, drafter)
+        drafter = make_drafter(model, tokenizer, settings, begun)
     check_pair(model, drafter)
-    check_mask_token(
-        drafter.config.mask_token_id or 0,
-        vocab_size=vocab_size,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_ids={tokenizer.eos_token_id} - {None},
-    )
+    ends = {tokenizer.eos_token_id} - {None}
+    check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
     usable_ones = usable(examples, drafter, model, announce)  # of all, so that what is refused is named by its row
+    found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
     if settings.held_out > len(usable_ones):
-        raise ValueError(
-            f"held_out={settings.held_out}: the data has {len(usable_ones)} usable sequences, of which a tenth may be held out: "
-            f"give at most {len(usable_ones) // 10}."
-        )
+        raise ValueError(f"held_out={settings.held_out}: the {found} give at most {len(usable_ones) // 10}.")
     examples, held_out = hold_out(usable_ones, settings.held_out, settings.seed)
     if len(held_out) < settings.held_out and announce is not None:
         left = "true acceptance is not measured, and the last weights are kept"
-        announce(
-            f"The data has {len(usable_ones)} usable sequences, of which a tenth may be held out: "
-            f"{f'{len(held_out)} are, not {settings.held_out}' if held_out else left}."
-        )
+        announce(f"The {found} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
     return Prepared(model, tokenizer, drafter, examples, held_out)
 
 
@@ -117,8 +105,8 @@ def _check_device_map(device_map: str | None) -> None:
     try:
         torch.empty(0, device=device_map)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"device_map={device_map!r} cannot be used ({reason}): give auto, cpu or cuda:0.") from error
+        said = first_line(error)
+        raise ValueError(f"device_map={device_map!r} cannot be used ({said}): give auto, cpu or cuda:0.") from error
 
 
 @contextmanager
@@ -127,9 +115,9 @@ def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        said = first_line(error).rstrip(".")
         raise ValueError(
-            f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be reached."
+            f"The target {target} cannot be loaded ({said}): give a local folder, or an id on the Hub that can be reached."
         ) from error
 
 
@@ -160,13 +148,16 @@ def make_drafter(
 ) -> DFlashDraftModel:
     """A new drafter of the shape that the settings ask for, or `begun`, the one of `init`, with what they change; in fp32."""
     config = target.config.get_text_config(decoder=True)
-    asked = _given(settings, *NEW_DRAFTER_FIELDS)
-    changeable = _given(settings, "block_size", "mask_token_id", "is_causal")
+    given: dict[str, Any] = {name: value for name, value in vars(settings).items() if value is not None}
+    asked = {name: given[name] for name in NEW_DRAFTER_FIELDS if name in given}
+    changes = "block_size", "mask_token_id", "is_causal"
+    changeable: dict[str, Any] = {name: given[name] for name in changes if name in given}
     if begun is None:
-        if settings.num_taps is not None and settings.num_taps > config.num_hidden_layers - 1:
+        layers = config.num_hidden_layers
+        if settings.num_taps is not None and settings.num_taps > layers - 1:
             raise ValueError(
-                f"num_taps={settings.num_taps}: the target has {config.num_hidden_layers} layers, all but the last of which "
-                f"can be read: give at most {config.num_hidden_layers - 1}."
+                f"num_taps={settings.num_taps}: the target has {layers} layers, all but the last of which can be read: give at "
+                f"most {layers - 1}."
             )
         if settings.mask_token_id is None:
             changeable["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
@@ -178,22 +169,15 @@ def make_drafter(
         )
     if settings.sliding_window is not None:
         changeable |= window_fields(begun.config.num_hidden_layers, settings.sliding_window)
-    return _reshaped(begun, changeable) if changeable else begun
-
-
-def _given(settings: TrainingSettings, *names: str) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-
-
-def _reshaped(drafter: DFlashDraftModel, fields: dict[str, Any]) -> DFlashDraftModel:
-    """The same weights in a drafter with another block or attention."""
-    config = drafter.config
-    for name, value in fields.items():
+    if not changeable:
+        return begun
+    config = begun.config
+    for name, value in changeable.items():
         setattr(config, name, value)
     config.dflash_config = {}  # the older copy of the same fields
-    other = DFlashDraftModel(config)
-    other.load_state_dict(drafter.state_dict())
-    return other
+    reshaped = DFlashDraftModel(config)
+    reshaped.load_state_dict(begun.state_dict())
+    return reshaped
 
 
 def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[list[int]]]:

@@ -19,46 +19,22 @@ from torch.utils.checkpoint import checkpoint
 # Logits of a chunk: 256 MiB in fp32.
 CHUNK_LOGITS = 2**26
 
+# The paper's decay for its block sizes.
+PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
+
+# ce: -log q(token of the data), the paper's. forward_kl: KL(p || q) of the target's distribution p and the drafter's q (JetSpec).
+LOSSES = ("ce", "forward_kl")
+
 Head = Callable[[torch.Tensor], torch.Tensor]
-# From the drafter's logits [M, V], the labels [M] and the target's logits [M, V] (or `None`) to each row's loss [M].
-RowLoss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 # From how sure the drafter is of each label [G, P] and the rows that are learned [G, P] to the rows' weights [G, P].
 PositionWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """-log q(token of the data): the paper's."""
-    return functional.cross_entropy(logits, labels, reduction="none")
-
-
-def forward_kl(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """KL(p || q) of the target's distribution p and the drafter's q (JetSpec)."""
-    ours, theirs = logits.log_softmax(-1), teacher.log_softmax(-1)
-    return functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
-
-
-def mix(logits: torch.Tensor, labels: torch.Tensor, teacher: Any) -> torch.Tensor:
-    """DSpark's: 0.1 of the cross entropy on the data's token and 0.9 of sum |p - q|."""
-    distance = (teacher.softmax(-1) - logits.softmax(-1)).abs().sum(-1)
-    return 0.1 * cross_entropy(logits, labels, teacher) + 0.9 * distance
-
-
-LOSSES: dict[str, RowLoss] = {"ce": cross_entropy, "forward_kl": forward_kl, "mix": mix}
-
-
 def reads_target(loss: str) -> bool:
     """Whether the loss needs the target's logits; ValueError for a name that is none of `LOSSES`."""
-    _check_name("loss", loss, LOSSES)
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}.")
     return loss != "ce"
-
-
-def _check_name(what: str, name: str, known: dict[str, Any]) -> None:
-    if name not in known:
-        raise ValueError(f"{what}={name!r} is unknown: choose one of {', '.join(known)}.")
-
-
-# The paper's decay for its block sizes.
-PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
 def default_gamma(block_size: int) -> float:
@@ -89,27 +65,6 @@ def dpace_weights(alpha: float) -> PositionWeights:
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
-
-
-POSITION_WEIGHTS: dict[str, Callable[[float, float], PositionWeights]] = {
-    "decay": lambda gamma, alpha: decay_weights(gamma),
-    "dpace": lambda gamma, alpha: dpace_weights(alpha),
-    "uniform": lambda gamma, alpha: lambda confidences, is_learned: is_learned.to(confidences.dtype),
-}
-
-
-def position_weights(name: str, *, gamma: float, alpha: float = 0.5) -> PositionWeights:
-    """The weights called `name`; `gamma` is that of "decay", `alpha` that of "dpace".
-
-    Raises:
-        ValueError: for an unknown name, a gamma that is not positive or an alpha outside (0, 1].
-    """
-    _check_name("position_weights", name, POSITION_WEIGHTS)
-    if not gamma > 0:
-        raise ValueError(f"gamma={gamma} is not a decay: give a positive one, such as half the block size.")
-    if not 0 < alpha <= 1:
-        raise ValueError(f"dpace_alpha={alpha} is outside (0, 1]: D-PACE's own is 0.5.")
-    return POSITION_WEIGHTS[name](gamma, alpha)
 
 
 @dataclass(frozen=True)
@@ -154,7 +109,7 @@ def chunked_loss(
         weights: Of the rows, or a function that gives them once each label's log-probability is known.
         head: From [m, D] to logits [m, V]. It is frozen: the gradient goes to `hidden_states` alone.
         chunk_rows: Rows at a time. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
-        loss: A key of `LOSSES`.
+        loss: One of `LOSSES`.
         teacher_states: The target's last hidden states at the columns before the labels, for losses that read them.
         teacher_head: From them to the target's logits [m, V].
         num_candidates: K of the `Candidates` to give back; 0 gives none.
@@ -162,10 +117,10 @@ def chunked_loss(
     Raises:
         ValueError: for an unknown loss, one that lacks the target's states, or a head with trainable weights.
     """
-    if reads_target(loss) and (teacher_states is None or teacher_head is None):
-        raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher_states and teacher_head.")
     if not reads_target(loss):
         teacher_states = None
+    elif teacher_states is None or teacher_head is None:
+        raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher_states and teacher_head.")
     with torch.enable_grad():
         no_logits = head(hidden_states[:0].detach())
     if no_logits.requires_grad:
@@ -173,13 +128,24 @@ def chunked_loss(
             "The head's weights require a gradient, which chunked_loss does not give: freeze the target "
             "(target.requires_grad_(False))."
         )
-    chunk_rows = chunk_rows or rows_of_chunk(no_logits.shape[-1])
-    losses, log_probs, is_correct, logits, token_ids = _ChunkedRows.apply(
-        hidden_states, labels, head, chunk_rows, loss, teacher_states, teacher_head, num_candidates
+
+    def compute(rows: slice, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
+        logits = _wide(head(states))
+        wanted = labels[rows].to(logits.device)
+        if teacher_states is None or teacher_head is None:
+            return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
+        with torch.no_grad():
+            theirs = _wide(teacher_head(teacher_states[rows])).to(logits.device).log_softmax(-1)
+        divergence = functional.kl_div(logits.log_softmax(-1), theirs, reduction="none", log_target=True)
+        return divergence.sum(-1), logits, wanted
+
+    losses, log_probs, is_correct, *candidates = _ChunkedRows.apply(
+        hidden_states, compute, chunk_rows or rows_of_chunk(no_logits.shape[-1]), loss == "ce", num_candidates
     )
     chosen = weights(log_probs) if callable(weights) else weights
-    candidates = Candidates(logits, token_ids) if num_candidates else None
-    return RowLosses((losses * chosen).sum(), chosen.sum(), is_correct, chosen, candidates)
+    found = Candidates(*candidates) if num_candidates else None
+    return RowLosses((losses * chosen).sum(), chosen.sum(), is_correct, chosen, found)
 
 
 class _ChunkedRows(torch.autograd.Function):
@@ -187,33 +153,22 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        head: Head,
-        chunk_rows: int,
-        loss: str,
-        teacher_states: torch.Tensor | None,
-        teacher_head: Head,
-        num_candidates: int,
+        ctx: Any, hidden_states: torch.Tensor, compute: Any, chunk_rows: int, is_ce: bool, num_candidates: int
     ) -> tuple[torch.Tensor, ...]:
-        wants_gradient, device = ctx.needs_input_grad[0], hidden_states.device
+        wants_gradient = ctx.needs_input_grad[0]
         gradients = torch.empty_like(hidden_states) if wants_gradient else hidden_states.new_zeros(0)
 
         def run(begin: int) -> tuple[torch.Tensor, ...]:  # a function, so that a chunk's logits die with it
             rows = slice(begin, begin + chunk_rows)
-            teacher = None if teacher_states is None else _wide(teacher_head(teacher_states[rows]))
             with torch.set_grad_enabled(wants_gradient):
                 states = hidden_states[rows].detach().requires_grad_(wants_gradient)
-                logits = _wide(head(states))  # [m, V], where the head is
-                wanted = labels[rows].to(logits.device)
-                losses = LOSSES[loss](logits, wanted, None if teacher is None else teacher.to(logits.device))
+                losses, logits, wanted = compute(rows, states)
                 if wants_gradient:
                     gradients[rows] = torch.autograd.grad(losses.sum(), states)[0]
             losses, logits = losses.detach(), logits.detach()
-            log_probs = -losses if loss == "ce" else -functional.cross_entropy(logits, wanted, reduction="none")
+            log_probs = -losses if is_ce else -functional.cross_entropy(logits, wanted, reduction="none")
             found = losses, log_probs, logits.argmax(dim=-1) == wanted, *logits.topk(num_candidates, dim=-1)
-            return tuple(part.to(device) for part in found)
+            return tuple(part.to(hidden_states.device) for part in found)
 
         parts = [run(begin) for begin in range(0, len(hidden_states), chunk_rows)] or [run(0)]
         results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
@@ -225,7 +180,7 @@ class _ChunkedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
-        return gradients * upstream[0][:, None].to(gradients.dtype), *[None] * 7
+        return gradients * upstream[0][:, None].to(gradients.dtype), *[None] * 4
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -265,13 +220,13 @@ def selector_loss(
 
 
 def rows_of_chunk(vocab_size: int) -> int:
-    """As many as have `CHUNK_LOGITS` logits."""
+    """The rows that have `CHUNK_LOGITS` logits."""
     return max(1, CHUNK_LOGITS // vocab_size)
 
 
 @dataclass
 class DraftCounts:
-    """Teacher-forced counts of drafted blocks; `a += b` joins those of two batches."""
+    """Teacher-forced counts of drafted blocks; `a + b` joins those of two batches."""
 
     loss_sum: torch.Tensor  # weighted loss
     weight_sum: torch.Tensor
@@ -280,10 +235,8 @@ class DraftCounts:
     accepted: torch.Tensor  # tokens right in an unbroken run from the first one, over all blocks
     blocks: torch.Tensor  # blocks with a trained position
 
-    def __iadd__(self, other: DraftCounts) -> DraftCounts:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        return self
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def summary(self) -> dict[str, float | list[float]]:
         """The means: loss, accuracy of each proposal, and accepted proposals per block."""

@@ -16,11 +16,13 @@ from .losses import (
     DraftCounts,
     chunked_loss,
     count_drafts,
+    decay_weights,
     default_gamma,
-    position_weights,
+    dpace_weights,
     reads_target,
     selector_loss,
 )
+from .settings import TrainingSettings
 
 
 # The head gets a multiple of so many positions: few shapes, because kernels are chosen (and on a CPU compiled) anew for each.
@@ -32,43 +34,30 @@ class DrafterLoss:
 
     Args:
         pair: The target, frozen, and its drafter.
-        gamma: Decay of the weights called "decay". Default: the paper's for the block size.
-        chunk_rows: Positions whose logits exist at a time. Default: as many as `losses.CHUNK_LOGITS` allows.
+        settings: The recipe; what it says of the loss is read. Default: the paper's.
         network: Computes the drafter's forward, such as a compiled one. Default: the drafter.
         states_of: Gives the target's states of a batch, such as those on disk. Default: the target's forward.
-        loss: A key of `losses.LOSSES`.
-        weights: A key of `losses.POSITION_WEIGHTS`.
-        dpace_alpha: Smoothing of the weights called "dpace".
-        selector_weight: Weight of a DFlash2 selector's own loss beside the drafter's.
 
     Raises:
-        ValueError: for an unknown loss or weights, or a drafter with a head of its own, which would not be trained.
+        ValueError: for a drafter with a head of its own, which would not be trained.
     """
 
     def __init__(
         self,
         pair: FrozenTarget,
-        gamma: float | None = None,
-        chunk_rows: int | None = None,
+        settings: TrainingSettings | None = None,
         network: Callable[..., Any] | None = None,
         states_of: Callable[[Batch, bool], TargetStates] | None = None,
-        *,
-        loss: str = "ce",
-        weights: str = "decay",
-        dpace_alpha: float = 0.5,
-        selector_weight: float = 1.0,
     ) -> None:
         self.pair = pair
         self.drafter: Any = pair.drafter
         self.config = self.drafter.config
-        self.chunk_rows = chunk_rows
+        self.settings = settings = settings or TrainingSettings()
         self.network = self.drafter if network is None else network
         self.states_of = pair if states_of is None else states_of
-        self.loss = loss
-        self.reads_target = reads_target(loss)
-        gamma = default_gamma(self.config.block_size) if gamma is None else gamma
-        self.weights = position_weights(weights, gamma=gamma, alpha=dpace_alpha)
-        self.selector_weight = selector_weight
+        gamma = settings.gamma or default_gamma(self.config.block_size)
+        is_dpace = settings.position_weights == "dpace"
+        self.weights = dpace_weights(settings.dpace_alpha) if is_dpace else decay_weights(gamma)
         if self.drafter.lm_head is not None:
             raise ValueError(
                 f"The drafter has a head of its own over {self.config.draft_vocab_size} tokens, which is not trained here: "
@@ -81,7 +70,7 @@ class DrafterLoss:
         layout = lay_out_blocks(
             batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.drafter.config, attention
         )
-        states = self.states_of(batch, self.reads_target)
+        states = self.states_of(batch, reads_target(self.settings.loss))
         with torch.no_grad():
             noise_embeds = self.pair.embed(layout.token_ids)
         hidden_states = self.network(
@@ -112,8 +101,8 @@ class DrafterLoss:
             labels,
             weigh,
             lambda states: self.drafter.compute_logits(states, self.pair.head),
-            self.chunk_rows,
-            loss=self.loss,
+            self.settings.chunk_rows,
+            loss=self.settings.loss,
             teacher_states=None if teacher is None else teacher.flatten(0, 1)[previous],
             teacher_head=self.pair.logits,
             num_candidates=0 if selector is None else selector.top_k,
@@ -121,7 +110,7 @@ class DrafterLoss:
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
             before = batch.input_ids.flatten()[previous]
-            loss_sum = loss_sum + self.selector_weight * selector_loss(
+            loss_sum = loss_sum + self.settings.selector_weight * selector_loss(
                 selector, learned_states, losses.candidates, labels, before, losses.weights
             )
         is_correct = learned.scatter(losses.is_correct)[:, first:]

@@ -23,11 +23,10 @@ from dflash.common.stopwatch import stopwatch
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
-from .checkpointing import Checkpointer
+from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
 from .data import Example
 from .data_checks import check_lengths, usable
 from .loading import answers_of, prepare
-from .run_record import TrainingRecord, describe_inputs
 from .settings import TrainingSettings
 from .trainer import StepFigures, Trainer, is_cpu_alone
 from .training_state import (
@@ -62,12 +61,13 @@ def train_drafter(
         resume: As in `train`.
         overwrite: As in `train`.
         provenance: As in `train`.
-        arguments: Passed on to `train`: `on_point`, `show_progress`, `announce`.
+        arguments: Others of `train`.
 
     Example:
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
     """
-    settings, folder, announce = settings or TrainingSettings(), _absolute(output), arguments.get("announce")
+    settings, announce = settings or TrainingSettings(), arguments.get("announce")
+    folder = Path(output).expanduser().absolute()
     _trackers(settings, folder)
     with ExitStack() as held:
         if os.environ.get("RANK", "0") == "0":  # before anything is loaded, when processes cannot communicate yet
@@ -82,8 +82,8 @@ def train_drafter(
             "data_name": public_name(data),
             "answers": answers_of(data, ready.target, announce),
         }
-        models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
         arguments |= {"provenance": known | (provenance or {}), "resume": resume, "overwrite": overwrite}
+        models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
         return train(*models_and_data, settings, folder, is_locked=True, **arguments)
 
 
@@ -134,7 +134,7 @@ def train(
         FloatingPointError: if loss or gradient are not finite; checkpoint and training state are the last good ones.
         OSError: if one of them cannot be written; the older one stands.
     """
-    elapsed, output = stopwatch(), _absolute(output)
+    elapsed, output = stopwatch(), Path(output).expanduser().absolute()
     with ExitStack() as held:
         saved, finished = _claim(output, settings, resume, overwrite, None if is_locked else held)
         if finished is not None:
@@ -188,10 +188,6 @@ def train(
         return record
 
 
-def _absolute(output: str | os.PathLike[str]) -> Path:
-    return Path(output).expanduser().absolute()
-
-
 def _lock(output: Path, held: ExitStack) -> None:
     """Refuses an output that cannot be written or that another process writes; the lock ends with `held`."""
     check_output(output)
@@ -243,11 +239,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 class _Display:
-    """What is seen of a run: a progress bar, the trackers, and the points of the curve.
-
-    Attributes:
-        steps: The numbers of the steps that are left, with a progress bar on the first process.
-    """
+    """What is seen of a run: a progress bar over `steps`, those that are left, the trackers, and the points of the curve."""
 
     def __init__(
         self, trainer: Trainer, show_progress: bool, on_point: Callable[[dict[str, Any]], None] | None
@@ -256,22 +248,13 @@ class _Display:
         self._on_point = on_point if trainer.is_first else None
         if trainer.settings.log_with is not None:
             self._accelerator.init_trackers("dflash", config=_flat(asdict(trainer.settings)))
-        first, last = trainer.step_number, trainer.num_steps
-        self.steps = tqdm(
-            range(first + 1, last + 1),
-            "drafter",
-            total=last,
-            initial=first,
-            disable=not (show_progress and trainer.is_first),
-            dynamic_ncols=True,
-        )
+        first, last, is_hidden = trainer.step_number, trainer.num_steps, not (show_progress and trainer.is_first)
+        numbers = range(first + 1, last + 1)
+        self.steps = tqdm(numbers, "drafter", last, initial=first, disable=is_hidden, dynamic_ncols=True)
 
     def show_step(self, step: int, figures: StepFigures) -> None:
-        shown = {
-            "loss": figures.loss,
-            "gradient_norm": figures.gradient_norm,
-            "learning_rate": figures.rate_factor * self._trainer.settings.learning_rate,
-        }
+        rate = figures.rate_factor * self._trainer.settings.learning_rate
+        shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": rate}
         self._accelerator.log(_flat(shown, "train/"), step=step)
 
     def show_point(self, point: dict[str, Any]) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-LossName = Literal["ce", "forward_kl", "mix"]
-PositionWeights = Literal["decay", "dpace", "uniform"]
+LossName = Literal["ce", "forward_kl"]
+PositionWeights = Literal["decay", "dpace"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-# Losses and settings of earlier releases, and what to use instead of each.
-REMOVED_LOSSES = {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "mix"}
+# Values and settings of earlier releases, and what to use instead of each.
+REMOVED_VALUES = {
+    "loss": {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "forward_kl", "mix": "forward_kl"},
+    "position_weights": {"uniform": "decay"},
+}
 REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
 
 DRAFTER = "The drafter's shape"
@@ -50,15 +54,9 @@ class TrainingSettings:
     init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
     num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
     intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)
-    num_taps: int | None = _setting(
-        None, DRAFTER, "Target layers that it reads, by the paper's spread. Default: 5.", 1
-    )
-    target_layer_ids: list[int] | None = _setting(
-        None, DRAFTER, "These layers instead, counted from 0 and without the last, as in 1,9,17."
-    )
-    block_size: int | None = _setting(
-        None, DRAFTER, "Tokens of a block, anchor included. Default: 16, or --init's.", 1
-    )
+    num_taps: int | None = _setting(None, DRAFTER, "Target layers it reads, by the paper's spread. Default: 5.", 1)
+    target_layer_ids: list[int] | None = _setting(None, DRAFTER, "These layers instead, from 0, not the last: 1,9,17.")
+    block_size: int | None = _setting(None, DRAFTER, "Tokens of a block with anchor. Default: 16, or --init's.", 1)
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
     is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
     conv_kernel_size: int | None = _setting(None, DRAFTER, "DFlash2: positions mixed into one. Default: no mixing.", 1)
@@ -66,12 +64,12 @@ class TrainingSettings:
     selector_rank: int | None = _setting(None, DRAFTER, "DFlash2: rank of the selector. Default: no selector.", 1)
     selector_top_k: int | None = _setting(None, DRAFTER, "DFlash2: candidates that the selector chooses among.", 1)
     mask_token_id: int | None = _setting(
-        None, DRAFTER, "Id that fills a block. Default: the tokenizer's mask token, or an unused id."
+        None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
     )
     target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
     device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
-    loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl and mix: the target's distribution.")
-    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential, D-PACE or equal.")
+    loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl: the target's distribution.")
+    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential or D-PACE.")
     gamma: float | None = _setting(None, LOSS, "Decay of these weights. Default: the paper's for the block size.")
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of a DFlash2 drafter's selector.", 0)
@@ -94,9 +92,7 @@ class TrainingSettings:
     compile: bool = _setting(False, COMPUTE, "Compile the drafter's training forward.")
     shard: bool = _setting(False, COMPUTE, "Shard the drafter's weights and optimiser over the processes (FSDP2).")
     shard_target: bool = _setting(False, COMPUTE, "Shard the target's layers over the processes too.")
-    features: str | None = _setting(
-        None, COMPUTE, "Folder of the target's features, written first if it is new. Default: online."
-    )
+    features: str | None = _setting(None, COMPUTE, "Folder of the target's features, written if new. Default: online.")
     chunk_rows: int | None = _setting(None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB.", 1)
     eval_every: int = _setting(500, KEPT, "Steps between measurements on the held-out prompts.", 1)
     eval_new_tokens: int = _setting(256, KEPT, "Length of the texts that are measured.", 1)
@@ -107,15 +103,16 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        if self.loss in REMOVED_LOSSES:
-            raise ValueError(f"loss={self.loss!r} was removed: use loss={REMOVED_LOSSES[self.loss]!r}.")
+        for name, instead in REMOVED_VALUES.items():
+            if (value := getattr(self, name)) in instead:
+                raise ValueError(f"{name}={value!r} was removed: use {name}={instead[value]!r}.")
         for one in fields(self):
             value, hint, least = getattr(self, one.name), hints[one.name], one.metadata["least"]
             if type(value) is int and float in _options(hint):
                 object.__setattr__(self, one.name, value := float(value))
             if value is False and hint == Precision:  # YAML 1.1 reads `no` as false
                 object.__setattr__(self, one.name, value := "no")
-            if not _fits(value, hint):
+            if not any(_fits(value, option) for option in _options(hint)):
                 raise ValueError(f"{one.name}={value!r} is not {_name(hint)}: {one.metadata['help']}")
             if least is not None and value is not None and not (value >= least and math.isfinite(value)):
                 raise ValueError(f"{one.name}={value}: give {least} or more.")
@@ -130,30 +127,28 @@ class TrainingSettings:
         if not 0 < self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.")
         if self.features is not None and self.shard_target:
-            raise ValueError(
-                f"features={self.features!r} and shard_target: one process writes features with the whole target; leave "
-                "either out."
-            )
+            why = "one process writes features with the whole target; leave either out"
+            raise ValueError(f"features={self.features!r} and shard_target: {why}.")
         if self.num_taps is not None and self.target_layer_ids is not None:
-            raise ValueError(
-                f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}: give the number or the layers."
-            )
+            both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
+            raise ValueError(f"{both}: give the number or the layers.")
 
     def changed_from(self, saved: dict[str, Any]) -> list[str]:
         """`name: saved value, now value` of each setting that decides what is learned and differs from a saved one."""
-        now = asdict(self)
         return [
-            f"{one.name}: {saved.get(one.name)!r}, now {now[one.name]!r}"
+            f"{one.name}: {saved.get(one.name)!r}, now {now!r}"
             for one in fields(self)
-            if not one.metadata["is_free"]
-            and saved.get(one.name, None if one.default is MISSING else one.default) != now[one.name]
+            for now in [getattr(self, one.name)]
+            if not one.metadata["is_free"] and saved.get(one.name, one.default) != now
         ]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a YAML file, with `-` and `_` in their names alike; ValueError for anything else or a field given twice."""
+def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a YAML file and `others`, with `-` and `_` in names alike; ValueError for anything else or one given twice."""
     import yaml
 
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: write one `name: value` a line, the names as the flags are called.")
     try:
         text = path.read_text(encoding="utf-8")
         found, tree = yaml.safe_load(text), yaml.compose(text)
@@ -169,8 +164,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise ValueError(f"{path} gives {', '.join(twice)} more than once: keep one line of each.")
-    for name in names.keys() & REMOVED.keys():
-        raise ValueError(f"{path} gives {name}, which was removed: {REMOVED[name]}.")
+    unknown = sorted(names.keys() - {one.name for one in fields(TrainingSettings)} - set(others) - REMOVED.keys())
+    if unknown:
+        raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
     for name, value in found.items():
         if isinstance(value, str):  # YAML 1.1 reads a rate of 6e-4 as text
             with suppress(ValueError):
@@ -183,30 +179,18 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    for option in _options(hint):
-        if get_origin(option) is Literal:
-            fits = value in get_args(option)
-        elif get_origin(option) is list:
-            fits = isinstance(value, list) and all(type(item) is get_args(option)[0] for item in value)
-        else:
-            fits = type(value) is option  # True is no number
-        if fits:
-            return True
-    return False
+def _fits(value: Any, option: Any) -> bool:
+    if get_origin(option) is Literal:
+        return value in get_args(option)
+    if get_origin(option) is list:
+        return isinstance(value, list) and all(type(item) is int for item in value)
+    return type(value) is option  # True is no number
 
 
 def _name(hint: Any) -> str:
-    """A type in words."""
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        list[int]: "a list of numbers",
-    }
-    options = [option for option in _options(hint) if option is not NoneType]
-    return " or ".join(
-        f"one of {', '.join(get_args(option))}" if get_origin(option) is Literal else words[option]
-        for option in options
-    )
+    """A type in words; `None` is not said."""
+    (option,) = (option for option in _options(hint) if option is not NoneType)
+    if get_origin(option) is Literal:
+        return f"one of {', '.join(get_args(option))}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(option, "a list of numbers")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from .anchors import valid_anchors
-from .batches import epoch_sequences
+from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
+from .checkpointing import num_parameters, supervised_tokens
 from .distributed import is_sharded
 from .losses import rows_of_chunk
-from .run_record import num_parameters, supervised_tokens
 from .trainer import Trainer
 
 
@@ -28,11 +25,6 @@ class Estimate:
     target_parameters: int
     memory: dict[str, int]  # bytes per process, by what holds them
     feature_bytes: int  # of the target's features on disk
-
-    @property
-    def epochs(self) -> float:
-        """How often the data is passed over."""
-        return self.steps / self.batches_per_epoch
 
 
 def estimate(trainer: Trainer) -> Estimate:
@@ -78,9 +70,9 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     scores = 0 if trainer.attention == "flex_attention" else held * width
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4
+    target = sum(parameter.nbytes for parameter in trainer.target.parameters())
     return {
-        "target": sum(parameter.numel() * parameter.element_size() for parameter in trainer.target.parameters())
-        // (processes if settings.shard_target else 1),
+        "target": target // (processes if settings.shard_target else 1),
         "drafter": weights,
         "gradients": weights,
         "optimiser": moments,
@@ -102,10 +94,5 @@ def widest(trainer: Trainer) -> tuple[int, int, int]:
         width = max(sum(lengths[i] for i in sequence) for sequence in batch)
         queries = share * max(sum(blocks[i] for i in sequence) for sequence in batch) * block_size
         sizes.append((share * width, queries, queries * (width + block_size)))
-    columns, all_queries, pairs = map(max, zip(*sizes, strict=True))
-    return columns, all_queries, pairs
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that this process has had allocated on an accelerator, `None` on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    most_columns, most_queries, most_pairs = map(max, zip(*sizes, strict=True))
+    return most_columns, most_queries, most_pairs

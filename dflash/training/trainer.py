@@ -1,7 +1,4 @@
-"""One optimiser step after another: the paper's recipe, on one process or several.
-
-The drafter alone is trained; the target, its embedding and its head stay as they are. It knows no text; `run` decides when to
-measure and to save.
+"""One optimiser step after another: the paper's recipe, on one process or several. It knows no text.
 
 Every process takes its share of each batch, in as many parts as gradients are accumulated over. Losses, gradients and counts
 travel as sums, so that neither the number of processes nor that of parts changes what is learned.
@@ -9,11 +6,10 @@ travel as sums, so that neither the number of processes nor that of parts change
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,14 +45,6 @@ from .losses import DraftCounts, reads_target
 from .objective import DrafterLoss
 from .optimizers import build_optimizers, rate_factor
 from .settings import TrainingSettings
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a batch in the data."""
-
-    epoch: int
-    index: int
 
 
 @dataclass(frozen=True)
@@ -105,15 +93,13 @@ class Trainer:
         self.settings = settings
         self.accelerator = accelerate.Accelerator(mixed_precision="no", cpu=is_cpu_alone(), **trackers)
         # Not accelerate's, which is one for all runs of a process.
-        self._autocast = torch.autocast(
-            self.accelerator.device.type, torch.bfloat16, enabled=settings.mixed_precision == "bf16"
-        )
+        is_bf16 = settings.mixed_precision == "bf16"
+        self._autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_bf16)
         self.target = target
         self._place_models(drafter, state)
         self.drafter = drafter
-        self.optimizers = build_optimizers(
-            drafter, settings.learning_rate, settings.weight_decay, settings.muon_learning_rate
-        )
+        rates = settings.learning_rate, settings.weight_decay, settings.muon_learning_rate
+        self.optimizers = build_optimizers(drafter, *rates)
         self._peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         network: Any = torch.compile(drafter) if settings.compile else drafter
         if settings.gradient_checkpointing:
@@ -121,23 +107,13 @@ class Trainer:
             enable = getattr(drafter, "activation_checkpointing_enable", drafter.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         self._frozen = FrozenTarget(target, drafter)
-        self._loss_of = DrafterLoss(
-            self._frozen,
-            settings.gamma,
-            settings.chunk_rows,
-            network,
-            self._cached_features(announce),
-            loss=settings.loss,
-            weights=settings.position_weights,
-            dpace_alpha=settings.dpace_alpha,
-            selector_weight=settings.selector_weight,
-        )
+        self._loss_of = DrafterLoss(self._frozen, settings, network, self._cached_features(announce))
         self._pack_length = settings.pack_length if can_pack(target) else None
         if settings.pack_length is not None and self._pack_length is None and announce is not None:
             announce(f"{type(target).__name__} cannot keep packed sequences apart: they are not packed.")
         self.num_steps = settings.steps or settings.epochs * self.batches_per_epoch
         self.step_number = 0
-        self.next_place = Place(0, 0)
+        self.next_place = 0, 0  # epoch, and batch in it
         self.counts: DraftCounts | None = None
         if state is not None:
             self._go_on_from(state)
@@ -147,7 +123,7 @@ class Trainer:
         settings, device = self.settings, self.accelerator.device
         movable: Any = self.target.requires_grad_(False).eval()
         if settings.shard_target:  # before it is moved: as a whole it may be larger than a device
-            shard_layers(self.target, list(decoder_layers(self.target)))
+            shard_layers(decoder_layers(self.target))
         if not hasattr(self.target, "hf_device_map"):
             movable.to(device)
         if state is not None:
@@ -169,25 +145,16 @@ class Trainer:
 
     def _cached_features(self, announce: Callable[[str], None] | None) -> CachedFeatures | None:
         """The features in the folder that the settings name, written first if it holds none; `None` is online."""
-        settings, wants_states = self.settings, reads_target(self.settings.loss)
+        settings = self.settings
         if settings.features is None:
             return None
         folder = Path(settings.features).expanduser()
+        facts = facts_of(self._frozen, self.examples, reads_target(settings.loss), settings.mixed_precision)
         if not (folder / MANIFEST).is_file() and self.is_first:
             with only_writer(folder):
-                write_features(
-                    folder,
-                    self._frozen,
-                    self.examples,
-                    wants_states=wants_states,
-                    batch_tokens=settings.batch_tokens,
-                    autocast=self._autocast,
-                    precision=settings.mixed_precision,
-                    announce=announce,
-                    show_progress=announce is not None,
-                )
+                write_features(folder, self._frozen, self.examples, facts, settings.batch_tokens, announce)
         self.accelerator.wait_for_everyone()
-        return CachedFeatures(folder, facts_of(self._frozen, self.examples, wants_states, settings.mixed_precision))
+        return CachedFeatures(folder, facts)
 
     @property
     def is_first(self) -> bool:
@@ -202,7 +169,7 @@ class Trainer:
         """
         self.drafter.train()
         accelerator, settings = self.accelerator, self.settings
-        place, batch = next(self._batches)
+        (epoch, index), batch = next(self._batches)
         counts: DraftCounts | None = None
         for part in self._parts(batch):
             part = part.to(accelerator.device)
@@ -210,7 +177,7 @@ class Trainer:
                 loss_sum, part_counts = self._loss_of(part)
             # FSDP takes the mean of a sharded drafter's gradients over the processes during the backward pass.
             accelerator.backward(loss_sum * accelerator.num_processes if is_sharded(self.drafter) else loss_sum)
-            counts = _added(counts, part_counts)
+            counts = part_counts if counts is None else counts + part_counts
         assert counts is not None
         loss, is_stopping = join_gradients(accelerator, self.drafter, counts, stop)
         step = self.step_number + 1
@@ -219,7 +186,7 @@ class Trainer:
         what, value = ("loss", loss) if not math.isfinite(loss) else ("norm of the gradient", norm.item())
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"The {what} of step {step} is {value}, on batch {place.index} of epoch {place.epoch} "
+                f"The {what} of step {step} is {value}, on batch {index} of epoch {epoch} "
                 f"({len(batch.input_ids)} sequences, the first of which begins with the ids {batch.input_ids[0, :8].tolist()}): "
                 f"lower learning_rate={settings.learning_rate}, set mixed_precision='no', or look at that batch."
             )
@@ -228,9 +195,9 @@ class Trainer:
             optimizer.param_groups[0]["lr"] = peak * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.counts = _added(self.counts, counts)
+        self.counts = counts if self.counts is None else self.counts + counts
         self.step_number = step
-        self.next_place = Place(place.epoch, place.index + 1)
+        self.next_place = epoch, index + 1
         return StepFigures(loss, norm.item(), factor, is_stopping)
 
     def measure(self, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -244,9 +211,8 @@ class Trainer:
             whole = whole_copy(self.drafter)
             whole.eval()
             # A sharded target runs only where all processes run it, so each decodes all prompts.
-            index, count = (
-                (0, 1) if is_sharded(self.target) else (accelerator.process_index, accelerator.num_processes)
-            )
+            is_everywhere = is_sharded(self.target)
+            index, count = (0, 1) if is_everywhere else (accelerator.process_index, accelerator.num_processes)
             acceptance = measure_acceptance(whole, self.target, held_out[index::count], self.settings.eval_new_tokens)
             if count > 1:
                 acceptance = join_acceptances(accelerator, acceptance)
@@ -257,14 +223,14 @@ class Trainer:
         """All that the next step depends on; of a sharded drafter on the first process alone, but all must call."""
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
-            "place": asdict(self.next_place),
+            "place": dict(zip(("epoch", "index"), self.next_place, strict=True)),
             "counts": None if self.counts is None else counts_of_each(self.accelerator, self.counts),
         }
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
         load_full_state(self.drafter, self.optimizers, state)
         self.step_number = state["step"]
-        self.next_place = Place(**state["place"])
+        self.next_place = state["place"]["epoch"], state["place"]["index"]
         if state["counts"] is not None:
             index, count = self.accelerator.process_index, self.accelerator.num_processes
             shares = {name: value[index::count].sum(dim=0) for name, value in state["counts"].items()}
@@ -282,33 +248,19 @@ class Trainer:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Batches of the first epoch; later epochs may have one more or less."""
-        lengths = [len(example) for example in self.examples]
-        return len(epoch_sequences(lengths, 0, **self.cut()))
+        return len(epoch_sequences(list(map(len, self.examples)), 0, **self.cut()))
 
     def cut(self) -> dict[str, Any]:
         """The arguments of `epoch_sequences`, which decide which documents share a batch."""
         settings = self.settings
         return {"batch_tokens": settings.batch_tokens, "seed": settings.seed, "pack_length": self._pack_length}
 
-    def _endless_batches(self) -> Iterator[tuple[Place, Batch]]:
-        """Every batch from `next_place` on."""
-        epoch, first = self.next_place.epoch, self.next_place.index
+    def _endless_batches(self) -> Iterator[tuple[tuple[int, int], Batch]]:
+        """Every batch from `next_place` on, with its place."""
+        epoch, first = self.next_place
+        padding = self.target.config.get_text_config(decoder=True).pad_token_id or 0
         while True:
-            batches = epoch_batches(
-                self.examples,
-                epoch,
-                num_anchors=self.settings.num_anchors,
-                pad_token_id=self.target.config.get_text_config(decoder=True).pad_token_id or 0,
-                first=first,
-                **self.cut(),
-            )
-            for index, batch in enumerate(batches, start=first):
-                yield Place(epoch, index), batch
+            how = self.cut() | {"num_anchors": self.settings.num_anchors, "pad_token_id": padding, "first": first}
+            for index, batch in enumerate(epoch_batches(self.examples, epoch, **how), start=first):
+                yield (epoch, index), batch
             epoch, first = epoch + 1, 0
-
-
-def _added(counts: DraftCounts | None, more: DraftCounts) -> DraftCounts:
-    if counts is None:
-        return copy.copy(more)
-    counts += more
-    return counts

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dflash.checkpoints import check_replaceable, replace_folder
+from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
 
 from .settings import TrainingSettings
@@ -60,22 +61,17 @@ def saving(what: str, folder: Path) -> Iterator[None]:
         if not isinstance(error, (OSError, RuntimeError)) and type(error).__name__ != "SafetensorError":
             raise
         before = "the older one stands" if folder.exists() else "there is no older one"
-        reason = str(error).strip().split("\n")[0]
-        raise OSError(
-            f"The {what} {folder} cannot be written ({reason}); {before}: make room and run again with --resume."
-        ) from error
+        remedy = "make room and run again with --resume"
+        raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {before}: {remedy}.") from error
 
 
 def read_tensors(folder: Path) -> dict[str, Any] | None:
     """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
     if not folder.is_dir():
-        raise ValueError(
-            f"The training state {folder} is not on this machine: give an output on a disk that all machines share."
-        )
-    if not (folder / TENSORS_FILE).exists():
-        return None
-    tensors: dict[str, Any] = torch.load(folder / TENSORS_FILE, map_location="cpu", weights_only=True)
-    return tensors
+        remedy = "give an output on a disk that all machines share"
+        raise ValueError(f"The training state {folder} is not on this machine: {remedy}.")
+    path = folder / TENSORS_FILE
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -147,11 +143,7 @@ def find_run(
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     """The facts in a file of ours, `None` if there is no file."""
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return facts
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def public_settings(settings: TrainingSettings) -> TrainingSettings:

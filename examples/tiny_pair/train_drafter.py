@@ -49,7 +49,7 @@ NUMBER = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?![\d,]|\.\d)")
 
 @dataclass(frozen=True)
 class Scale:
-    """What `--smoke` shrinks; everything else is the same code.
+    """What `--smoke` shrinks, with the values of a full run; everything else is the same code.
 
     Attributes:
         problems: Generated problems, answered greedily.
@@ -58,38 +58,23 @@ class Scale:
         sampled_questions: Of GSM8K's questions, how many are also answered by sampling.
     """
 
-    problems: int
-    sampled_problems: int
-    altered: int
-    sampled_questions: int
-    questions: int | None
-    new_tokens: int
-    batch_size: int
-    layers: int
-    steps: int
-    batch_tokens: int
-    num_anchors: int
-    eval_every: int
-    choice_prompts: int
-    final_prompts: int
+    problems: int = 4000
+    sampled_problems: int = 1000
+    altered: int = 1500
+    sampled_questions: int = 1500
+    questions: int | None = None
+    new_tokens: int = 224
+    batch_size: int = 256
+    layers: int = 3
+    steps: int = 3600
+    batch_tokens: int = 2048
+    num_anchors: int = 16
+    eval_every: int = 720
+    choice_prompts: int = 8
+    final_prompts: int = 40
 
 
-FULL = Scale(
-    problems=4000,
-    sampled_problems=1000,
-    altered=1500,
-    sampled_questions=1500,
-    questions=None,
-    new_tokens=224,
-    batch_size=256,
-    layers=3,
-    steps=3600,
-    batch_tokens=2048,
-    num_anchors=16,
-    eval_every=720,
-    choice_prompts=8,
-    final_prompts=40,
-)
+FULL = Scale()
 SMOKE = Scale(
     problems=12,
     sampled_problems=4,

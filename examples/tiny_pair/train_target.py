@@ -52,26 +52,18 @@ WORKER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Scale:
-    """What `--smoke` shrinks; everything else is the same code."""
+    """What `--smoke` shrinks, with the values of a full run; everything else is the same code."""
 
-    steps: int
-    layers: int
-    vocab_size: int
-    batch_tokens: int
-    max_length: int
-    tokenizer_problems: int
-    problems_scored: int
+    steps: int = 3000
+    layers: int = 8
+    vocab_size: int = 2048
+    batch_tokens: int = 4096
+    max_length: int = 384
+    tokenizer_problems: int = 8000
+    problems_scored: int = 300
 
 
-FULL = Scale(
-    steps=3000,
-    layers=8,
-    vocab_size=2048,
-    batch_tokens=4096,
-    max_length=384,
-    tokenizer_problems=8000,
-    problems_scored=300,
-)
+FULL = Scale()
 SMOKE = Scale(
     steps=6, layers=2, vocab_size=512, batch_tokens=1024, max_length=384, tokenizer_problems=200, problems_scored=4
 )
@@ -79,20 +71,11 @@ SMOKE = Scale(
 
 def build_config(tokenizer: PreTrainedTokenizerFast, layers: int) -> Qwen3Config:
     """A Qwen3 shape with few, narrow layers."""
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    width = {"hidden_size": 192, "intermediate_size": 512}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    length = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    return Qwen3Config(**width, **heads, **ids, **length, num_hidden_layers=layers, tie_word_embeddings=True)
 
 
 class MasterWeights:
