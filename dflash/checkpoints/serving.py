@@ -67,7 +67,9 @@ def server_command(
         own = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter)
         width = ("--speculative-num-draft-tokens", str(block_size))
         return ServerCommand(("sglang", "serve", "--model-path", target, *own, *width, *extra))
-    # TensorRT-LLM takes speculation from a YAML file alone; JSON is YAML.
+    if engine != "trtllm":
+        raise ValueError(f"engine={engine!r} has no server here: use vllm, sglang or trtllm.")
+    # TensorRT-LLM reads speculation from a YAML file alone; JSON is YAML.
     options = {"decoding_type": "DFlash", "max_draft_len": num_drafts, "speculative_model": drafter}
     text = json.dumps({"speculative_config": options})
     return ServerCommand(("trtllm-serve", target, "--config", TRTLLM_OPTIONS, *extra), {TRTLLM_OPTIONS: text})

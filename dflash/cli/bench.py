@@ -56,6 +56,8 @@ def bench(
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
     asked = {path.stem: read_prompts(path)[:limit] for path in prompts or ()}
+    if len(asked) < len(prompts or ()):
+        raise ValueError("--prompts names two files of one name, under which results are kept: rename one of them.")
     with ExitStack() as lock:
         if output is not None:
             check_output(output, overwrite)

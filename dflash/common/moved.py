@@ -29,6 +29,8 @@ class MovedModules(MetaPathFinder, Loader):
         """Warns once, at the line that imports it."""
         new = import_module(f"dflash.checkpoints.{MODULES[module.__name__.rpartition('.')[2]]}")
         warnings.warn(
-            f"{module.__name__} has moved: import from dflash.checkpoints.", DeprecationWarning, stacklevel=2
+            f"{module.__name__} has moved: import from dflash.checkpoints, or {new.__name__}.",
+            DeprecationWarning,
+            stacklevel=2,
         )
         module.__getattr__ = lambda name: getattr(new, NAMES.get(name, name))  # type: ignore[method-assign]

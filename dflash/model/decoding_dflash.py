@@ -574,7 +574,7 @@ class Decoder:
         sampler, drawn, num_candidates = self.verifier.sampler(device), None, 0
         if sampler is not None:
             width = num_proposals + 1
-            uniforms = self.verifier.uniforms(self.sequences, list(range(2 * width)), device)
+            uniforms = self.verifier.uniforms(self.sequences, range(2 * width), device)
             positions = torch.arange(width, device=device).expand(len(state.anchors), -1)
             if after is not None:  # whose number of tokens is known only on the device
                 positions = positions + state.counts[:, None]

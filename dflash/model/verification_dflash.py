@@ -345,10 +345,10 @@ class Verifier:
             return verdict
         return replace(verdict, scores=scores if tree is None else scores[:, verdict.columns])
 
-    def uniforms(self, sequences: list[TextSequence], depths: list[int], device: torch.device) -> torch.Tensor:
-        """Uniforms [B, N] of the positions that are `depths` tokens after the last one."""
-        count = max(depths) + 1
-        drawn = [self.uniforms_of(one.index, len(one.new_ids), count)[depths] for one in sequences]
+    def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Uniforms [B, N] of the positions that are `depths` tokens after the last one; of a range, from 0 on."""
+        drawn = [self.uniforms_of(one.index, len(one.new_ids), max(depths) + 1) for one in sequences]
+        drawn = drawn if isinstance(depths, range) else [uniforms[depths] for uniforms in drawn]
         return to_device(torch.stack(drawn), device)
 
     def _choose(self, scores: torch.Tensor, sequences: list[TextSequence], depths: list[int]) -> torch.Tensor:
