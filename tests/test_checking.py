@@ -25,7 +25,7 @@ from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import ENGINES, Report, check, report_lines
-from dflash.checkpoints.rules.engines import READERS, LayerAttention, meant
+from dflash.checkpoints.rules.engine_readings import READERS, LayerAttention, meant
 
 
 EVERY = set(ENGINES)
@@ -314,7 +314,7 @@ def test_weights_that_are_no_numbers_are_found(
     drafter: Path, dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise: a single one, in any piece of any tensor, fails everywhere; the largest finite values do not."""
-    monkeypatch.setattr("dflash.checkpoints.rules.reading.PIECE", 7)
+    monkeypatch.setattr("dflash.checkpoints.rules.checkpoint_files.PIECE", 7)
     name = "layers.1.mlp.up_proj.weight"
 
     def report_with(last: float) -> Report:
@@ -724,6 +724,6 @@ def test_reading_a_checkpoint_loads_no_weights(drafter: Path) -> None:
         file.truncate(8 + length)
         file.truncate(size)
     hidden = "import sys\nsys.modules['safetensors'] = sys.modules['torch'] = None\n"
-    program = f"{hidden}from dflash.checkpoints.rules.reading import read_checkpoint\nprint(len(read_checkpoint({str(drafter)!r}).tensors))"
+    program = f"{hidden}from dflash.checkpoints.rules.checkpoint_files import read_checkpoint\nprint(len(read_checkpoint({str(drafter)!r}).tensors))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == [str(len(make_drafter().state_dict()))], done.stderr

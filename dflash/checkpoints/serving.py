@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from .rules import check
-from .rules.engines import either, whole_number
-from .rules.reading import downloaded, read_json
+from .rules.checkpoint_files import downloaded, read_json
+from .rules.engine_readings import either, whole_number
 
 
 TRTLLM_OPTIONS = "dflash_trtllm.yaml"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from .engines import ENGINES
+from .engine_readings import ENGINES
 
 
 Severity = Literal["error", "warning", "note"]

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import config, files, pair, weights
-from .engines import ENGINES
+from . import config_rules, file_rules, pair_rules, weight_rules
+from .checkpoint_files import read_checkpoint, read_target
+from .engine_readings import ENGINES
 from .findings import ALL, SEVERITIES, VERDICT_OF, Finding
-from .reading import read_checkpoint, read_target
 
 
 def _rules(*modules: ModuleType) -> list[Callable[..., Iterator[Finding]]]:
@@ -88,10 +88,10 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
     if unknown := set(engines) - set(ENGINES):
         raise ValueError(f"{', '.join(sorted(unknown))} is no engine (--engine): name one of {', '.join(ENGINES)}.")
     checkpoint = read_checkpoint(folder)
-    asked = [(rule.__name__, rule(checkpoint)) for rule in _rules(config, weights, files)]
+    asked = [(rule.__name__, rule(checkpoint)) for rule in _rules(config_rules, weight_rules, file_rules)]
     if target is not None:
         read = read_target(target)
-        asked += [(rule.__name__, rule(checkpoint, read)) for rule in _rules(pair)]
+        asked += [(rule.__name__, rule(checkpoint, read)) for rule in _rules(pair_rules)]
     found = [replace(finding, rule=name.replace("_", "-")) for name, findings in asked for finding in findings]
     findings = _without_repeats([finding for finding in found if set(finding.engines) & set(engines)])
     verdicts = []

@@ -9,9 +9,9 @@ from typing import Any
 from dflash.checkpoints import dialects
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
 
-from .engines import READERS, LayerAttention, declared_layer_types, transformers_layer_types, whole_number
+from .checkpoint_files import Checkpoint, token_ids
+from .engine_readings import READERS, LayerAttention, declared_layer_types, transformers_layer_types, whole_number
 from .findings import CONVERT, TRANSFORMERS, Finding, Severity, all_but, engine_names, error, note, shown, warning
-from .reading import Checkpoint, token_ids
 
 
 DOUBLED = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .config import collision, last_tap
-from .engines import whole_number
+from .checkpoint_files import Checkpoint, Target, token_ids
+from .config_rules import collision, last_tap
+from .engine_readings import whole_number
 from .findings import Finding, error, warning
-from .reading import Checkpoint, Target, token_ids
 
 
 DEFAULT_MASK_TOKEN = "<|MASK|>"

@@ -14,7 +14,7 @@ from typing import Any
 from dflash.checkpoints.dialects import dialect_of
 from dflash.common.messages import first_line
 
-from .engines import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
+from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
 
 
 CONFIG = "config.json"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
 
-from .engines import num_layers
+from .checkpoint_files import Checkpoint, is_finite
+from .engine_readings import num_layers
 from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
-from .reading import Checkpoint, is_finite
 
 
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}

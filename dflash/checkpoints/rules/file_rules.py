@@ -9,8 +9,8 @@ from pathlib import Path
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
 from dflash.common.messages import first_line
 
+from .checkpoint_files import Checkpoint, read_json
 from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
-from .reading import Checkpoint, read_json
 
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
