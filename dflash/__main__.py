@@ -1,6 +1,6 @@
 """`python -m dflash` is `dflash`."""
 
-from .cli.main import main
+from .cli import main
 
 
 main()

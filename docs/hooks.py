@@ -66,7 +66,7 @@ def pages() -> dict[str, str]:
 
 def commands() -> dict[str, Any]:
     """The sub-commands of `dflash`, by name."""
-    from dflash.cli.main import app
+    from dflash.cli.app import app
 
     return dict(typer.main.get_command(app).commands)
 

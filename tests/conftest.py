@@ -96,7 +96,7 @@ def dflash_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """`dflash_command("eval", …)`: exit status, standard output and standard error of `dflash eval …` in this process."""
-    from dflash.cli import main as cli  # most tests need none
+    from dflash.cli import app as cli  # most tests need none
 
     def call(*words: Any) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dflash", *map(str, words)])

@@ -21,7 +21,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from dflash import generate_blocks
-from dflash.cli import main as cli
+from dflash.cli import app as cli
 from dflash.common.provenance import command
 from dflash.evaluation import (
     GREEDY,

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import dflash
 from dflash import Block
 from dflash.checkpoints import embedded
+from dflash.cli import app as cli
 from dflash.cli import loading
-from dflash.cli import main as cli
 from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
 from dflash.evaluation import (
     HAS_NATIVE,
@@ -438,7 +438,7 @@ def test_a_request_beyond_the_targets_positions_is_warned_of(run: Any, pair: lis
 FULL_DISK = """
 import resource, sys
 
-from dflash.cli.main import main
+from dflash.cli import main
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 for words in COMMANDS:

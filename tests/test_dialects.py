@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.checkpoints import check, convert_checkpoint, export_checkpoint
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
-from dflash.cli import main as cli
+from dflash.cli import app as cli
 
 
 D, VOCAB, B, CONTEXT = 16, 40, 5, 9

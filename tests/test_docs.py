@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 import dflash
 from dflash.checkpoints import export_embedded_pair
-from dflash.cli import main as cli
+from dflash.cli import app as cli
 
 
 ROOT = Path(__file__).parents[1]

@@ -213,8 +213,8 @@ def test_tests_mostly_come_in_by_the_front_door() -> None:
 
 
 def test_an_import_of_an_inside_is_counted() -> None:
-    assert insides("def f():\n    from dflash.training.losses import LOSSES\nimport dflash.cli.main") == [
-        "dflash.cli.main",
+    assert insides("def f():\n    from dflash.training.losses import LOSSES\nimport dflash.cli.app") == [
+        "dflash.cli.app",
         "dflash.training.losses",
     ]
     assert (

@@ -239,7 +239,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from huggingface_hub import constants
 
-from dflash.cli import main as cli
+from dflash.cli import app as cli
 
 answers = []
 for token, endpoint, arguments in CALLS:

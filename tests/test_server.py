@@ -20,7 +20,7 @@ from loopback import LoopbackServer, QuietHandler, started
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_drafter, make_target, make_tokenizer
 
 from dflash import generate_blocks
-from dflash.cli import main as cli
+from dflash.cli import app as cli
 from dflash.evaluation import (
     Load,
     PeakMemory,

@@ -17,7 +17,7 @@ from tiny_models import make_target, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel, generate_blocks
-from dflash.cli import main as cli
+from dflash.cli import app as cli
 from dflash.model import decoding_dflash
 from dflash.training import (
     TrainingSettings,

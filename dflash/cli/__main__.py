@@ -1,6 +1,6 @@
 """`python -m dflash.cli` is `dflash`, as it was before `python -m dflash`."""
 
-from .main import main
+from . import main
 
 
 main()
