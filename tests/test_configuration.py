@@ -457,7 +457,7 @@ def test_default_taps_are_always_valid(num_layers: int, num_taps: int) -> None:
         ({"layer_types": ["chunked_attention"] * 2}, ["chunked_attention", "sliding_attention"]),
         ({"target_layer_ids": None, "num_target_layers": 1}, ["num_target_layers=1", "at least 2"]),
         ({"sample_from_anchor": True, "block_size": 0}, ["block_size=0"]),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 1024}}, ["use_swa=True", "from_pretrained"]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 1024}}, ["use_swa=True", "dflash.DFlashDraftModel"]),
         ({"dflash_config": {"attention_sink_bias": True}}, ["attention_sink_bias=True"]),
         ({"dflash_config": {"attention_value_scale": 0.612}}, ["attention_value_scale=0.612"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
@@ -484,7 +484,7 @@ def test_default_taps_are_always_valid(num_layers: int, num_taps: int) -> None:
         ({"conv_kernel_size": 0, "conv_group_size": 4}, ["conv_kernel_size=0", "above 0"]),
         ({"conv_kernel_size": 2, "conv_group_size": 0}, ["conv_group_size=0", "above 0"]),
         ({"rope_scaling": {"rope_type": "foo"}}, ["rope_type='foo'", "yarn"]),
-        ({"transformer_layer_config": {"hidden_size": 32}}, ["transformer_layer_config", "from_pretrained"]),
+        ({"transformer_layer_config": {"hidden_size": 32}}, ["transformer_layer_config", "dflash.DFlashDraftModel"]),
     ],
     ids=lambda value: None if isinstance(value, list) else json.dumps(value),
 )

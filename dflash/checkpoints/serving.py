@@ -102,8 +102,9 @@ def refuse_unfit(engine: str, target: str, drafter: str, block_size: int | None 
     errors = [finding for finding in verdict.findings if finding.severity == "error"]
     if errors:
         more = f" `dflash check` shows {len(errors) - 1} more." if len(errors) > 1 else ""
+        value = "" if errors[0].value is None else f"={errors[0].value!r}"
         raise ValueError(
-            f"{verdict.name} cannot serve {drafter}: {errors[0].field}={errors[0].value!r} ({errors[0].file}): "
+            f"{verdict.name} cannot serve {drafter}: {errors[0].field}{value} ({errors[0].file}): "
             f"{errors[0].why} Remedy: {errors[0].fix} --no-check serves it nevertheless.{more}"
         )
     if block_size is not None and block_size > (trained := declared_block_size(drafter)):

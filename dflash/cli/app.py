@@ -97,7 +97,7 @@ def _sentence(error: Exception) -> str | None:
     if full and not is_told and (isinstance(error, OSError) or kind == "SafetensorError"):
         return f"Nothing more can be written ({full[0]}): free some space, or name a path on another disk."
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename} cannot be used ({error.strerror}): name another path, or see to this one."
+        return f"{error.filename} cannot be used ({error.strerror}): name another path, or change its permissions."
     if isinstance(error, (ValueError, OSError)):
         return first_line(error)
     if kind == "OutOfMemoryError":

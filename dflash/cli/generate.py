@@ -106,7 +106,7 @@ def generate(
 def _warn_of_positions(pair: Pair, num_prompt_tokens: int, max_new_tokens: int) -> None:
     """Says on standard error that a request reaches beyond the positions that the target was made for."""
     positions = getattr(pair.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and num_prompt_tokens + max_new_tokens > positions:
+    if positions is not None and num_prompt_tokens < positions < num_prompt_tokens + max_new_tokens:
         say_once(
             f"The prompt's {num_prompt_tokens} tokens and --max-new-tokens {max_new_tokens} reach beyond the target's "
             f"{positions} positions, where its text gets worse: ask for at most {positions - num_prompt_tokens}."

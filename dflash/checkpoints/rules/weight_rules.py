@@ -127,7 +127,7 @@ def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
     stored = checkpoint.tensors.items()
     broken = [name for name, tensor in stored if not is_finite(checkpoint.folder / tensor.file, name)]
     if broken:
-        why = "it is NaN or infinite, and so is all that is computed from it."
+        why = "NaN or infinite weights make everything that is computed from them NaN."
         yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
 
 
