@@ -35,7 +35,7 @@ def tau_example() -> str:
         f"gives the first one, and {steps} verify steps give the other {kept}. The steps commit {listed} tokens, the target's own "
         f"included. `tau` is their mean: {given} / {steps} = {given / steps:.2f}. The answer ends inside the last step, where "
         f"{given - kept} of its {lengths[-1]} tokens is cut. `tokens per step` is what was kept: {kept} / {steps} = "
-        f"{kept / steps:.2f}. A speed-up is tokens per step, divided by what a step costs in steps of plain decoding."
+        f"{kept / steps:.2f}. A speed-up is tokens per step, divided by the time of a DFlash step over that of a plain one."
     )
 
 

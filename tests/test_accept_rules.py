@@ -1,4 +1,4 @@
-"""The accept rules, each on its own: whatever is proposed, what is written has exactly the target's law.
+"""The accept rules, each on its own: whatever is proposed, what is written has exactly the target's distribution.
 
 Target and drafter are Markov chains over four words, so that every text's probability is known and a hundred thousand
 steps take a moment.
@@ -60,17 +60,21 @@ RULES: dict[str, Rule] = {"match": by_match, "rejection": by_rejection, "block":
 
 
 def propose(is_drawn: bool, generator: torch.Generator) -> Proposals:
-    """Words drawn from the drafter's chain, with the law of each; or its likeliest words."""
+    """Words drawn from the drafter's chain, with the distribution of each; or its likeliest words."""
     token_ids = torch.full((ROWS, 1), FIRST)
-    laws = []
+    distributions = []
     for _ in range(DEPTH):
-        laws.append(DRAFTER[token_ids[:, -1]])
-        drawn = pick(laws[-1], uniforms(1, generator).squeeze(1)) if is_drawn else laws[-1].argmax(dim=-1)
+        distributions.append(DRAFTER[token_ids[:, -1]])
+        drawn = (
+            pick(distributions[-1], uniforms(1, generator).squeeze(1))
+            if is_drawn
+            else distributions[-1].argmax(dim=-1)
+        )
         token_ids = torch.cat([token_ids, drawn[:, None]], dim=1)
     if not is_drawn:
         return Proposals(token_ids[:, 1:])
     candidate_ids = torch.arange(VOCAB).expand(ROWS, DEPTH, VOCAB)
-    return Proposals(token_ids[:, 1:], candidate_ids, torch.stack(laws, dim=1))
+    return Proposals(token_ids[:, 1:], candidate_ids, torch.stack(distributions, dim=1))
 
 
 def write(rule: Rule, is_drawn: bool, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,26 +90,28 @@ def write(rule: Rule, is_drawn: bool, seed: int = 0) -> tuple[torch.Tensor, torc
     return texts, verdict.num_accepted
 
 
-def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
-    """Of the chi-square test that `counts` were drawn from `law`."""
-    expected = law * counts.sum()
+def p_value(counts: torch.Tensor, distribution: torch.Tensor) -> float:
+    """Of the chi-square test that `counts` were drawn from `distribution`."""
+    expected = distribution * counts.sum()
     assert expected.min() > 5
     statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(law) - 1) / 2, dtype=torch.float64), statistic / 2))
+    return float(
+        torch.special.gammaincc(torch.tensor((len(distribution) - 1) / 2, dtype=torch.float64), statistic / 2)
+    )
 
 
 def text_p_value(texts: torch.Tensor) -> float:
     every_text = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH)))
     behind = torch.cat([torch.full((len(every_text), 1), FIRST), every_text[:, :-1]], dim=1)
-    law = TARGET[behind, every_text].prod(dim=1)
+    distribution = TARGET[behind, every_text].prod(dim=1)
     cells = (texts * torch.tensor([VOCAB ** (DEPTH - 1 - i) for i in range(DEPTH)])).sum(dim=1)
-    return p_value(torch.bincount(cells, minlength=len(law)).double(), law)
+    return p_value(torch.bincount(cells, minlength=len(distribution)).double(), distribution)
 
 
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["argmax", "drawn"])
 @pytest.mark.parametrize("rule", RULES)
-def test_text_has_the_targets_law(rule: str, is_drawn: bool) -> None:
-    """Promise: chi-square against the exact law of all 64 texts, for proposals of either kind."""
+def test_text_has_the_targets_distribution(rule: str, is_drawn: bool) -> None:
+    """Promise: chi-square against the exact distribution of all 64 texts, for proposals of either kind."""
     assert text_p_value(write(RULES[rule], is_drawn)[0]) > 1e-3
 
 
@@ -117,9 +123,9 @@ def test_all_rules_accept_one_token_proposals_alike(rule: str) -> None:
         following = int(DRAFTER[likeliest].argmax())
         reach = torch.cat([reach, reach[-1:] * TARGET[likeliest, following]])
         likeliest = following
-    law = reach - torch.cat([reach[1:], torch.zeros(1, dtype=torch.float64)])
+    distribution = reach - torch.cat([reach[1:], torch.zeros(1, dtype=torch.float64)])
     accepted = write(RULES[rule], is_drawn=False)[1]
-    assert p_value(torch.bincount(accepted, minlength=DEPTH + 1).double(), law) > 1e-3
+    assert p_value(torch.bincount(accepted, minlength=DEPTH + 1).double(), distribution) > 1e-3
 
 
 def test_block_verification_keeps_most_and_match_least_of_drawn_proposals() -> None:
@@ -130,7 +136,7 @@ def test_block_verification_keeps_most_and_match_least_of_drawn_proposals() -> N
 
 
 def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: equal laws refuse nothing, and the token behind the last proposal is the target's."""
+    """Promise: equal distributions refuse nothing, and the token behind the last proposal is the target's."""
     monkeypatch.setattr(f"{__name__}.DRAFTER", TARGET)
     for rule in ("rejection", "block"):
         texts, accepted = write(RULES[rule], is_drawn=True)
@@ -139,8 +145,8 @@ def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_wrong_residual_fails_the_law_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the test: drawing from the target's own law behind a refusal is a bias, and is caught."""
+def test_a_wrong_residual_fails_the_distribution_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the test: drawing from the target's own distribution behind a refusal is a bias, and is caught."""
 
     def verdict(of: Any, accepted: torch.Tensor, _: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
         place = accepted[:, None]
@@ -153,8 +159,8 @@ def test_a_wrong_residual_fails_the_law_test(rule: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_wrong_q_fails_the_law_test(rule: str) -> None:
-    """The test of the test: judging by another law than the proposals were drawn from is caught."""
+def test_a_wrong_q_fails_the_distribution_test(rule: str) -> None:
+    """The test of the test: judging by another distribution than the proposals were drawn from is caught."""
 
     def judge(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
         assert proposals.probabilities is not None

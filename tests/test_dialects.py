@@ -628,11 +628,11 @@ def naive_walk(
     top_k: int,
     uniforms: Any,
 ) -> tuple[list[int], list[list[int]], list[list[float]]]:
-    """The selector's path behind an anchor, of hidden states [R, D] and logits [R, V], and each row's candidates and law."""
+    """The selector's path behind an anchor, of hidden states [R, D] and logits [R, V], and each row's candidates and distribution."""
     projection = weights["candidate_selector.hidden_projection.weight"].double()
     before = weights["candidate_selector.predecessor_codebook"].double()
     after = weights["candidate_selector.successor_codebook"].double()
-    path, candidates, laws = [], [], []
+    path, candidates, distributions = [], [], []
     for row in range(len(hidden)):
         ids = sorted(range(logits.shape[1]), key=lambda token: -float(logits[row, token]))[:top_k]
         projected = projection @ hidden[row].double()
@@ -640,20 +640,20 @@ def naive_walk(
             float(logits[row, token]) + sum(float(a * h * b) for a, h, b in zip(before[anchor], projected, after[token], strict=True))
             for token in ids
         ]  # fmt: skip
-        law = torch.tensor(scores, dtype=torch.float64).div(0.7).softmax(dim=0).tolist()
+        distribution = torch.tensor(scores, dtype=torch.float64).div(0.7).softmax(dim=0).tolist()
         place = scores.index(max(scores))
         if uniforms is not None:
-            place = next(i for i in range(top_k) if sum(law[: i + 1]) > float(uniforms[row]))
+            place = next(i for i in range(top_k) if sum(distribution[: i + 1]) > float(uniforms[row]))
         anchor = ids[place]
         path.append(anchor)
         candidates.append(ids)
-        laws.append(law)
-    return path, candidates, laws
+        distributions.append(distribution)
+    return path, candidates, distributions
 
 
 @pytest.mark.parametrize("maker", [zlab_dflash2, speculators_dflash2])
 def test_selector_walks_as_written(maker: Callable[[], Checkpoint], tmp_path: Path) -> None:
-    """Promise: greedy and drawn paths, candidates and the law q are those of the formula, row by row of a batch."""
+    """Promise: greedy and drawn paths, candidates and the distribution q are those of the formula, row by row of a batch."""
     checkpoint = maker()
     drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path), dtype=torch.float32)
     states, head = noise(6, B - 1, D, seed=41), target_head()
@@ -666,10 +666,12 @@ def test_selector_walks_as_written(maker: Callable[[], Checkpoint], tmp_path: Pa
     for place, anchor in enumerate(anchors[:, 0].tolist()):
         path, _, _ = naive_walk(checkpoint.meant, states[place], logits[place], anchor, 4, None)
         assert greedy.token_ids[place].tolist() == path
-        path, ids, laws = naive_walk(checkpoint.meant, states[place], logits[place], anchor, 4, uniforms[place])
+        path, ids, distributions = naive_walk(
+            checkpoint.meant, states[place], logits[place], anchor, 4, uniforms[place]
+        )
         assert drawn.token_ids[place].tolist() == path
         assert drawn.candidate_ids[place].tolist() == ids
-        torch.testing.assert_close(drawn.probabilities[place].tolist(), laws, rtol=0, atol=1e-5)
+        torch.testing.assert_close(drawn.probabilities[place].tolist(), distributions, rtol=0, atol=1e-5)
     assert not torch.equal(greedy.token_ids, logits.argmax(dim=-1))  # the selector changes something
     assert not torch.equal(greedy.token_ids, drawn.token_ids)
 

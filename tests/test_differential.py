@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import leaning
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from laws import leaning
 from tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, ScriptedDrafter, make_prompt, make_target
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""The loop's promises: the target's own text at every acceptance length, stops, streams, threads, and the sampled law."""
+"""The loop's promises: the target's own text at every acceptance length, stops, streams, threads, and the sampled distribution."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from laws import (
+from distributions import (
     DEPTH,
     PROMPT,
     HabitDrafter,
     drawn_cells,
-    exact_law,
-    make_law_target,
+    exact_distribution,
+    make_distribution_target,
     p_value,
     prepared_processors,
 )
@@ -818,21 +818,21 @@ def test_blocks_name_their_row(tiny_target: PreTrainedModel) -> None:
         assert written == truth[0, prompt.shape[1] : prompt.shape[1] + 20].tolist()
 
 
-# Sampling: the law.
+# Sampling: the distribution.
 
 LAW_OPTIONS = [{"temperature": 1.5}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}]
 
 
 @pytest.fixture(scope="module")
-def law_target() -> PreTrainedModel:
+def distribution_target() -> PreTrainedModel:
     """A target of five words, whose texts of four words can all be enumerated."""
-    return make_law_target()
+    return make_distribution_target()
 
 
-def law_of(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tensor:
+def distribution_of(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tensor:
     """The probability of every text, by enumeration with the processors of plain `generate`."""
     options = {"do_sample": True, "max_new_tokens": DEPTH, "top_k": 0, **options}
-    return exact_law(target, PROMPT, prepared_processors(target, PROMPT, **options))
+    return exact_distribution(target, PROMPT, prepared_processors(target, PROMPT, **options))
 
 
 def sample_cells(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tensor:
@@ -849,15 +849,15 @@ def sample_cells(target: PreTrainedModel, options: dict[str, Any]) -> torch.Tens
 
 
 @pytest.mark.parametrize("options", LAW_OPTIONS, ids=["temperature", "temperature+top_k+top_p"])
-def test_sampled_law_is_the_targets(law_target: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Promise: sampled text has exactly the law of ancestral sampling from the target, warped as transformers warps.
+def test_sampled_distribution_is_the_targets(distribution_target: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Promise: sampled text has exactly the distribution of ancestral sampling from the target, warped as transformers warps.
 
     The oracle is checked first: `generate(do_sample=True)` passes the same test.
     """
-    law = law_of(law_target, options)
+    distribution = distribution_of(distribution_target, options)
     asked = {"do_sample": True, "max_new_tokens": DEPTH, "num_return_sequences": 4000, "top_k": 0, **options}
-    assert p_value(drawn_cells(lambda seed: law_target.generate(PROMPT, **asked), [0]), law) > 1e-3
-    assert p_value(sample_cells(law_target, options), law) > 1e-3
+    assert p_value(drawn_cells(lambda seed: distribution_target.generate(PROMPT, **asked), [0]), distribution) > 1e-3
+    assert p_value(sample_cells(distribution_target, options), distribution) > 1e-3
 
 
 def _keep_rows_behind_a_rejection(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
@@ -874,13 +874,13 @@ def _keep_some_wrong_proposals(proposals: torch.Tensor, choices: torch.Tensor) -
 
 
 @pytest.mark.parametrize("wrong_rule", [_keep_rows_behind_a_rejection, _keep_some_wrong_proposals])
-def test_a_wrong_accept_rule_fails_the_law_test(
-    law_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, wrong_rule: Any
+def test_a_wrong_accept_rule_fails_the_distribution_test(
+    distribution_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, wrong_rule: Any
 ) -> None:
     """The test of the test: a rule that keeps what the target did not choose is caught by the same chi-square."""
     monkeypatch.setattr(verification_dflash, "accept_prefix", wrong_rule)
     options = LAW_OPTIONS[0]
-    assert p_value(sample_cells(law_target, options), law_of(law_target, options)) < 1e-6
+    assert p_value(sample_cells(distribution_target, options), distribution_of(distribution_target, options)) < 1e-6
 
 
 def test_mask_id_of_the_fixture_is_not_in_the_prompt(prompt_ids: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Each keyword of `generate` means what it means to plain `generate`: greedy the same text, sampled the same law.
+"""Each keyword of `generate` means what it means to plain `generate`: greedy the same text, sampled the same distribution.
 
 What cannot be exact, or would be ignored, is refused by name.
 """
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from laws import (
+from distributions import (
     DEPTH,
     PAD,
     PROMPT,
     HabitDrafter,
     drawn_cells,
-    exact_law,
+    exact_distribution,
     leaning,
-    make_law_target,
+    make_distribution_target,
     p_value,
     prepared_processors,
 )
@@ -266,7 +266,7 @@ def test_stop_string_inside_an_accepted_block_of_a_batch(end: int) -> None:
     assert torch.equal(spec_generate(drafter, target(), ids, attention_mask=mask, **options), sequences)
 
 
-# Sampled: the law of plain `generate`, by enumeration.
+# Sampled: the distribution of plain `generate`, by enumeration.
 
 
 class FollowsTheLast(LogitsProcessor):
@@ -307,27 +307,27 @@ FITS, FAILS = 1e-3, 1e-5
 
 
 @cache
-def law_target() -> PreTrainedModel:
+def distribution_target() -> PreTrainedModel:
     """The target of five words; read-only but for hooks that are taken off again."""
-    return make_law_target()
+    return make_distribution_target()
 
 
 @cache
-def law(name: str) -> torch.Tensor:
-    """The exact law of plain `generate` with the options of that name."""
+def distribution(name: str) -> torch.Tensor:
+    """The exact distribution of plain `generate` with the options of that name."""
     options = LAWS[name]
-    processors = prepared_processors(law_target(), PROMPT, do_sample=True, max_new_tokens=DEPTH, **options)
+    processors = prepared_processors(distribution_target(), PROMPT, do_sample=True, max_new_tokens=DEPTH, **options)
     stop_ids = torch.tensor(options.get("eos_token_id", [])).flatten().tolist()
-    return exact_law(law_target(), PROMPT, processors, stop_ids)
+    return exact_distribution(distribution_target(), PROMPT, processors, stop_ids)
 
 
 def sampled(num_batches: int, batch_size: int, **options: Any) -> torch.Tensor:
     """Which texts `spec_generate` writes, `batch_size` rows at a time."""
-    drafter = HabitDrafter(law_target())
+    drafter = HabitDrafter(distribution_target())
 
     def generate(seed: int) -> torch.Tensor:
         return spec_generate(
-            drafter, law_target(), PROMPT, do_sample=True, max_new_tokens=DEPTH,
+            drafter, distribution_target(), PROMPT, do_sample=True, max_new_tokens=DEPTH,
             num_return_sequences=batch_size, generator=torch.Generator().manual_seed(seed), **options,
         )  # fmt: skip
 
@@ -340,23 +340,26 @@ def sampled_with(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_sampled_law_of_the_keyword(name: str) -> None:
-    """Promise: exactly the law of plain `generate` with that keyword, by enumeration of every text of four words.
+def test_sampled_distribution_of_the_keyword(name: str) -> None:
+    """Promise: exactly the distribution of plain `generate` with that keyword, by enumeration of every text of four words.
 
     The oracle is held against plain `generate` first; and a planted bias, a target that leans towards what a block shows
     it, fails the same test.
     """
     options = {"do_sample": True, "max_new_tokens": DEPTH, "num_return_sequences": 2000, **LAWS[name]}
-    assert p_value(drawn_cells(lambda seed: law_target().generate(PROMPT, **options), [0]), law(name)) > FITS
-    assert p_value(sampled_with(name), law(name)) > FITS
-    with leaning(law_target()):
-        assert p_value(sampled_with(name), law(name)) < FAILS
+    assert (
+        p_value(drawn_cells(lambda seed: distribution_target().generate(PROMPT, **options), [0]), distribution(name))
+        > FITS
+    )
+    assert p_value(sampled_with(name), distribution(name)) > FITS
+    with leaning(distribution_target()):
+        assert p_value(sampled_with(name), distribution(name)) < FAILS
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if name != "do_sample"])
-def test_a_keyword_that_is_ignored_fails_the_law_test(name: str) -> None:
+def test_a_keyword_that_is_ignored_fails_the_distribution_test(name: str) -> None:
     """The test of the test: samples without the keyword are not taken for samples with it."""
-    assert p_value(unguided(), law(name)) < FAILS
+    assert p_value(unguided(), distribution(name)) < FAILS
 
 
 @cache
@@ -367,12 +370,17 @@ def unguided() -> torch.Tensor:
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 @pytest.mark.parametrize("name", ["do_sample", "temperature+top_k+top_p", "eos_token_id", "min_new_tokens"])
-def test_every_verification_has_the_law_of_the_keyword(name: str, verification: str) -> None:
-    """Promise: for a drafter that proposes one token per row all rules have one law, the target's."""
+def test_every_verification_has_the_distribution_of_the_keyword(name: str, verification: str) -> None:
+    """Promise: for a drafter that proposes one token per row all rules have one distribution, the target's."""
     num_batches, batch_size = (3, 200) if name in SAMPLED_BEHIND_A_PREFIX else (1, 1500)
-    assert p_value(sampled(num_batches, batch_size, verification=verification, **LAWS[name]), law(name)) > FITS
-    with leaning(law_target()):
-        assert p_value(sampled(num_batches, batch_size, verification=verification, **LAWS[name]), law(name)) < FAILS
+    assert (
+        p_value(sampled(num_batches, batch_size, verification=verification, **LAWS[name]), distribution(name)) > FITS
+    )
+    with leaning(distribution_target()):
+        assert (
+            p_value(sampled(num_batches, batch_size, verification=verification, **LAWS[name]), distribution(name))
+            < FAILS
+        )
 
 
 class Stale(LogitsProcessor):
@@ -389,16 +397,16 @@ class Stale(LogitsProcessor):
     ("name", "inner"),
     [("repetition_penalty", RepetitionPenaltyLogitsProcessor(4.0)), ("logits_processor", FollowsTheLast())],
 )
-def test_a_stale_prefix_fails_the_law_test(name: str, inner: Callable[..., torch.Tensor]) -> None:
+def test_a_stale_prefix_fails_the_distribution_test(name: str, inner: Callable[..., torch.Tensor]) -> None:
     """The test of the test: a block whose columns are all processed behind the same prefix is caught."""
-    assert p_value(sampled(3, 200, logits_processor=[Stale(inner)]), law(name)) < FAILS
+    assert p_value(sampled(3, 200, logits_processor=[Stale(inner)]), distribution(name)) < FAILS
 
 
 @pytest.mark.parametrize("door", ["keywords", "temperature", "generation_config", "target"])
 def test_sampling_settings_count_wherever_they_are_written(door: str) -> None:
     """Promise: the same seed and settings give the same texts, however the settings came in."""
     settings = {"temperature": 1.5, "top_k": 4, "top_p": 0.9}
-    model = law_target()
+    model = distribution_target()
     options: dict[str, Any] = {}
     if door == "keywords":
         options = {"do_sample": True, **settings}
@@ -407,7 +415,7 @@ def test_sampling_settings_count_wherever_they_are_written(door: str) -> None:
     elif door == "generation_config":
         options = {"generation_config": GenerationConfig(do_sample=True, **settings)}
     else:
-        model = make_law_target()
+        model = make_distribution_target()
         model.generation_config = GenerationConfig(do_sample=True, **settings)
     sequences = spec_generate(
         HabitDrafter(model), model, PROMPT, max_new_tokens=DEPTH, num_return_sequences=200,
@@ -424,7 +432,7 @@ def sampled_settings_cells() -> torch.Tensor:
     options = {"temperature": 1.5, "top_k": 4, "top_p": 0.9, "do_sample": True}
     return drawn_cells(
         lambda seed: spec_generate(
-            HabitDrafter(law_target()), law_target(), PROMPT, max_new_tokens=DEPTH, num_return_sequences=200,
+            HabitDrafter(distribution_target()), distribution_target(), PROMPT, max_new_tokens=DEPTH, num_return_sequences=200,
             generator=torch.Generator().manual_seed(seed), **options,
         ),
         [1],

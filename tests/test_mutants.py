@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from laws import p_value
+from distributions import p_value
 from test_batch import BatchScriptedDrafter
 from tiny_models import (
     BLOCK_SIZE,

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from laws import DEPTH, PROMPT, HabitDrafter, drawn_cells, exact_law, leaning, make_law_target, p_value
+from distributions import (
+    DEPTH,
+    PROMPT,
+    HabitDrafter,
+    drawn_cells,
+    exact_distribution,
+    leaning,
+    make_distribution_target,
+    p_value,
+)
 from tiny_models import (
     PAD_TOKEN_ID,
     ScriptedDrafter,
@@ -81,20 +90,20 @@ def test_native_greedy_equals_plain_generate(kind: str) -> None:
 
 
 @needs_native
-def test_native_sampled_has_the_law_of_plain_generate() -> None:
-    """Promise: at a temperature the law is the target's, by enumeration; a planted bias fails the same test."""
-    target = make_law_target()
+def test_native_sampled_has_the_distribution_of_plain_generate() -> None:
+    """Promise: at a temperature the distribution is the target's, by enumeration; a planted bias fails the same test."""
+    target = make_distribution_target()
     drafter = HabitDrafter(target)
-    law = exact_law(target, PROMPT, LogitsProcessorList())
+    distribution = exact_distribution(target, PROMPT, LogitsProcessorList())
     options = {"do_sample": True, "max_new_tokens": DEPTH, "assistant_model": drafter, "speculation_type": "dflash"}
 
     def generate(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return target.generate(PROMPT, **options)
 
-    assert p_value(drawn_cells(generate, range(250)), law) > 1e-3
+    assert p_value(drawn_cells(generate, range(250)), distribution) > 1e-3
     with leaning(target, strength=8.0):
-        assert p_value(drawn_cells(generate, range(150)), law) < 1e-5
+        assert p_value(drawn_cells(generate, range(150)), distribution) < 1e-5
 
 
 # The loop behind the target's own `generate`.

@@ -279,7 +279,7 @@ def test_a_number_of_proposals_that_is_none(value: Any) -> None:
 
 
 def test_a_width_that_pays_never_chooses_among_drawn_tokens() -> None:
-    """Promise: the law. A width chosen by how likely the drawn tokens are would keep the likely ones: no draw from q.
+    """Promise: the distribution. A width chosen by how likely the drawn tokens are would keep the likely ones: no draw from q.
 
     So an adaptive step proposes the likeliest path, and the text is the one that the seed alone decides.
     """

@@ -40,8 +40,8 @@ LAW = {
 
 
 @pytest.mark.parametrize("verification", ["auto", "match", "rejection", "block"])
-def test_drawn_proposals_keep_the_targets_law(verification: str) -> None:
-    """Promise: text sampled with a selector's draws has the law of ancestral sampling, under every rule."""
+def test_drawn_proposals_keep_the_targets_distribution(verification: str) -> None:
+    """Promise: text sampled with a selector's draws has the distribution of ancestral sampling, under every rule."""
     target = make_target("qwen3", seed=8, num_hidden_layers=2, **LAW)
     shape = {"mask_token_id": 3, "block_size": 3, "conv_kernel_size": 2, "conv_group_size": 4}
     drafter = make_drafter(seed=5, **{**LAW, **SMALL}, **shape, selector_rank=8, selector_top_k=3)
@@ -60,9 +60,9 @@ def test_drawn_proposals_keep_the_targets_law(verification: str) -> None:
     every = torch.cartesian_prod(*[torch.arange(4)] * 3)
     with torch.no_grad():
         logits = target(torch.cat([prompt.expand(len(every), -1), every], dim=1)).logits[:, 1:-1].double() / 1.4
-    law = logits.softmax(dim=-1).gather(-1, every[..., None]).squeeze(-1).prod(dim=1)
+    distribution = logits.softmax(dim=-1).gather(-1, every[..., None]).squeeze(-1).prod(dim=1)
     counts = torch.bincount((texts * torch.tensor([16, 4, 1])).sum(dim=1), minlength=64).double()
-    expected = law * num_rows
+    expected = distribution * num_rows
     rare = expected < 5
     counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)

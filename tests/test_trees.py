@@ -52,7 +52,7 @@ class ForkingDrafter(ScriptedDrafter):
         return logits
 
 
-def random_laws(depth: int, width: int, seed: int) -> tuple[list[list[float]], list[list[int]]]:
+def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[float]], list[list[int]]]:
     """Log-probabilities of so many positions, best first, and their tokens."""
     torch.manual_seed(seed)
     best, token_ids = torch.randn(depth, 50).double().log_softmax(dim=-1).topk(width, dim=-1)
@@ -70,7 +70,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("budget", [1, 5, 17, 60])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
-    log_probs, token_ids = random_laws(depth=3, width=6, seed=seed)
+    log_probs, token_ids = random_distributions(depth=3, width=6, seed=seed)
     tree = grow_tree(log_probs, token_ids, budget)
     every = [
         (
@@ -86,7 +86,7 @@ def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
 
 
 def test_a_tree_ends_where_there_are_no_more_paths() -> None:
-    log_probs, token_ids = random_laws(depth=2, width=3, seed=0)
+    log_probs, token_ids = random_distributions(depth=2, width=3, seed=0)
     assert len(grow_tree(log_probs, token_ids, 100).token_ids) == 3 + 9
     assert grow_tree([], [], 5).token_ids == []
 

@@ -52,7 +52,7 @@ def test_choose_sampled_is_inverse_transform() -> None:
         assert choose_sampled(logits, torch.tensor([[uniform]], dtype=torch.float64)).tolist() == [[token]]
 
 
-def test_choose_sampled_has_the_softmax_law() -> None:
+def test_choose_sampled_has_the_softmax_distribution() -> None:
     """Promise: chi-square against softmax at a fixed seed, rows and batch drawn at once and independently."""
     torch.manual_seed(0)
     num_draws = 40000
@@ -65,7 +65,7 @@ def test_choose_sampled_has_the_softmax_law() -> None:
         statistic = ((counts - expected) ** 2 / expected).sum()
         p_value = torch.special.gammaincc(torch.tensor(3.5, dtype=torch.float64), statistic / 2)
         assert p_value > 1e-3
-        # The test of the test: another row's law fails it.
+        # The test of the test: another row's distribution fails it.
         other = logits[1 - row, 0].double().softmax(dim=-1) * num_draws
         wrong = ((counts - other) ** 2 / other).sum()
         assert torch.special.gammaincc(torch.tensor(3.5, dtype=torch.float64), wrong / 2) < 1e-6

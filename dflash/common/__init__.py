@@ -1,1 +1,1 @@
-"""What every room needs and none owns. Each file is a door of its own, and imports nothing of this package."""
+"""Helpers of all other subpackages, which import them file by file. Nothing here imports another subpackage."""

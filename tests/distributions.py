@@ -1,4 +1,4 @@
-"""Exact laws of short sampled texts over a handful of words, samples of them, and the chi-square test between the two."""
+"""Exact distributions of short sampled texts over a handful of words, samples of them, and the chi-square test between the two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE = {
 }
 
 
-def make_law_target(seed: int = 8) -> PreTrainedModel:
+def make_distribution_target(seed: int = 8) -> PreTrainedModel:
     """A target of five words, whose texts of four words can all be enumerated."""
     return make_target("qwen3", seed=seed, num_hidden_layers=2, **SHAPE)
 
@@ -79,7 +79,7 @@ def prepared_processors(target: PreTrainedModel, prompt_ids: torch.Tensor, **opt
 
 
 @torch.no_grad()
-def exact_law(
+def exact_distribution(
     target: PreTrainedModel,
     prompt_ids: torch.Tensor,
     processors: LogitsProcessorList,
@@ -91,7 +91,7 @@ def exact_law(
     A text that a stop id ends is filled up with `PAD`.
     """
     vocab_size = target.config.vocab_size
-    law = torch.zeros(vocab_size**depth, dtype=torch.float64)
+    distribution = torch.zeros(vocab_size**depth, dtype=torch.float64)
     open_texts: list[tuple[list[int], float]] = [([], 1.0)]
     for step in range(depth):
         words = torch.tensor([text for text, _ in open_texts], dtype=torch.long).view(len(open_texts), step)
@@ -103,33 +103,33 @@ def exact_law(
             for token, share in enumerate(scores[0].double().softmax(dim=-1).tolist()):
                 if token in stop_ids or step == depth - 1:
                     padded = [*text, token] + [PAD] * (depth - step - 1)
-                    law[cells(torch.tensor([padded]), vocab_size)] += probability * share
+                    distribution[cells(torch.tensor([padded]), vocab_size)] += probability * share
                 elif share > 0:
                     longer.append(([*text, token], probability * share))
         open_texts = longer
-    assert abs(float(law.sum()) - 1) < 1e-9
-    return law
+    assert abs(float(distribution.sum()) - 1) < 1e-9
+    return distribution
 
 
 def cells(words: torch.Tensor, vocab_size: int = VOCAB) -> torch.Tensor:
-    """The index in `exact_law` of each text of words [B, depth]: [B]."""
+    """The index in `exact_distribution` of each text of words [B, depth]: [B]."""
     places = vocab_size ** torch.arange(words.shape[1] - 1, -1, -1)
     return (words * places).sum(dim=1)
 
 
-def p_value(drawn: torch.Tensor, law: torch.Tensor) -> float:
-    """Of the chi-square test that the cells `drawn` [B] come from `law`; cells expected less than 5 times are pooled."""
-    counts = torch.bincount(drawn, minlength=len(law)).double()
-    if (counts[law == 0] > 0).any():
+def p_value(drawn: torch.Tensor, distribution: torch.Tensor) -> float:
+    """Of the chi-square test that the cells `drawn` [B] come from `distribution`; cells expected less than 5 times are pooled."""
+    counts = torch.bincount(drawn, minlength=len(distribution)).double()
+    if (counts[distribution == 0] > 0).any():
         return 0.0
-    expected = law * len(drawn)
+    expected = distribution * len(drawn)
     rare = expected < 5
     pooled_counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
     pooled = torch.cat([expected[~rare], expected[rare].sum()[None]])
     if pooled[-1] < 5:  # too little is left over to be a cell
         pooled_counts, pooled = pooled_counts[:-1], pooled[:-1]
     degrees = torch.tensor(float(len(pooled) - 1), dtype=torch.float64)
-    assert degrees >= 5, "the law has too few likely texts to test"
+    assert degrees >= 5, "the distribution has too few likely texts to test"
     statistic = ((pooled_counts - pooled) ** 2 / pooled).sum()
     return float(torch.special.gammaincc(degrees / 2, statistic / 2))
 
