@@ -225,6 +225,8 @@ def test_without_the_hub_the_cache_alone_is_asked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    # Before 1.0 a session that was made offline, by another test, stays so.
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # refuses: it does not listen
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")

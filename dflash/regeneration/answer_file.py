@@ -25,9 +25,8 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
     """Makes sure that a run may write its answers to `path`: asked before models are loaded, and before writing.
 
     Raises:
-        ValueError: for a path that `dflash train` would not read, one that holds something else than a run, or a run
-        and
-            neither `resume` nor `overwrite` is given.
+        ValueError: for a path that `dflash train` would not read, that holds something else than a run, or that holds
+            a run while neither `resume` nor `overwrite` is given.
         OSError: for a path that cannot be written.
     """
     if path.suffix != ".jsonl" or path.is_dir():

@@ -100,8 +100,7 @@ def regenerate_data(
 
     Raises:
         ValueError: for data without a question, settings that changed, an output that holds something else or that
-        another
-            process writes, or a target whose logits are NaN or infinite.
+            another process writes, or a target whose logits are NaN or infinite.
         OSError: if the output cannot be written; the rows in it stay.
 
     Example:
