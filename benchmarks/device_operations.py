@@ -64,7 +64,7 @@ MODES: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 def small_pair(depths: tuple[int, int], dtype: torch.dtype) -> tuple[PreTrainedModel, DFlashDraftModel]:
-    """A target and its drafter of so many layers, narrow and random."""
+    """A narrow, random target and its drafter with the given numbers of layers."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,

@@ -63,7 +63,7 @@ class _Worker:
         self.is_open = False
 
     def answer(self, limit: float, setting: dict[str, Any] | None = None) -> Answer:
-        """The answer to a setting within so many seconds; without a setting the bench's facts, once it is open."""
+        """The worker's answer to a setting, within a limit of seconds. Without a setting: what the bench runs on, once it is open."""
         try:
             if setting is not None:
                 self._connection.send(setting)

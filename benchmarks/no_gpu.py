@@ -57,7 +57,7 @@ def need_cuda_build() -> None:
 def random_pair(
     sizes: dict[str, Any], depths: tuple[int, int], taps: list[int], is_tied: bool = False
 ) -> tuple[PreTrainedModel, DFlashDraftModel]:
-    """A Qwen3 target and its drafter of so many layers, random."""
+    """A random Qwen3 target and its drafter with the given numbers of layers."""
     num_layers, num_draft_layers = depths
     ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
     target = Qwen3ForCausalLM(Qwen3Config(**sizes, **ends, num_hidden_layers=num_layers, tie_word_embeddings=is_tied))

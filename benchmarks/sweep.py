@@ -6,7 +6,7 @@
 Random weights of a published shape (`--shape`) and a script that says how often proposals are right: a step's
 milliseconds are measured; tau is the script's and is only stated. Plain decoding and ours take turns at every point.
 
-The axis `memory` counts what the allocator holds at once for a prompt of so many tokens, beyond what stood before.
+The axis `memory` counts the bytes that the allocator holds for a prompt, by its length, beyond those it held before.
 """
 
 from __future__ import annotations

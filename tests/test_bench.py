@@ -1,6 +1,7 @@
 """The benchmark: what is counted, and that watching changes nothing. No test here asserts a time."""
 
 import json
+import os
 import re
 import sys
 
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from dflash import generate_blocks
 from dflash.cli import app as cli
+from dflash.common.files import only_writer
 from dflash.common.provenance import command
 from dflash.evaluation import (
     GREEDY,
@@ -550,6 +552,34 @@ def test_bench_refuses_before_anything_is_loaded(loads_nothing, tmp_path, monkey
     assert isinstance(outcome.exception, ValueError)
     assert re.search(said, str(outcome.exception))
     assert (tmp_path / "old.json").read_text() == "{}"
+
+
+def test_bench_is_refused_a_file_that_another_run_writes(loads_nothing, tmp_path):
+    with only_writer(tmp_path / "r.json"):
+        outcome = CliRunner().invoke(cli.app, ["bench", "--output", str(tmp_path / "r.json")])
+    assert isinstance(outcome.exception, ValueError)
+    assert re.search(rf"r.json is being written by process {os.getpid()}", str(outcome.exception))
+
+
+def test_bench_holds_its_file_while_it_runs(tmp_path, monkeypatch):
+    def run_bench(*_: object) -> dict:
+        with pytest.raises(ValueError, match="is being written"), only_writer(tmp_path / "r.json"):
+            pytest.fail("nobody held it")
+        raise ValueError("seen")
+
+    monkeypatch.setattr("dflash.evaluation.run_bench", run_bench, raising=False)
+    outcome = CliRunner().invoke(cli.app, ["bench", "--limit", "1", "--output", str(tmp_path / "r.json")])
+    assert str(outcome.exception) == "seen"
+
+
+def test_two_prompt_files_of_one_name_are_refused(loads_nothing, tmp_path):
+    """The results of one were once lost: they are kept under the file's name."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "test.txt").write_text("hello\n")
+    given = [word for folder in ("a", "b") for word in ("--prompts", str(tmp_path / folder / "test.txt"))]
+    outcome = CliRunner().invoke(cli.app, ["bench", *given])
+    assert re.search("two files of one name", str(outcome.exception))
 
 
 def test_bench_replaces_a_file_when_asked_to(tmp_path):

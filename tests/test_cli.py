@@ -376,7 +376,7 @@ def test_a_path_that_cannot_be_used_is_named_in_a_sentence(run: Any, tmp_path: P
 def test_more_problems_than_there_are_is_refused(run: Any) -> None:
     status, out, err = run("demo", "--prompts", "5")
     assert (status, out) == (1, "")
-    assert err == "dflash: --prompts 5: there are 4 problems; ask for at most so many.\n"
+    assert err == "dflash: --prompts 5: there are 4 problems; ask for at most 4.\n"
 
 
 def without(folder: Path, tmp_path: Path, *names: str) -> str:

@@ -88,7 +88,7 @@ def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} exists and is not a checkpoint (no config.json): choose another folder.")
     named: list[Any] = []
-    with suppress(ValueError, AttributeError, TypeError):  # a config.json that nobody can read names no class
+    with suppress(ValueError, AttributeError, TypeError):  # an unreadable config.json names no class
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         named += config.get("architectures") or []
         named.append(str((config.get("auto_map") or {}).get("AutoModel")).removeprefix("modeling_dflash."))

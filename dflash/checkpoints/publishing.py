@@ -142,7 +142,7 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
     for path in sorted(folder.iterdir()):
         for patterns, fault in (
             (SECRETS, "looks secret"),
-            (TRAINING_STATE, "is the state of a training run, which nobody loads"),
+            (TRAINING_STATE, "is the state of a training run, which no user of the drafter loads"),
         ):
             if any(map(path.match, patterns)):
                 raise ValueError(f"{path.name} {fault}: move it out of the folder before it is published.")

@@ -29,7 +29,9 @@ def demo(
         advance()
         problems = heldout_problems()
         if prompts > len(problems):
-            raise ValueError(f"--prompts {prompts}: there are {len(problems)} problems; ask for at most so many.")
+            raise ValueError(
+                f"--prompts {prompts}: there are {len(problems)} problems; ask for at most {len(problems)}."
+            )
         pair = Pair(*load_embedded_pair(dtype))
         advance()
         texts = [problem.question for problem in problems[:prompts]] if prompt is None else [given(prompt)]

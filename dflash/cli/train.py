@@ -17,7 +17,7 @@ from dflash.training import REMOVED, TrainingSettings, read_yaml
 from .loading import hide_loading_bars
 
 
-# A dry run measures so many steps after one that pays for what happens once.
+# Steps that a dry run measures, after one warm-up step.
 MEASURED_STEPS = 3
 
 OWN_FLAGS: dict[str, Any] = {

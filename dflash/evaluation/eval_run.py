@@ -121,7 +121,7 @@ def run_eval(
             if overwrite:
                 for part in journal.parts() if processes.is_first else ():
                     part.unlink()
-                processes.gather([None])  # nobody reads before the old answers are gone
+                processes.gather([None])  # no process reads before the old answers are deleted
             done = dict(processes.gather(list(journal.read().items())))
             journal.mend()
         left = [question for question in questions if key(question) not in done]

@@ -106,7 +106,7 @@ def thinking(result: dict[str, Any]) -> bool | None:
 
 
 def place_of(environment: dict[str, Any]) -> str:
-    """Where a result was measured: how many CPU threads, or what its device is called; empty if nobody said."""
+    """Where a result was measured: the number of CPU threads, or the name of the device; empty if the result does not say."""
     threads = environment.get("threads")
     if environment["device"] != "cpu" or threads is None:
         return environment["device"] or ""

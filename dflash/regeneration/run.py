@@ -145,7 +145,7 @@ def regenerate_data(
         finished = set() if overwrite else file.finished()
         open_rows = [dialogue for dialogue in asked if dialogue.number not in finished]
         record.was_finished = len(asked) - len(open_rows)
-        processes.gather([None])  # nobody writes before all have looked
+        processes.gather([None])  # no process writes before all have checked
         if processes.is_first:
             file.begin(overwrite, facts)
         processes.gather([None])

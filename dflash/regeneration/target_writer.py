@@ -160,7 +160,7 @@ def _write(
 ) -> list[list[int]]:
     """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
     width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # padded with a token that nobody sees
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # the padding is masked
     attention_mask = torch.zeros_like(input_ids)
     for i, prompt in enumerate(prompts):
         input_ids[i, width - len(prompt) :] = torch.tensor(prompt)

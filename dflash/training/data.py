@@ -176,7 +176,7 @@ def load_examples(
             Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
         tokenizer: The target's; rows of ids need none.
         split: Of a data set that has several.
-        max_length: Longer sequences are cut to so many tokens.
+        max_length: Longer sequences are cut to this number of tokens.
         template_kwargs: For the chat template, such as `enable_thinking=False`.
 
     Raises:

@@ -25,7 +25,7 @@ from .losses import (
 from .settings import TrainingSettings
 
 
-# The head gets a multiple of so many positions: few shapes, because kernels are chosen (and on a CPU compiled) anew for each.
+# The number of positions that the head gets is a multiple of this: few shapes, because kernels are chosen (and on a CPU compiled) anew for each.
 ROW_STEP = 256
 
 

@@ -16,7 +16,7 @@ from .findings import CONVERT, TRANSFORMERS, Finding, Severity, all_but, engine_
 
 DOUBLED = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
 
-# Fields that change what a drafter computes: who reads them, and what it costs where nobody does.
+# Fields that change what a drafter computes: the engines that read each, and the effect in engines that do not.
 VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
     "attention_sink_bias": ((None, False), ("vllm", "sglang"), "error"),
     "attention_value_scale": ((None, 1, 1.0), ("vllm", "sglang"), "error"),

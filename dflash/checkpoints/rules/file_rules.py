@@ -30,7 +30,7 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
             why = f"a pickle can run code when it is loaded{more}."
             yield severity("weights", name, why, "save as safetensors and delete it.", ALL, name)
         elif name == "generation_config.json":
-            why = "a drafter does not generate by itself, so nobody reads it."
+            why = "a drafter does not generate by itself, so no engine reads it."
             yield note("generation_config", name, why, "delete it.", ALL, name)
     if not has_safetensors:
         yield error("weights", None, "there are no weights.", "save them as safetensors.", file=WEIGHTS)
