@@ -259,7 +259,7 @@ def test_an_example_is_a_prompt(space: Space, visit: Callable[..., Any]) -> None
         ({"prompt": "apples " * 2_000}, r"The prompt \(14,000 characters\) is longer than 1,023 tokens, .*"),
         (
             {"target": "TARGET", "drafter": "OTHER"},
-            r".*hidden_size is 32 and the target's is 192: .* another target\.",
+            r".*hidden_size is 32 and the target's is 192: load its own target\.",
         ),
         ({"target": "TARGET"}, r"Target and drafter go together: .*"),
         ({"target": "./nowhere", "drafter": "OTHER"}, r"target \./nowhere is no folder: .*"),
