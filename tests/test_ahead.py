@@ -160,8 +160,11 @@ def sampled_texts(pair: Pair, prompts: list[torch.Tensor], **asked: Any) -> list
     return texts
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("asked", [{}, {"top_k": 20, "top_p": 0.9}, {"max_draft_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "num_rows"),
+    [({}, 1), ({}, 3), ({"top_k": 20, "top_p": 0.9}, 3), ({"max_draft_tokens": 3}, 1)],  # each is captured by itself
+    ids=str,
+)
 def test_sampled_blocks_are_the_same(pair: Pair, num_rows: int, asked: dict[str, Any]) -> None:
     """Promise: noise belongs to positions, also to those that the device alone knows; each row is another text."""
     prompts = [make_prompt(length, seed=length) for length in APART[:num_rows]]

@@ -1,7 +1,7 @@
 """Compiled forwards: the same text, no compilation behind the first steps, and eager ones where nothing else is right.
 
 Most tests run the graphs that dynamo takes as they are (`backend="eager"`): what is guarded, captured and fallen back from
-is decided there. One compiles them for real.
+is decided there. One compiles them for real (`pytest -m compiler`).
 """
 
 from __future__ import annotations
@@ -221,6 +221,12 @@ class _Announced:
 
 
 @pytest.fixture
+def _not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled stays what it was: where only the choice to compile is looked at, capturing shows nothing."""
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+
+
+@pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> _Announced:
     return _Announced(monkeypatch, caplog)
 
@@ -263,7 +269,7 @@ def test_auto_compiles_once_eager_steps_have_lost_what_it_costs(announced: _Anno
     assert len(announced.log) == len(announced.bars) == 1
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("clock", "_not_captured")
 def test_auto_compiles_in_the_middle_of_a_text_that_is_long_enough(announced: _Announced) -> None:
     """Promise: 50 steps have lost what compiling costs, and what is left of the text would lose it again."""
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
@@ -275,6 +281,7 @@ def test_auto_compiles_in_the_middle_of_a_text_that_is_long_enough(announced: _A
     assert len(announced.log) == 1
 
 
+@pytest.mark.usefixtures("_not_captured")
 def test_auto_weighs_by_what_was_measured(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: what compiling took and saves is noted, and the next pair on such a machine is weighed by that."""
     make = CompiledPair.function
@@ -325,7 +332,7 @@ def test_auto_does_not_try_again_what_was_given_up(announced: _Announced) -> Non
     assert not announced.log
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("clock", "_not_captured")
 def test_whoever_says_whether_to_compile_is_not_weighed() -> None:
     """Promise: compile=False counts nothing, compile=True waits for nothing."""
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(9)
@@ -356,14 +363,20 @@ def _hook(target: Any) -> None:
 
 
 def test_a_target_that_changes_between_texts_is_compiled_anew() -> None:
-    """Promise: what runs is the model as it is now, though no step looks at all of its modules."""
+    """Promise: what runs is the model as it is now, though no step looks at all of its modules.
+
+    Every change is seen; what follows when one is seen is the same for all.
+    """
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
     asked = {**GREEDY, "compile": True}
     before = spec_generate(drafter, target, prompt, **asked).sequences
     pair_of(target, drafter)
     for change in (_other_activation, _method_put_over, _switch, _hook):
-        graphs = counters["stats"]["unique_graphs"]
+        graphs, state = counters["stats"]["unique_graphs"], step_dflash._state_of(target, drafter)
         change(target)
+        assert step_dflash._state_of(target, drafter) != state, change.__name__
+        if change not in (_method_put_over, _hook):
+            continue
         truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
         assert not torch.equal(truth, before), change.__name__
         assert torch.equal(spec_generate(drafter, target, prompt, **asked).sequences, truth), change.__name__
@@ -454,6 +467,7 @@ def test_a_pair_is_not_kept_alive() -> None:
     assert [ref() for ref in left] == [None, None]
 
 
+@pytest.mark.usefixtures("_not_captured")
 def test_a_compilation_is_announced_once_where_no_bar_is_seen(caplog: pytest.LogCaptureFixture) -> None:
     """Known trap: `compile=True` was silent for half a minute where stderr is no terminal: a warning says what it does."""
     target, drafter, prompt = small_target(), small_drafter(), make_prompt(9, seed=3)
@@ -472,31 +486,23 @@ def test_a_compile_that_is_none(value: Any) -> None:
         )
 
 
-def test_compiled_for_real(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Through Inductor and its C++ compiler; most tests here only capture."""
-    monkeypatch.setattr(step_dflash, "BACKEND", "inductor")
-    target = small_target()
-    drafter = small_drafter()
-    prompt = make_prompt(17, seed=3)
-    truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)
-    for more in ({}, {"draft_tree": 7}, {"max_draft_tokens": 0}):
-        assert torch.equal(spec_generate(drafter, target, prompt, compile=True, **GREEDY, **more).sequences, truth)
-    pair_of(target, drafter)
-    assert "eagerly" not in caplog.text
+@pytest.mark.compiler
+def test_compiled_for_real_and_no_step_copies_keys(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through Inductor and its C++ compiler; most tests here only capture.
 
-
-def test_no_compiled_step_copies_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: neither to write a block nor for each head; what a step allocates is less than one layer's keys.
-
-    The text is the target's, here too.
+    Promise: keys are copied neither to write a block nor for each head; what a step allocates is less than one layer's keys.
     """
     monkeypatch.setattr(step_dflash, "BACKEND", "inductor")
     target = make_target(num_hidden_layers=2, num_attention_heads=8, head_dim=64, max_position_embeddings=4096)
     drafter, prompt = make_drafter(**SMALL, attn_implementation="sdpa"), make_prompt(2000)
     asked: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "max_new_tokens": 12, "compile": True}
-    text = spec_generate(drafter, target, prompt, **asked)
-    assert torch.equal(text, greedy(target, prompt, max_new_tokens=12, eos_token_id=None))
+    truth = greedy(target, prompt, max_new_tokens=12, eos_token_id=None)
+    for more in ({}, {"draft_tree": 7}, {"max_draft_tokens": 0}):
+        assert torch.equal(spec_generate(drafter, target, prompt, **asked, **more), truth)
     pair_of(target, drafter)
+    assert "eagerly" not in caplog.text
     steps = generate_blocks(drafter, target, prompt, **asked)
     next(steps), next(steps)  # the prompt's forward, and the drafter's first, which reads all of the prompt
     of_one_layer = 4 * prompt.shape[1] * target.config.num_key_value_heads * target.config.head_dim

@@ -27,6 +27,7 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_dflash, "SMALLEST_CAPACITY", 256)
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_what_cuda_compiles_writes_the_targets_text() -> None:
     """Flex attention with grouped heads, lengths on the device and windows: through Inductor, and no step eagerly.
