@@ -2,7 +2,7 @@
 
     python3 -m venv dialects && dialects/bin/pip install speculators==0.9.0 dflash-transformers
     dialects/bin/pip install --no-deps specforge==0.2.0
-    dialects/bin/python benchmarks/engines/dialect_fixtures.py --output benchmarks/results/dialect_fixtures.json
+    dialects/bin/python tests/dialect_fixtures.py --output benchmarks/results/dialect_fixtures.json
 
 Each package builds a tiny random drafter by its own classes, runs one block after a context by its own forward, and saves
 it as it saves checkpoints; then `DFlashDraftModel.from_pretrained` reads the folder and runs the same block, and once more
@@ -192,7 +192,7 @@ def main() -> None:
         }
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     result = record("dialects", versions, tolerance=TOLERANCE, fixtures=results)
-    print(json.dumps(result, indent=1))
+    json.dump(result, sys.stdout, indent=1)
     if args.output is not None:
         write_result(args.output, result)
     sys.exit(0 if all(fixture.get("agrees", True) for fixture in results.values()) else 1)
