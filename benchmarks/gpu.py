@@ -4,7 +4,7 @@
     benchmarks/gpu.sh --list                       # the rows, the most useful ones first
     benchmarks/gpu.sh --rows 'qwen3-8b/512x1/*'    # some of them
     benchmarks/gpu.sh --smoke                      # the same rows on the CPU with a tiny shape; its figures mean nothing
-    benchmarks/gpu.sh --pack                       # the packages for a machine that has torch alone: see gpu_pack.py
+    benchmarks/gpu.sh --pack                       # the packages for a machine that has torch alone: see gpu.sh
 
 Weights are random and acceptance is simulated: milliseconds are measured, and a script decides how many tokens a step gives. A
 row that fails, hangs or ends its process loses only itself; rows for which the time does not suffice are noted as skipped. The
@@ -37,7 +37,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the rows, with their limits in seconds")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows together")
     parser.add_argument("--tau", type=float, default=6.5, help="mean acceptance length of the script")
-    parser.add_argument("--steps", type=int, help="that a text should have; default: 40, with --smoke 4")
+    parser.add_argument("--steps", type=int, help="of a text; default: 40, with --smoke 4")
     parser.add_argument("--output", type=Path, help="JSON file to write; default: gpu.json in $OUT, if set")
     parser.add_argument("--smoke", action="store_true", help="on the CPU, a tiny shape")
     args = parser.parse_args(words)
@@ -78,7 +78,7 @@ def main() -> None:
     began = time.monotonic()
     args = arguments()
     if args.list:
-        print("\n".join(f"{row.name:40} {row.limit:4.0f} s" for row in args.rows))
+        print("\n".join(f"{row['name']:40} {row['limit']:4.0f} s" for row in args.rows))
         return
     # So that the process that measures is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -90,7 +90,7 @@ def main() -> None:
         "stated_tau": args.tau,
         "steps": args.steps,
         "baseline": "target.generate, greedy",
-        "step": "median of the steps that count, by events of the GPU (of a CPU: by its clock)",
+        "step": "median of the steps that count, from the tokens of one at the host to those of the next",
     }
     result: dict[str, Any] = {}
     told: set[str] = set()
@@ -100,8 +100,8 @@ def main() -> None:
         from dflash.common.provenance import record, write_result
 
         for row in rows:
-            if row.status != SKIPPED and row.name not in told:
-                told.add(row.name)
+            if row["status"] != SKIPPED and row["name"] not in told:
+                told.add(row["name"])
                 print(line(row), flush=True)
         summary = derived(rows)
         result.update(record("gpu", facts, decoding=setting, summary=summary, goals=goals(summary)))
@@ -117,7 +117,7 @@ def main() -> None:
     print(label)
     for table in tables_of(result):
         show_table(table)
-    statuses = [row.status for row in args.rows]
+    statuses = [row["status"] for row in args.rows]
     print(f"{statuses.count(MEASURED)} of {len(statuses)} rows measured, {time.monotonic() - began:.0f} s")
     # A smoke test must have measured everything that can be.
     sys.exit(MEASURED not in statuses or (args.smoke and (FAILED in statuses or SKIPPED in statuses)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 from contextlib import nullcontext
 from functools import cache, partial
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_steps import GraphWatch, StepClock, TimedText, step_figures, time_blocks, time_generate
+from gpu_steps import GraphWatch, StepMarks, read_blocks, step_figures
 from measuring import versions
 
 from dflash import DFlashDraftModel, generate_blocks
@@ -32,14 +33,14 @@ from dflash.training import Batch, DrafterLoss, Example, FrozenTarget, build_opt
 
 
 # The keywords of `generate_blocks` for each of ours.
-GREEDILY: dict[str, Any] = {"temperature": 0.0}
-COMPILED: dict[str, Any] = {**EAGER, "compile": True}
+EAGERLY: dict[str, Any] = {**EAGER, "temperature": 0.0}
+COMPILED: dict[str, Any] = {**EAGERLY, "compile": True}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "eager": {**EAGER, **GREEDILY},
-    "compiled": {**COMPILED, **GREEDILY},
-    "tree": {**COMPILED, **GREEDILY, "draft_tree": 64},
-    "adaptive": {**COMPILED, **GREEDILY, "adaptive": True},
-    "useless": {**COMPILED, **GREEDILY, "adaptive": True},
+    "eager": EAGERLY,
+    "compiled": COMPILED,
+    "tree": {**COMPILED, "draft_tree": 64},
+    "adaptive": {**COMPILED, "adaptive": True},
+    "useless": {**COMPILED, "adaptive": True},
     "sampled": {**COMPILED, "do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 20},
 }
 # Their steps are of several widths.
@@ -52,11 +53,7 @@ WARM_UP = 2  # steps that are not timed
 
 
 class GpuBench:
-    """Measures a row by its setting.
-
-    Options are `is_smoke` (on the CPU, in fp32, without torch's compiler), `tau` of the script, and `steps` that a text should
-    have.
-    """
+    """Measures rows. Options are `is_smoke` (on the CPU, in fp32, without torch's compiler), the script's `tau`, and `steps`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.is_smoke = bool(options["is_smoke"])
@@ -86,11 +83,11 @@ class GpuBench:
         target, drafter = (model.requires_grad_(False) for model in models)
         return target, drafter, useless(drafter)
 
-    def measure(self, setting: dict[str, Any]) -> dict[str, Any]:
+    def measure(self, row: dict[str, Any]) -> dict[str, Any]:
         """The figures of a row."""
         free()
-        target, drafter, twin = self.pair(setting["shape"])
-        if setting["kind"] == "floor":
+        target, drafter, twin = self.pair(row["shape"])
+        if row["kind"] == "floor":
             return {
                 "copy_gb_per_second": copy_bandwidth(self.device, 2**20 if self.is_smoke else 2**32) / 1e9,
                 "target_parameters": target.num_parameters(),
@@ -102,13 +99,12 @@ class GpuBench:
         memory = PeakMemory(not self.is_smoke)
         memory.reset()
         held = memory.read()
-        if setting["kind"] == "training":
-            attention = None if setting["way"] == "library" else setting["way"]
+        if row["kind"] == "training":
             size = SMOKE_TRAINING if self.is_smoke else TRAINING
-            figures = time_training(target, copy.deepcopy(drafter.config), attention, size, StepClock(self.device))
+            figures = time_training(target, copy.deepcopy(drafter.config), row["way"], size)
         else:
-            drafter = twin if setting["way"] == "useless" else drafter
-            figures = self._decoding(target, drafter, setting["way"], setting["context"], setting["batch"])
+            drafter = twin if row["way"] == "useless" else drafter
+            figures = self._decoding(target, drafter, row["way"], row["context"], row["batch"])
         peak = {"memory_before_gb": held / 1e9, "peak_memory_gb": memory.read() / 1e9, "memory_kind": memory.kind}
         return {**figures, **peak}
 
@@ -120,38 +116,36 @@ class GpuBench:
 
     def _decoding(self, target: Any, drafter: Any, way: str, context: int, batch: int) -> dict[str, Any]:
         prompt_ids = scripted_prompt(target, context, batch)
-        # Of steps that give more than one token, or form a habit, a text has to be longer.
-        is_longer = way in OPTIONS and way != "tree"
-        new_tokens = 2 + round(self.num_steps * (self.tau if is_longer else 1))
-        new_tokens += drafter.config.block_size * (way in OPTIONS)  # the last ones are steps that do not count
-        read = partial(self._read, target, drafter, way, prompt_ids, new_tokens)
-        warm_up, _ = self._watched(read)
-        measured, text = self._watched(read)
-        expected = scripted_continuation(target, prompt_ids, new_tokens).tolist()
+        read = partial(self._read, target, drafter, way, prompt_ids)
+        warm_up, *_ = self._watched(read)
+        measured, marks, token_ids = self._watched(read)
+        expected = scripted_continuation(target, prompt_ids, max(map(len, token_ids))).tolist()
         return {
-            **step_figures(text, batch, by_mean=way in OF_MANY_WIDTHS),
-            "new_tokens": new_tokens,
-            "is_right": text.token_ids == expected,
+            **step_figures(marks, batch, by_mean=way in OF_MANY_WIDTHS),
+            "is_right": all(text == right[: len(text)] for text, right in zip(token_ids, expected, strict=True)),
             "step_bytes": step_bytes(target, None if way in ("generate", "static") else drafter, context, batch),
             "not_compiled_because": self._why_not_compiled(target, drafter, way),
             **measured,
             "warm_up": warm_up,
         }
 
-    def _watched(self, read: Any) -> tuple[dict[str, Any], TimedText]:
-        """What reading a text compiled and recorded, and the text."""
+    def _watched(self, read: Any) -> tuple[dict[str, Any], StepMarks, list[list[int]]]:
+        """What reading a text compiled and recorded, its marks, and the text."""
         before, known = self.watch.counts(), self.watch.compiled()
-        text: list[TimedText] = []
-        seconds = seconds_of(lambda: text.append(read()))
+        marks, token_ids = StepMarks(), list[list[int]]()
+        seconds = seconds_of(lambda: token_ids.extend(read(marks)))
         counts = self.watch.counts().since(before)
-        return {**counts, "reasons": self.watch.reasons(known), "seconds_of_text": seconds}, text[0]
+        return {**counts, "reasons": self.watch.reasons(known), "seconds_of_text": seconds}, marks, token_ids
 
-    def _read(self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, new_tokens: int) -> TimedText:
+    def _read(
+        self, target: Any, drafter: Any, way: str, prompt_ids: torch.Tensor, marks: StepMarks
+    ) -> list[list[int]]:
         """One text, step by step."""
-        clock = StepClock(self.device)
         if way in OPTIONS:
+            num_steps = self.num_steps * (5 if way in OF_MANY_WIDTHS else 1)  # widths become a habit first
+            new_tokens = drafter.config.block_size * (2 + num_steps)  # no text ends before
             blocks = generate_blocks(drafter, target, prompt_ids, max_new_tokens=new_tokens, **OPTIONS[way])
-            return time_blocks(blocks, clock, len(prompt_ids), new_tokens, drafter.config.block_size)
+            return read_blocks(blocks, marks, len(prompt_ids), num_steps)
         options: dict[str, Any] = {"cache_implementation": "static"} if way == "static" else {}
         if way == "native":
             if not HAS_NATIVE:
@@ -159,10 +153,11 @@ class GpuBench:
                     f"transformers {transformers.__version__} has no native dflash: it came with 5.15, install a newer one."
                 )
             options = {"assistant_model": drafter, "speculation_type": "dflash"}
-        generate = partial(target.generate, max_new_tokens=new_tokens, **GREEDY, **options)
         # Every context and batch of every shape is one more compilation of the same function of transformers.
         with torch._dynamo.config.patch(recompile_limit=64) if way == "static" else nullcontext():
-            return time_generate(generate, prompt_ids, clock)
+            length = {"max_new_tokens": 2 + self.num_steps}
+            sequences = target.generate(prompt_ids, streamer=marks, **length, **GREEDY, **options)
+        return sequences[:, prompt_ids.shape[1] :].tolist()
 
     def _why_not_compiled(self, target: Any, drafter: Any, way: str) -> str | None:
         """Of a way that is to be compiled: why it was not."""
@@ -222,35 +217,34 @@ def random_batch(size: dict[str, int], vocab_size: int) -> Batch:
     return collate([Example(document, mask) for document in ids], anchors, pad_token_id=0)
 
 
-def time_training(
-    target: Any, config: Any, attention: str | None, size: dict[str, int], clock: StepClock
-) -> dict[str, Any]:
+def time_training(target: Any, config: Any, attention: str, size: dict[str, int]) -> dict[str, Any]:
     """Tokens per second of forward, backward and optimiser, the median of several steps.
 
     The drafter begins with random weights in fp32; bf16 computes where the target has it. `attention` is the one that the
-    drafter is trained by; `None`: the one that the library chooses.
+    drafter is trained by, or "library": the one that the library chooses.
     """
     device = target.device
     drafter = DFlashDraftModel(config).to(device, torch.float32).train()
     loss_of: Any = DrafterLoss(FrozenTarget(target, drafter))
-    if attention is not None:
+    if attention != "library":
         loss_of.attention = lambda device: attention
     (optimizer,) = build_optimizers(drafter, learning_rate=1e-4, weight_decay=0.0, muon_learning_rate=None)
     batch = random_batch(size, target.config.vocab_size).to(device)
     losses = []
-    clock.mark()
-    for _ in range(WARM_UP + size["steps"]):
+
+    def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
             loss_sum, _ = loss_of(batch)
         loss_sum.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss_sum.detach())
-        clock.mark()
-    times = [clock.milliseconds(step, step + 1) for step in range(WARM_UP, WARM_UP + size["steps"])]
-    if not torch.stack(losses).isfinite().all():
-        raise RuntimeError(f"A loss is not finite: {[loss.item() for loss in losses]}.")
+        losses.append(loss_sum.item())  # waits for all of it
+
+    first, *others = [1e3 * seconds_of(step) for _ in range(WARM_UP + size["steps"])]
+    times = others[WARM_UP - 1 :]
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"A loss is not finite: {losses}.")
     return {
         "attention": loss_of.attention(device),
         "batch_size": size,
@@ -258,6 +252,6 @@ def time_training(
         "ms_per_step": median(times),
         "ms_per_step_fastest": min(times),
         "ms_per_step_slowest": max(times),
-        "ms_first_step": clock.milliseconds(0, 1),
+        "ms_first_step": first,
         "tokens_per_second": 1e3 * size["documents"] * size["tokens"] / median(times),
     }

@@ -1,7 +1,8 @@
 """Measures rows one after another in a process of their own, so that a row that fails or hangs loses only itself.
 
-A row has a limit in seconds. One that exceeds it, or that ends the process, is noted, and a new process goes on with the
-next. This module knows no model and no torch; the bench that it opens in the other process measures.
+A row is a dict; what became of it is written into it. One that exceeds its limit in seconds, or that ends the process, is
+noted, and a new process goes on with the next. This module knows no model and no torch; the bench that it opens in the
+other process measures.
 """
 
 from __future__ import annotations
@@ -12,43 +13,28 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 
 START_LIMIT = 180.0  # seconds for a process to import its libraries and find the device
 MOST_STARTS = 2  # processes in a row that end before they have opened a bench; then the other rows are given up
-PATIENCE = 5.0  # seconds for a process that is done to end by itself
 
+# Refused: it cannot be run, by a ValueError.
 MEASURED, REFUSED, FAILED, SKIPPED = "measured", "refused", "failed", "skipped"
 
-
-@dataclass
-class Row:
-    """Something to measure, and what became of it."""
-
-    name: str
-    limit: float  # seconds that it may take
-    setting: dict[str, Any]  # for the bench
-    status: str = SKIPPED  # refused: it cannot be run, by a ValueError
-    reason: str | None = "not begun yet"  # why it is not measured
-    seconds: float | None = None  # that it took; `None` where it was not begun
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        seconds = None if self.seconds is None else round(self.seconds, 2)
-        head = {"name": self.name, "status": self.status, "reason": self.reason, "seconds": seconds}
-        return {**head, **self.setting, **self.figures}
-
-
+Row = dict[str, Any]
 # Opens a bench in the other process, from options that can be pickled; a function of a module, so that it can be found there.
-# A bench has `facts`, `measure(setting)` gives the figures of a row, and `recover()` frees what a failed row has left and
+# A bench has `facts`, `measure(row)` gives the figures of a row, and `recover()` frees what a failed row has left and
 # raises if the process is of no more use.
 Opener = Callable[[dict[str, Any]], Any]
 # Status, reason, figures, and whether the process can go on.
 Answer = tuple[str, str | None, dict[str, Any], bool]
+
+
+def new_row(name: str, limit: float, **setting: Any) -> Row:
+    """A row that may take `limit` seconds, with its setting for the bench; `seconds` is `None` where it was not begun."""
+    return {"name": name, "limit": limit, "status": SKIPPED, "reason": "not begun yet", "seconds": None, **setting}
 
 
 class _Worker:
@@ -60,24 +46,27 @@ class _Worker:
         self._process = context.Process(target=_serve, args=(theirs, opener, options), daemon=True)
         self._process.start()
         theirs.close()
-        self.is_open = False
+        self.is_open, self.is_fit = False, True
 
-    def answer(self, limit: float, setting: dict[str, Any] | None = None) -> Answer:
-        """The worker's answer to a setting, within a limit of seconds. Without a setting: what the bench runs on, once it is open."""
+    def answer(self, limit: float, row: Row | None = None) -> tuple[str, str | None, dict[str, Any]]:
+        """The worker's answer to a row, within a limit of seconds. Without a row: what the bench runs on, once it is open."""
+        answer: Answer = FAILED, f"it took longer than the {limit:.0f} s that it had", {}, False
         try:
-            if setting is not None:
-                self._connection.send(setting)
+            if row is not None:
+                self._connection.send(row)
             if self._connection.poll(max(0.0, limit)):
-                return self._connection.recv()
+                answer = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(timeout=10)
-            return FAILED, self._how_it_ended(), {}, False
-        return FAILED, f"it took longer than the {limit:.0f} s that it had", {}, False
+            answer = FAILED, self._how_it_ended(), {}, False
+        self.is_open = self.is_fit = answer[-1]
+        if not self.is_fit:
+            self.end()
+        return answer[:-1]
 
-    def end(self, patience: float = 0.0) -> None:
-        """Ends the process, whatever it does; with patience it may end by itself, which it does if it waits for a row."""
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
         self._connection.close()
-        self._process.join(patience)
         self._process.kill()
         self._process.join()
 
@@ -98,12 +87,12 @@ def run_rows(
 ) -> None:
     """Measures the rows in their order until `deadline`, by `time.monotonic`; what is not begun by then is skipped.
 
-    What became of a row is written into it. `opener` opens the bench with `options`. `on_change` gets the rows and the bench's
-    facts (none before it has opened), at first, after each row and at the end.
+    `opener` opens the bench with `options`. `on_change` gets the rows and the bench's facts (none before it has opened), at
+    first, after each row and at the end.
     """
     facts: dict[str, Any] = {}
     num_starts = 0
-    worker: _Worker | None = _Worker(opener, options)  # imports its libraries while this process imports its own
+    worker = _Worker(opener, options)  # imports its libraries while this process imports its own
     try:
         on_change(rows, facts)
         for place, row in enumerate(rows):
@@ -111,36 +100,29 @@ def run_rows(
             if began >= deadline:
                 _skip(rows[place:], "the time for all rows was over before this one began")
                 break
-            worker, is_fit = worker or _Worker(opener, options), False
+            worker = worker if worker.is_fit else _Worker(opener, options)
             if not worker.is_open:
-                _, reason, opened, worker.is_open = worker.answer(min(START_LIMIT, deadline - began))
-                num_starts = 0 if worker.is_open else num_starts + 1
+                _, reason, opened = worker.answer(min(START_LIMIT, deadline - began))
                 facts |= opened
-                row.status, row.reason = FAILED, f"no process to measure in: {reason}"
+                num_starts = 0 if worker.is_open else num_starts + 1
+                row |= {"status": FAILED, "reason": f"no process to measure in: {reason}"}
                 began = time.monotonic()
             if worker.is_open:
-                limit = min(row.limit, deadline - began)
-                row.status, row.reason, row.figures, is_fit = worker.answer(limit, row.setting)
-                row.seconds = time.monotonic() - began
-            if not is_fit:
-                worker.end()
-                worker = None
-            if num_starts == MOST_STARTS:
+                status, why, figures = worker.answer(min(row["limit"], deadline - began), row)
+                seconds = round(time.monotonic() - began, 2)
+                row |= {"status": status, "reason": why, "seconds": seconds, **figures}
+            elif num_starts == MOST_STARTS:
                 _skip(rows[place + 1 :], f"{num_starts} processes in a row did not start: {reason}")
                 break
             on_change(rows, facts)
-        if worker is not None:
-            worker.end(PATIENCE)
-            worker = None
     finally:
-        if worker is not None:
-            worker.end()
+        worker.end()
     on_change(rows, facts)
 
 
 def _skip(rows: Sequence[Row], reason: str) -> None:
     for row in rows:
-        row.status, row.reason = SKIPPED, reason
+        row |= {"status": SKIPPED, "reason": reason}
 
 
 def _serve(connection: Connection, opener: Opener, options: dict[str, Any]) -> None:
@@ -160,9 +142,9 @@ def _serve(connection: Connection, opener: Opener, options: dict[str, Any]) -> N
             answer = _answer(bench, connection.recv())
 
 
-def _answer(bench: Any, setting: dict[str, Any]) -> Answer:
+def _answer(bench: Any, row: Row) -> Answer:
     try:
-        return MEASURED, None, bench.measure(setting), True
+        return MEASURED, None, bench.measure(row), True
     except Exception as error:
         reason, status = reason_of(error), REFUSED if isinstance(error, ValueError) else FAILED
         if status == FAILED:

@@ -2,16 +2,21 @@
 
 import importlib
 import json
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import zipfile
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,7 +36,6 @@ from dflash.evaluation import (
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-CPU = torch.device("cpu")
 
 
 def load(name):
@@ -104,100 +108,70 @@ def test_a_useless_drafter_is_never_right_and_shares_the_weights():
 # Steps
 
 
-class FakeClock:
-    """Mark n is at `times[n]`; what is in `recording` was recorded before that mark."""
+@pytest.fixture
+def clock(monkeypatch):
+    """Marks are made at these times, one after another; at those among `recordings` another graph has been recorded."""
+    steps = load("gpu_steps")
+    watch = steps.GraphWatch.installed()
+    numbers = count()
 
-    def __init__(self, times, recording=()):
-        self.times, self.recording, self.num_marks = times, recording, 0
+    def run_at(seconds, recordings=()):
+        counted = (steps.Counts(sum(mark >= at for at in recordings)) for mark in numbers)
+        monkeypatch.setattr(steps.time, "perf_counter", iter(seconds).__next__)
+        monkeypatch.setattr(watch, "counts", lambda: next(counted))
+        return steps.StepMarks()
 
-    def mark(self):
-        self.num_marks += 1
-        return self.num_marks - 1
-
-    def milliseconds(self, begin, end):
-        return self.times[end] - self.times[begin]
-
-    def is_settled(self, begin, end):
-        return not any(begin < mark <= end for mark in self.recording)
+    return run_at
 
 
 def block(sequence, count):
     return SimpleNamespace(sequence=sequence, token_ids=[0] * count)
 
 
-def read(blocks, clock, num_sequences, max_new_tokens, block_size=4):
+def blocks_of(*steps):
+    yield from (block(*one) for step in steps for one in step)
+
+
+def test_steps_that_are_not_like_most_do_not_count(clock):
+    """Prefill, the first step, one that records a graph, and two that count; what comes after is not read."""
     steps = load("gpu_steps")
-    return steps.time_blocks(blocks, clock, num_sequences, max_new_tokens, block_size)
+    marks = clock([0, 0.050, 0.150, 0.850, 0.860, 0.872], recordings=[3])
+    blocks = blocks_of([(0, 1)], [(0, 4)], [(0, 4)], [(0, 2)], [(0, 3)], [(0, 1)])
+    assert steps.read_blocks(blocks, marks, 1, 4) == [[0] * 14]
+    assert list(blocks) == []
+    figures = steps.step_figures(marks, 1)
+    assert (figures["ms_to_first_token"], figures["steps"], figures["steps_counted"]) == (50, 4, 2)
+    assert figures["ms_per_step"] == pytest.approx(11)
+    assert figures["ms_per_token"] == pytest.approx(4.4)
+    assert figures["tokens_per_step"] == 2.5
 
 
-def test_steps_that_are_not_like_most_do_not_count():
-    """Prefill, the first step, one that records a graph, two that count, and one for which less than a block was wanted."""
-    blocks = [block(0, 1), block(0, 4), block(0, 4), block(0, 2), block(0, 3), block(0, 2)]
-    text = read(blocks, FakeClock([0, 50, 150, 850, 860, 872, 880], recording=[3]), 1, 16)
-    assert text.ms_to_first_token == 50
-    assert [(step.milliseconds, step.num_tokens) for step in text.steps] == [
-        (100, 4),
-        (700, 4),
-        (10, 2),
-        (12, 3),
-        (8, 2),
-    ]
-    assert [step.counts for step in text.steps] == [False, False, True, True, False]
-    figures = load("gpu_steps").step_figures(text, 1)
-    assert (figures["ms_per_step"], figures["tokens_per_step"], figures["ms_per_token"]) == (11, 2.5, 4.4)
-    assert (figures["steps"], figures["steps_counted"]) == (5, 2)
-
-
-def test_the_blocks_of_a_batch_are_one_step_and_steps_of_fewer_sequences_do_not_count():
-    blocks = [block(0, 1), block(1, 1), block(0, 2), block(1, 2), block(0, 4), block(1, 2), block(1, 1), block(1, 1)]
-    text = read(blocks, FakeClock([0, 9, 10, 19, 20, 29, 35, 40, 45]), 2, 100)
-    assert [step.milliseconds for step in text.steps] == [10, 15, 5, 5]
-    assert [step.counts for step in text.steps] == [False, True, False, False]
-    assert list(map(len, text.token_ids)) == [7, 7]
-    assert load("gpu_steps").step_figures(text, 2)["tokens_per_step"] == 3
-
-
-def test_steps_of_several_widths_count_by_their_mean():
+def test_the_blocks_of_a_batch_are_one_step(clock):
     steps = load("gpu_steps")
-    text = steps.TimedText([steps.Step(ms, 1, True) for ms in (2.0, 2.0, 11.0)], 1.0, [[]])
-    assert steps.step_figures(text, 1)["ms_per_token"] == 2
-    assert steps.step_figures(text, 1, by_mean=True)["ms_per_token"] == 5
+    marks = clock([0, 0.009, 0.019, 0.034])
+    token_ids = steps.read_blocks(blocks_of([(0, 1), (1, 1)], [(0, 2), (1, 2)], [(0, 4), (1, 2)]), marks, 2, 2)
+    assert list(map(len, token_ids)) == [7, 5]
+    figures = steps.step_figures(marks, 2)
+    assert figures["ms_per_step"] == pytest.approx(15)
+    assert figures["tokens_per_step"] == 3
+
+
+def test_steps_of_several_widths_count_by_their_mean(clock):
+    steps = load("gpu_steps")
+    marks = clock([0, 1, 2, 2.002, 2.004, 2.015])
+    steps.read_blocks(blocks_of(*[[(0, 1)]] * 5), marks, 1, 4)
+    assert steps.step_figures(marks, 1)["ms_per_token"] == pytest.approx(2)
+    assert steps.step_figures(marks, 1, by_mean=True)["ms_per_token"] == pytest.approx(5)
     with pytest.raises(ValueError, match=r"None of 1 steps counts.*let it write more tokens"):
-        steps.step_figures(steps.TimedText([steps.Step(1.0, 1, False)], 1.0, [[]]), 1)
+        steps.step_figures(marks[:3], 1)
 
 
-def test_a_gpus_clock_reads_its_events_and_sees_recordings(monkeypatch):
-    steps = load("gpu_steps")
-    now = [0.0]
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-            self.is_over = False
-
-        def record(self):
-            self.at = now[0]
-
-        def synchronize(self):
-            self.is_over = True
-
-        def elapsed_time(self, end):
-            assert end.is_over, "read before the device got there"
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock, watch = steps.StepClock(torch.device("cuda")), steps.GraphWatch.installed()
+def test_recordings_are_counted_before_they_begin():
+    watch = load("gpu_steps").GraphWatch.installed()
     before = watch.counts()
-    clock.mark()
-    now[0] = 7.0
-    clock.mark()
     with pytest.raises(AttributeError):
-        torch.cuda.CUDAGraph.capture_begin(None)  # counted before it begins
-    clock.mark()
-    assert clock.milliseconds(0, 1) == 7
+        torch.cuda.CUDAGraph.capture_begin(None)
     assert watch.counts().since(before)["recordings"] == 1
-    assert clock.is_settled(0, 1)
-    assert not clock.is_settled(1, 2)
 
 
 def test_compilations_are_counted_with_their_reasons():
@@ -218,14 +192,21 @@ def test_compilations_are_counted_with_their_reasons():
 def test_steps_of_generate_are_those_of_its_streamer():
     steps = load("gpu_steps")
     target, _ = scripted_pair("smoke", 4.0)
-    ids = scripted_prompt(target, 12, 2)
+    marks = steps.StepMarks()
+    target.generate(scripted_prompt(target, 12, 2), do_sample=False, max_new_tokens=6, streamer=marks)
+    assert [mark.num_tokens for mark in marks] == [24, *[2] * 6]
+    figures = steps.step_figures(marks, 2)
+    assert (figures["steps"], figures["steps_counted"], figures["tokens_per_step"]) == (5, 4, 1)
 
-    def generate(prompt_ids, streamer):
-        return target.generate(prompt_ids, do_sample=False, max_new_tokens=6, streamer=streamer)
 
-    text = steps.time_generate(generate, ids, steps.StepClock(CPU))
-    assert [(step.num_tokens, step.counts) for step in text.steps] == [(2, False), *[(2, True)] * 4]
-    assert text.token_ids == scripted_continuation(target, ids, 6).tolist()
+def test_every_text_of_a_batch_outlasts_its_steps():
+    """Promise: a step is a block of every sequence, also where whole blocks are accepted."""
+    bench = load("gpu_measure").GpuBench.__new__(load("gpu_measure").GpuBench)
+    bench.num_steps = 4
+    target, drafter = scripted_pair("smoke", 16.0)
+    ids, marks = scripted_prompt(target, 12, 3), load("gpu_steps").StepMarks()
+    assert bench._read(target, drafter, "eager", ids, marks) == scripted_continuation(target, ids, 65).tolist()
+    assert [mark.num_tokens for mark in marks] == [0, 3, *[48] * 4]
 
 
 # One row after another
@@ -284,15 +265,13 @@ def helper(tmp_path, monkeypatch):
 
 def run(helper, *what, seconds=60.0, **options):
     runner = load("gpu_runner")
-    rows = [runner.Row(f"{place}/{do}", 1.5 if do == "hang" else 30.0, {"do": do}) for place, do in enumerate(what)]
-    seen = []
-
-    facts = {}
+    rows = [runner.new_row(f"{place}/{do}", 1.5 if do == "hang" else 30.0, do=do) for place, do in enumerate(what)]
+    seen, facts = [], {}
 
     def on_change(rows, said):
-        seen.append([row.status for row in rows])
+        seen.append([row["status"] for row in rows])
         facts.update(said)
-        json.dumps([row.to_dict() for row in rows], allow_nan=False)
+        json.dumps(rows, allow_nan=False)
 
     runner.run_rows(rows, helper.open_bench, options, time.monotonic() + seconds, on_change)
     return rows, facts, seen
@@ -302,8 +281,8 @@ def test_a_row_that_fails_hangs_or_dies_loses_only_itself(helper):
     bad = ["raise", "memory", "refuse", "assert", "hang", "exit", "kill"]
     what = [do for each in bad for do in (each, "fine")]
     outcomes, facts, seen = run(helper, *what)
-    assert [outcome.status for outcome in outcomes[1::2]] == ["measured"] * len(bad)
-    reasons = {outcome.setting["do"]: (outcome.status, outcome.reason) for outcome in outcomes[::2]}
+    assert [outcome["status"] for outcome in outcomes[1::2]] == ["measured"] * len(bad)
+    reasons = {outcome["do"]: (outcome["status"], outcome["reason"]) for outcome in outcomes[::2]}
     assert reasons["raise"] == ("failed", "KeyError: 'in the middle'")
     assert reasons["memory"] == ("failed", "out of memory: CUDA out of memory. Tried to allocate 1 GiB.")
     assert reasons["refuse"] == ("refused", "ValueError: a tree takes one prompt at a time")
@@ -313,7 +292,7 @@ def test_a_row_that_fails_hangs_or_dies_loses_only_itself(helper):
     assert "ended by signal 9" in reasons["kill"][1]
     assert facts == {"device": "none"}
     # What a process survives it goes on after; else another one does.
-    processes = [outcome.figures["process"] for outcome in outcomes[1::2]]
+    processes = [outcome["process"] for outcome in outcomes[1::2]]
     assert processes[0] == processes[1] == processes[2]
     assert len(set(processes[2:])) == 5
     # Each row is there for who writes files as soon as it is done, and all are there from the beginning.
@@ -323,11 +302,11 @@ def test_a_row_that_fails_hangs_or_dies_loses_only_itself(helper):
 
 def test_what_the_time_does_not_suffice_for_is_skipped(helper):
     outcomes, *_ = run(helper, "fine", "hang", "fine", "fine", seconds=4.0)
-    statuses = [(outcome.status, outcome.reason) for outcome in outcomes]
+    statuses = [(outcome["status"], outcome["reason"]) for outcome in outcomes]
     assert statuses[0] == ("measured", None)
     assert statuses[1][0] == "failed"
     outcomes, *_ = run(helper, "fine", "fine", seconds=0.0)
-    assert {(outcome.status, outcome.reason) for outcome in outcomes} == {
+    assert {(outcome["status"], outcome["reason"]) for outcome in outcomes} == {
         ("skipped", "the time for all rows was over before this one began")
     }
 
@@ -337,9 +316,9 @@ def test_what_the_time_does_not_suffice_for_is_skipped(helper):
 )
 def test_a_bench_that_does_not_open_is_tried_twice(helper, option, said):
     outcomes, facts, _ = run(helper, "fine", "fine", "fine", **{option: True})
-    assert [outcome.status for outcome in outcomes] == ["failed", "failed", "skipped"]
-    assert outcomes[0].reason == f"no process to measure in: {said}"
-    assert outcomes[2].reason == f"2 processes in a row did not start: {said}"
+    assert [outcome["status"] for outcome in outcomes] == ["failed", "failed", "skipped"]
+    assert outcomes[0]["reason"] == f"no process to measure in: {said}"
+    assert outcomes[2]["reason"] == f"2 processes in a row did not start: {said}"
     assert facts == {}
 
 
@@ -348,19 +327,19 @@ def test_a_bench_that_does_not_open_is_tried_twice(helper, option, said):
 
 def test_the_rows_are_all_there_the_most_useful_ones_first():
     rows = load("gpu_rows")
-    names = [row.name for row in rows.all_rows()]
+    names = [row["name"] for row in rows.all_rows()]
     assert len(names) == len(set(names)) == 2 * (1 + 3 * 2 * 9 + 2)
     assert names[:3] == ["qwen3-8b/floor", "qwen3-8b/512x1/generate", "qwen3-8b/512x1/compiled"]
     before = names[: names.index("qwen3-0.6b/floor")]
     assert {"qwen3-8b/32768x1/compiled", "qwen3-8b/512x8/compiled", "qwen3-8b/training/library"} <= set(before)
     assert {f"qwen3-8b/512x1/{way}" for way in rows.WAYS} <= set(before)
     assert names.index("qwen3-0.6b/512x1/compiled") < names.index("qwen3-8b/4096x8/tree")
-    assert {row.setting["kind"] for row in rows.all_rows(("smoke",), (16,), (1, 2))} == {"floor", "decode", "training"}
+    assert {row["kind"] for row in rows.all_rows(("smoke",), (16,), (1, 2))} == {"floor", "decode", "training"}
 
 
 def test_rows_are_chosen_by_name():
     rows = load("gpu_rows")
-    names = [row.name for row in rows.chosen(rows.all_rows(), ["*/training/*", "qwen3-8b/floor"])]
+    names = [row["name"] for row in rows.chosen(rows.all_rows(), ["*/training/*", "qwen3-8b/floor"])]
     assert names[:3] == ["qwen3-8b/floor", "qwen3-8b/training/library", "qwen3-8b/training/sdpa"]
     assert len(names) == 5
 
@@ -399,9 +378,8 @@ def test_figures_of_a_smoke_test_are_kept_nowhere_but_where_they_are_wanted(monk
 
 
 def outcome(name, status="measured", **figures):
-    (row,) = [row for row in load("gpu_rows").all_rows() if row.name == name]
-    row.status, row.reason, row.seconds, row.figures = status, None, 1.0, figures
-    return row
+    (row,) = [row for row in load("gpu_rows").all_rows() if row["name"] == name]
+    return {**row, "status": status, "reason": None, "seconds": 1.0, **figures}
 
 
 def decoded(name, ms_per_step, tokens_per_step=1.0, reason=None):
@@ -433,9 +411,9 @@ def test_ratios_are_of_the_tokens_that_a_step_gave():
     assert not any("generate_over_this" in rows[f"qwen3-8b/512x1/{way}"] for way in ("tree", "native"))
     assert {goal["ratio"]: goal["value"] for goal in report.goals(list(rows.values()))} == {
         "step_over_floor": 1.5,
-        "generate_over_ours": 24.0,
-        "static_generate_over_ours": 8.0,
-        "large_batch_over_small": 1.25,
+        "generate_over_this": 24.0,
+        "static_over_this": 8.0,
+        "over_batch_of_1": 1.25,
     }
 
 
@@ -449,12 +427,11 @@ def test_nothing_is_called_compiled_that_was_not():
 
 def test_rows_that_were_not_measured_are_told_with_their_reason():
     report = load("gpu_rows")
-    failed = outcome("qwen3-8b/32768x8/compiled", "failed")
-    failed.reason = "out of memory"
+    failed = outcome("qwen3-8b/32768x8/compiled", "failed") | {"reason": "out of memory"}
     assert report.line(failed) == "qwen3-8b/32768x8/compiled: failed, out of memory [1 s]"
     (row,) = report.derived([failed])
     assert (row["status"], row["reason"], row["context"], row["batch"]) == ("failed", "out of memory", 32768, 8)
-    assert report.all_rows()[0].to_dict()["reason"] == "not begun yet"
+    assert report.all_rows()[0]["reason"] == "not begun yet"
 
 
 def test_the_floor_counts_the_head_twice_and_the_keys_and_no_embedding():
@@ -471,13 +448,34 @@ def test_the_floor_counts_the_head_twice_and_the_keys_and_no_embedding():
 # From the shell to a file
 
 
-def test_the_shell_script_writes_results_to_out(tmp_path):
-    rows = ["smoke/floor", "smoke/16x1/*", "smoke/16x2/native", "smoke/training/*"]
-    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
-    command = [str(BENCHMARKS / "gpu.sh"), "--smoke", "--rows", *rows]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    log = (tmp_path / "gpu.log").read_text()
+def shell(words, python="", **variables):
+    """`gpu.sh` with a Python whose program is replaced by these lines of shell; `"$python"` is the real one."""
+    script = Path(variables["HOME"]) / "python"
+    script.write_text(f'#!/bin/bash\npython={sys.executable}\n{python}\nexec "$python" "$@"\n')
+    script.chmod(0o755)
+    environment = {**os.environ, **variables, "PYTHON": str(script)}
+    return subprocess.run(
+        [str(BENCHMARKS / "gpu.sh"), *words], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def run_main(monkeypatch, *words):
+    """The exit status of `gpu.py`, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--smoke", *words])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            load("gpu").main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not multiprocessing.active_children()
+    return ended.value.code
+
+
+def test_rows_of_every_way_are_measured_and_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert not run_main(monkeypatch, "--rows", "smoke/floor", "smoke/16x1/*", "smoke/16x2/native", "smoke/training/*")
+    log = capsys.readouterr().out
     assert f"{12 if HAS_NATIVE else 11} of 13 rows measured" in log
     result = read_result(tmp_path / "gpu.json")
     decoded, training, floor, refused = tables_of(result)
@@ -505,18 +503,21 @@ def test_the_shell_script_writes_results_to_out(tmp_path):
     assert all(by_name[f"training/{way}"]["tokens_per_second"] > 0 for way in ("library", "sdpa"))
 
 
-def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path):
-    output = tmp_path / "gpu.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--smoke", "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert "smoke/floor" in process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    rows = read_result(output)["summary"]
+def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path, monkeypatch, helper):
+    monkeypatch.setattr(load("gpu"), "open_bench", helper.open_bench)
+    # When the first row has had its turn.
+    monkeypatch.setattr(load("gpu"), "line", lambda row: signal.raise_signal(signal.SIGTERM))
+    assert run_main(monkeypatch, "--output", str(tmp_path / "gpu.json")) == 128 + signal.SIGTERM
+    rows = read_result(tmp_path / "gpu.json")["summary"]
     assert len(rows) == 39
     assert rows[-1]["reason"] == "not begun yet"
+
+
+def test_the_shell_script_keeps_what_was_said_and_how_it_ended(tmp_path):
+    ran = shell(["--smoke"], 'echo "$@"; exit 7', HOME=str(tmp_path), OUT=str(tmp_path / "out"))
+    assert ran.returncode == 7
+    assert re.fullmatch(r"benchmarks/gpu\.py --seconds 5[67]\d --smoke\n", ran.stdout)
+    assert (tmp_path / "out" / "gpu.log").read_text() == ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -550,48 +551,33 @@ def wheel(folder, name, files=()):
     return path
 
 
-def test_what_packages_need_is_followed_but_for_torch(tmp_path, monkeypatch):
-    pack = load("gpu_pack")
-    needs = {
-        "top": ["Middle_One>=2", "torch>=2.6", "extra-thing; extra == 'dev'", "old; python_version < '3.12'"],
-        "middle-one": ["leaf; sys_platform == 'linux'", "windows-thing; sys_platform == 'win32'"],
-        "leaf": ["top"],
-    }
-    asked = []
-
-    def download(folder, names):
-        asked.append(names)
-        for name in names:
-            wheel(folder, name.replace("-", "_"))
-
-    monkeypatch.setattr(pack, "WANTED", ("top",))
-    monkeypatch.setattr(pack.metadata, "requires", needs.get)
-    monkeypatch.setattr(pack, "download", download)
+def test_all_is_packed_but_torch(tmp_path):
     folder = tmp_path / "packages"
-    num_bytes = pack.pack(folder)
-    assert asked == [["leaf", "middle-one", "top"]]
-    assert num_bytes == sum(path.stat().st_size for path in folder.glob("*.whl"))
+    folder.mkdir()
+    (folder / "old-1.0-py3-none-any.whl").touch()
+    asked = tmp_path / "asked"
+    ran = shell(["--pack", str(folder)], f'echo "$@" >>{asked}; exit', HOME=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    with_needs, alone = asked.read_text().splitlines()
+    assert all("-m pip download" in line and f"--dest {folder}" in line for line in (with_needs, alone))
+    assert with_needs.endswith(f"--dest {folder} transformers filelock jinja2 rich typer")
+    assert alone.endswith("--no-deps accelerate psutil")
     assert (folder / ".gitignore").read_text() == "*\n"
-    monkeypatch.setattr(pack, "MOST_BYTES", 100)
-    with pytest.raises(ValueError, match=r"more than the 0.0 MiB that travel: remove packages.*largest are .*\.whl"):
-        pack.pack(folder)
+    assert not list(folder.glob("*.whl"))
 
 
 def test_wheels_are_unpacked_but_for_what_others_were_built_against(tmp_path):
-    pack = load("gpu_pack")
-    folder, site = tmp_path / "packages", tmp_path / "site"
+    folder = tmp_path / "packages"
     folder.mkdir()
-    with pytest.raises(ValueError, match=r"holds no wheels: write them with benchmarks/gpu\.sh --pack"):
-        pack.unpack(folder, site)
+    said = 'if [[ $1 == *gpu.py ]]; then exec "$python" -c "import apart, inner, numpy; print(numpy.__file__)"; fi'
+    ask = partial(shell, ["--smoke"], said, HOME=str(tmp_path), PACKAGES=str(folder))
+    assert "holds no wheels: write them with benchmarks/gpu.sh --pack" in ask().stderr
     wheel(folder, "apart", files=["apart-1.0.data/purelib/inner.py"])
     wheel(folder, "numpy")
-    assert pack.unpack(folder, site) == ["numpy"]
-    assert (site / "apart" / "__init__.py").is_file()
-    assert (site / "inner.py").is_file()
-    assert not (site / "numpy").exists()
+    ran = ask()
+    assert ran.stdout.strip() == numpy.__file__, ran.stderr
     (folder / "bad-1.0-py3-none-any.whl").write_text("no archive")
-    with pytest.raises(ValueError, match="is no wheel"):
-        pack.unpack(folder, site)
+    assert ask().stderr.strip() == f"{folder}/bad-1.0-py3-none-any.whl is no wheel: pack again."
 
 
 def test_the_shell_script_is_well_formed():
