@@ -5,6 +5,7 @@ Prompts are those of the paper's published benchmark.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,12 +46,12 @@ class Task:
 
     name: str
     local_file: str  # where its rows are below a `--data-root`; `NAME.jsonl` is tried too
-    forms: tuple[Form, ...]  # the published ones first
+    forms: Sequence[Form]  # the published ones first
     source: str  # whom to cite
     hub_id: str | None = None
     config: str | None = None  # on the Hub, if it has several
     split: str = "test"
-    files: tuple[str, ...] = ()  # JSONL files to read instead, if the Hub has no rows or only a loading script
+    files: Sequence[str] = ()  # JSONL files to read instead, if the Hub has no rows or only a loading script
     scorer: str | None = None  # a name of `scoring.SCORERS`; `None` for open questions
 
     @property
@@ -222,107 +223,31 @@ def _only(*columns: str) -> Callable[[Row], dict[str, Any]]:
     return lambda row: {column: row[column] for column in columns}
 
 
-LIVECODEBENCH = "hf://datasets/livecodebench/code_generation_lite"
 LIVECODEBENCH_TESTS = ("public_test_cases", "private_test_cases", "metadata")
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task(
-            name="gsm8k",
-            hub_id="openai/gsm8k",
-            config="main",
-            local_file="gsm8k/test.jsonl",
-            forms=(_mathematics("question", _after_hashes),),
-            scorer="math",
-            source="Cobbe et al. 2021, arXiv 2110.14168",
-        ),
-        Task(
-            name="math500",
-            hub_id="HuggingFaceH4/MATH-500",
-            local_file="math500/math500.jsonl",
-            forms=(_mathematics("problem"),),
-            scorer="math",
-            source="Hendrycks et al. 2021, arXiv 2103.03874; the 500 of Lightman et al. 2023, arXiv 2305.20050",
-        ),
-        Task(
-            name="aime25",
-            hub_id="MathArena/aime_2025",
-            split="train",
-            local_file="aime25/aime25_promptcot.jsonl",
-            forms=(_mathematics("problem"), Form(("prompt", "reference_solution"), _prompt_alone, _aime_reference)),
-            scorer="math",
-            source="AIME 2025, Mathematical Association of America; MathArena, arXiv 2505.23281",
-        ),
-        Task(
-            name="humaneval",
-            hub_id="openai/openai_humaneval",
-            local_file="humaneval/HumanEval.jsonl.gz",
-            forms=(Form(("prompt", "test", "entry_point"), _humaneval, _only("prompt", "test", "entry_point")),),
-            scorer="humaneval",
-            source="Chen et al. 2021, arXiv 2107.03374",
-        ),
-        Task(
-            # The paper's prompt does not say the name that the tests call: scores compare decoders, not models.
-            name="mbpp",
-            hub_id="google-research-datasets/mbpp",
-            config="sanitized",
-            local_file="mbpp/mbpp.jsonl",
-            forms=(
-                Form(("prompt", "test_imports", "test_list"), lambda row: [row["prompt"]], _mbpp_tests),
-                Form(("text", "task_id", "test_setup_code", "test_list"), _mbpp_test_split, _mbpp_tests),
-            ),
-            scorer="mbpp",
-            source="Austin et al. 2021, arXiv 2108.07732",
-        ),
-        Task(
-            name="livecodebench",
-            files=tuple(f"{LIVECODEBENCH}/test{number}.jsonl" for number in ("", 2, 3, 4, 5, 6)),
-            local_file="livecodebench/lcb_v6_prompts.jsonl",
-            forms=(
-                Form(
-                    ("question_content", "starter_code", *LIVECODEBENCH_TESTS),
-                    _livecodebench,
-                    _only(*LIVECODEBENCH_TESTS),
-                ),
-                Form(("prompt",), _prompt_alone),
-            ),
-            scorer="livecodebench",
-            source="Jain et al. 2024, arXiv 2403.07974",
-        ),
-        Task(
-            name="mt-bench",
-            hub_id="HuggingFaceH4/mt_bench_prompts",
-            split="train",
-            local_file="mt_bench/question.jsonl",
-            forms=(
-                Form(("prompt", "category"), lambda row: row["prompt"]),
-                Form(("turns", "category"), lambda row: row["turns"]),
-            ),
-            source="Zheng et al. 2023, arXiv 2306.05685",
-        ),
-        Task(
-            name="spec-bench",
-            files=("https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",),
-            local_file="spec_bench/question.jsonl",
-            forms=(Form(("turns", "category", "reference"), lambda row: row["turns"], _spec_bench_reference),),
-            scorer="math",
-            source="Xia et al. 2024, arXiv 2401.07851",
-        ),
-        Task(
-            name="alpaca",
-            hub_id="tatsu-lab/alpaca",
-            split="train",
-            local_file="alpaca/alpaca.jsonl",
-            forms=(Form(("instruction", "input"), _alpaca),),
-            source="Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca",
-        ),
-        Task(
-            name="speed-bench",
-            hub_id="nvidia/SPEED-Bench",
-            config="qualitative",
-            local_file="speed_bench/qualitative.jsonl",
-            forms=(Form(("turns", "category"), _speed_bench),),
-            source="NVIDIA 2026, arXiv 2604.09557; its public rows mask what specdec_bench fetches",
-        ),
-    )
+# By task; `tasks.json` says where its rows are.
+FORMS = {
+    "gsm8k": [_mathematics("question", _after_hashes)],
+    "math500": [_mathematics("problem")],
+    "aime25": [_mathematics("problem"), Form(("prompt", "reference_solution"), _prompt_alone, _aime_reference)],
+    "humaneval": [Form(("prompt", "test", "entry_point"), _humaneval, _only("prompt", "test", "entry_point"))],
+    # The paper's prompt does not say the name that the tests call: scores compare decoders, not models.
+    "mbpp": [
+        Form(("prompt", "test_imports", "test_list"), lambda row: [row["prompt"]], _mbpp_tests),
+        Form(("text", "task_id", "test_setup_code", "test_list"), _mbpp_test_split, _mbpp_tests),
+    ],
+    "livecodebench": [
+        Form(("question_content", "starter_code", *LIVECODEBENCH_TESTS), _livecodebench, _only(*LIVECODEBENCH_TESTS)),
+        Form(("prompt",), _prompt_alone),
+    ],
+    "mt-bench": [
+        Form(("prompt", "category"), lambda row: row["prompt"]),
+        Form(("turns", "category"), lambda row: row["turns"]),
+    ],
+    "spec-bench": [Form(("turns", "category", "reference"), lambda row: row["turns"], _spec_bench_reference)],
+    "alpaca": [Form(("instruction", "input"), _alpaca)],
+    "speed-bench": [Form(("turns", "category"), _speed_bench)],
+}
+TASKS = {
+    task["name"]: Task(**task, forms=FORMS[task["name"]])
+    for task in json.loads(Path(__file__).with_name("tasks.json").read_text(encoding="utf-8"))
 }
