@@ -10,7 +10,6 @@ them side by side. The script checks that all three give the same loss. Tokens a
 from __future__ import annotations
 
 import argparse
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -20,11 +19,10 @@ import torch
 from measuring import argument_parser, finish, parsed, turns
 from rich.progress import track
 from torch.nn.functional import cross_entropy, pad
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.common.stopwatch import seconds_of
+from dflash.evaluation import allocated_memory
 from dflash.model.step_dflash import Pair
 from dflash.training import (
     Batch,
@@ -85,38 +83,6 @@ def naive_loss(drafter: Any, tapped: Pair, batch: Batch) -> tuple[torch.Tensor, 
     return (losses * pad(weigh(learned.float(), learned), (1, 0)).flatten()).sum(), None
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made inside the `with` that are alive, and the most there were: counted, not sampled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {part.untyped_storage()._cdata for part in tree_leaves(args) if isinstance(part, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and (key := made.untyped_storage()._cdata) not in given | self._known:
-                storage = made.untyped_storage()
-                self._known.add(key)
-                self.alive += storage.nbytes()
-                self.peak = max(self.peak, self.alive)
-                weakref.finalize(storage, self._forget, key, storage.nbytes())
-        return result
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.alive -= size
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes of tensors that `run` made and had alive at a time."""
-    with LiveBytes() as live:
-        run()
-    return live.peak
-
-
 def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any) -> list[dict[str, Any]]:
     """Every way of training over all examples."""
     pair = FrozenTarget(target, drafter)
@@ -145,7 +111,7 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
             seconds[name].append(seconds_of(partial(run, name, batches)))
         else:  # the first warms up
             largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
-            peaks[name] = peak_bytes(partial(run, name, [largest]))
+            peaks[name] = allocated_memory(partial(run, name, [largest]), drafter.device)
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))
@@ -183,7 +149,7 @@ def measure_loss(hidden_size: int, args: argparse.Namespace) -> list[dict[str, A
             compute()
             milliseconds = 1000 * median(seconds_of(compute) for _ in range(args.repeats))
             sizes = {"vocabulary": vocab_size, "rows": args.rows}
-            peak = {"peak_memory_bytes": peak_bytes(compute)}
+            peak = {"peak_memory_bytes": allocated_memory(compute, hidden.device)}
             rows.append({"loss": name, **sizes, "ms": round(milliseconds, 2), **peak})
     return rows
 
