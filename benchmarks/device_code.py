@@ -21,15 +21,16 @@ from no_gpu import BLOCK_SIZE, DEVICE, H200, compiling, counted, fake_module, ne
 from rich.progress import track
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dflash import default_target_layer_ids
+from dflash.evaluation import SHAPES
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 
 
 VOCAB_SIZE = 151936
 
-# Sizes of Qwen3 by its name: hidden, intermediate, layers, heads, and whether the head is the embedding.
-SIZES = {"Qwen3-8B": (4096, 12288, 36, 32, False), "Qwen3-0.6B": (1024, 3072, 28, 16, True)}
-DRAFT_LAYERS = 5
+# Targets by name, and whether the head is the embedding.
+TARGETS = {"Qwen3-8B": False, "Qwen3-0.6B": True}
 
 # What `temperature=1, top_k=20, top_p=0.95` looks at: 20 candidates and room for ties.
 NUM_CANDIDATES = 64
@@ -54,7 +55,7 @@ class Case:
 CASES = [
     *(
         Case(what, size, capacity=capacity)
-        for size in SIZES
+        for size in TARGETS
         for capacity in (2048, 32768)
         for what in ("step", "sampled step")
     ),
@@ -71,23 +72,15 @@ class Bench:
     """A pair of one size as fake tensors on the GPU, of the published depths or of `depths`."""
 
     def __init__(self, size: str, depths: tuple[int, int] | None = None) -> None:
-        hidden, intermediate, num_layers, heads, is_tied = SIZES[size]
-        sizes: dict[str, Any] = {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "dtype": torch.bfloat16,
-        }
-        taps = [1 + i * (num_layers - 4) // 4 for i in range(5)] if depths is None else [0]
+        shape = SHAPES[size.lower()]
+        sizes: dict[str, Any] = {**shape.target, "dtype": torch.bfloat16}
+        num_layers = sizes.pop("num_hidden_layers")
+        taps = default_target_layer_ids(num_layers) if depths is None else [0]
         self.mode = FakeTensorMode()
         with torch.device("meta"):
-            pair = random_pair(sizes, depths or (num_layers, DRAFT_LAYERS), taps, is_tied)
+            pair = random_pair(sizes, depths or (num_layers, shape.draft_layers), taps, TARGETS[size])
         self.target, self.drafter = (fake_module(self.mode, model.to(torch.bfloat16).eval()) for model in pair)
-        self.num_features = len(taps) * hidden
+        self.num_features = len(taps) * sizes["hidden_size"]
         self.pair = Pair(self.target, self.drafter)
         with self.mode, torch.no_grad():  # as a compiled pair does before it compiles
             some_id = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)

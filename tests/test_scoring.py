@@ -229,7 +229,7 @@ def test_honest_code_may_use_threads_and_large_numbers() -> None:
 
 def filtered(machine: str, number: int, arguments: tuple[int, ...] = (), audit: int | None = None) -> int:
     """What the kernel makes of a call, by the filter's program, interpreted naively."""
-    audit = sandbox_child.REFUSED[machine][0] if audit is None else audit
+    audit = sandbox_child.REFUSED[machine]["number"] if audit is None else audit
     data = struct.pack("=IIQ6Q", number, audit, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
     program, at, held = sandbox_child.call_filter(machine), 0, 0
     assert len(program) < 256  # so that every skip fits
@@ -250,7 +250,7 @@ def filtered(machine: str, number: int, arguments: tuple[int, ...] = (), audit: 
 @pytest.mark.parametrize("machine", sandbox_child.REFUSED)
 def test_filter_refuses_what_it_names_and_allows_the_rest(machine: str) -> None:
     """Promise: on machines that the tests do not run on too."""
-    _, refused, opening, cloning = sandbox_child.REFUSED[machine]
+    _, refused, opening, cloning = sandbox_child.REFUSED[machine].values()
     for number in refused.values():
         assert filtered(machine, number) == sandbox_child.REFUSE
     for number, place in opening.values():

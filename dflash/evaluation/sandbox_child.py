@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import os
 import platform
 import resource
 import runpy
@@ -18,41 +19,10 @@ import struct
 import sys
 
 
-# By machine: its number in the kernel, and the numbers of the system calls that are refused.
-REFUSED = {
-    "x86_64": (
-        0xC000003E,
-        {
-            "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "kill": 62, "tkill": 200, "tgkill": 234,
-            "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424, "ptrace": 101,
-            "process_vm_writev": 311, "setrlimit": 160, "prlimit64": 302, "setpriority": 141, "socket": 41,
-            "socketpair": 53, "connect": 42, "bind": 49, "io_uring_setup": 425, "creat": 85, "openat2": 437,
-            "truncate": 76, "unlink": 87, "unlinkat": 263, "rename": 82, "renameat": 264, "renameat2": 316, "mkdir": 83,
-            "mkdirat": 258, "rmdir": 84, "link": 86, "linkat": 265, "symlink": 88, "symlinkat": 266, "mknod": 133,
-            "mknodat": 259, "chmod": 90, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "lchown": 94, "fchownat": 260,
-            "utimensat": 280, "setxattr": 188, "memfd_create": 319, "shmget": 29, "mount": 165, "umount2": 166,
-            "reboot": 169, "unshare": 272, "setns": 308, "bpf": 321, "keyctl": 250, "kexec_load": 246,
-            "init_module": 175, "finit_module": 313,
-        },
-        {"open": (2, 1), "openat": (257, 2)},
-        {"clone": 56, "clone3": 435},
-    ),
-    "aarch64": (
-        0xC00000B7,
-        {
-            "execve": 221, "execveat": 281, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
-            "rt_tgsigqueueinfo": 240, "pidfd_send_signal": 424, "ptrace": 117, "process_vm_writev": 271,
-            "setrlimit": 164, "prlimit64": 261, "setpriority": 140, "socket": 198, "socketpair": 199, "connect": 203,
-            "bind": 200, "io_uring_setup": 425, "openat2": 437, "truncate": 45, "unlinkat": 35, "renameat": 38,
-            "renameat2": 276, "mkdirat": 34, "linkat": 37, "symlinkat": 36, "mknodat": 33, "fchmodat": 53,
-            "fchmodat2": 452, "fchownat": 54, "utimensat": 88, "setxattr": 5, "memfd_create": 279, "shmget": 194,
-            "mount": 40, "umount2": 39, "reboot": 142, "unshare": 97, "setns": 268, "bpf": 280, "keyctl": 219,
-            "kexec_load": 104, "init_module": 105, "finit_module": 273,
-        },
-        {"openat": (56, 2)},
-        {"clone": 220, "clone3": 435},
-    ),
-}  # fmt: skip
+# By machine: its number in the kernel, and those of the system calls that are refused: always, if they open a file for writing
+# (by flags in the argument of that place), if they clone more than a thread.
+with open(os.path.join(os.path.dirname(__file__), "system_calls.json"), encoding="ascii") as _file:
+    REFUSED = json.load(_file)
 WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 THREAD = 0x00010000  # CLONE_THREAD
 OTHER_ABI = 0x40000000  # x86_64's 32-bit twins of the calls above have numbers from here on
@@ -82,12 +52,13 @@ def limit(limits: dict[str, int], may_have_threads: bool) -> None:
 
 def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     """The filter's program: instruction, steps to skip if true and if false, operand."""
-    number_of_machine, refused, opening, cloning = REFUSED[machine]
-    program = [(LOAD, 0, 0, MACHINE_AT), (EQUALS, 1, 0, number_of_machine), (RETURN, 0, 0, KILL)]
+    calls = REFUSED[machine]
+    cloning = calls["cloning"]
+    program = [(LOAD, 0, 0, MACHINE_AT), (EQUALS, 1, 0, calls["number"]), (RETURN, 0, 0, KILL)]
     program += [(LOAD, 0, 0, NUMBER_AT), (AT_LEAST, 0, 1, OTHER_ABI), (RETURN, 0, 0, UNKNOWN)]
-    for number in refused.values():
+    for number in calls["refused"].values():
         program += [(EQUALS, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    for number, place in opening.values():
+    for number, place in calls["opening"].values():
         flags = ARGUMENTS_AT + 8 * place
         program += [(EQUALS, 0, 4, number), (LOAD, 0, 0, flags), (ANY_BIT, 0, 1, WRITING), (RETURN, 0, 0, REFUSE)]
         program.append((RETURN, 0, 0, ALLOW))
