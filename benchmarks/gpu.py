@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_rows import SMOKE, all_rows, chosen, derived, goals, line
+from gpu_rows import SMOKE, all_rows, chosen, derived, line
 from gpu_runner import FAILED, MEASURED, SKIPPED, Row, run_rows
 
 
@@ -103,8 +103,7 @@ def main() -> None:
             if row["status"] != SKIPPED and row["name"] not in told:
                 told.add(row["name"])
                 print(line(row), flush=True)
-        summary = derived(rows)
-        result.update(record("gpu", facts, decoding=setting, summary=summary, goals=goals(summary)))
+        result.update(record("gpu", facts, decoding=setting, summary=derived(rows)))
         json.dumps(result, allow_nan=False)  # raises rather than write what is no JSON
         if args.output is not None:
             write_result(args.output, result)

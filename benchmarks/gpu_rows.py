@@ -35,13 +35,6 @@ LIMITS = {"floor": 90.0, "training": 90.0, "compiled": 240.0, "static": 150.0, "
 OTHER_LIMIT = 120.0
 LONG_CONTEXT, LONG_LIMIT = 16384, 45.0  # and so many more for a long prompt
 
-# Ratio of ours, compiled, at the shortest context; the bound that it must keep, and the one to aim at.
-GOALS = {
-    "step_over_floor": ("at most", 1.6, 1.15),
-    "generate_over_this": ("at least", 12.0, 25.0),
-    "static_over_this": ("at least", 4.0, 5.0),
-    "over_batch_of_1": ("at most", 1.3, 1.1),
-}
 # How the figures of a row are printed.
 FIGURES = {
     "copy_gb_per_second": "a copy moves {:,.0f} GB/s",
@@ -61,7 +54,7 @@ def all_rows(
 ) -> list[Row]:
     """Every row, in order of worth.
 
-    The first rows are those of the goals, one shape after the other: the shortest context by every way, a batch, the growth
+    The first rows tell most, one shape after the other: the shortest context by every way, a batch, the growth
     with the context, training. All other rows follow.
     """
     short, few, many = contexts[0], batches[0], batches[-1]
@@ -121,19 +114,6 @@ def derived(measured: Sequence[Row]) -> list[Row]:
         if row["batch"] > 1 and (one := decoded.get(_point({**row, "batch": 1}))):
             row["over_batch_of_1"] = row["ms_per_step"] / one["ms_per_step"]
     return [_rounded(row) for row in rows]
-
-
-def goals(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The ratios that have goals, of each shape, as far as their rows were measured."""
-    ours = [row for row in rows if row.get("way") == "compiled" and row["status"] == MEASURED]
-    shortest = min((row["context"] for row in ours), default=0)
-    return [
-        {"shape": row["shape"], "ratio": name, "value": row[name], "side": side, "must": must, "aim": aim}
-        for row in ours
-        for name, (side, must, aim) in GOALS.items()
-        if name in row and row["context"] == shortest and not row["not_compiled_because"]
-        if row["batch"] == 1 or name == "over_batch_of_1"
-    ]
 
 
 def line(row: Row) -> str:

@@ -409,12 +409,9 @@ def test_ratios_are_of_the_tokens_that_a_step_gave():
     assert (compiled["floor_ms"], compiled["step_over_floor"], compiled["generate_over_this"]) == (4.0, 1.5, 24.0)
     # Of these the script does not decide what is accepted: only a step's time is a figure.
     assert not any("generate_over_this" in rows[f"qwen3-8b/512x1/{way}"] for way in ("tree", "native"))
-    assert {goal["ratio"]: goal["value"] for goal in report.goals(list(rows.values()))} == {
-        "step_over_floor": 1.5,
-        "generate_over_this": 24.0,
-        "static_over_this": 8.0,
-        "over_batch_of_1": 1.25,
-    }
+    assert compiled["static_over_this"] == 8.0
+    assert rows["qwen3-8b/512x8/compiled"]["over_batch_of_1"] == 1.25
+    assert "over_batch_of_1" not in compiled
 
 
 def test_nothing_is_called_compiled_that_was_not():
@@ -422,7 +419,6 @@ def test_nothing_is_called_compiled_that_was_not():
     outcomes = [decoded("qwen3-8b/512x1/generate", 24.0), decoded("qwen3-8b/512x1/compiled", 30.0, 6.0, "no compiler")]
     row = report.derived(outcomes)[1]
     assert row["label"] == "ours, NOT compiled: no compiler"
-    assert report.goals(report.derived(outcomes)) == []
 
 
 def test_rows_that_were_not_measured_are_told_with_their_reason():

@@ -88,7 +88,6 @@ COLUMNS: dict[str, Column] = {
 }
 # Fields of the benchmarks' rows, which the tables of bench, eval and canary do not have.
 OF_BENCHMARKS: dict[str, Column] = {
-    "shape": Column("shape"),
     "batch_size": Column("batch"),
     "prompt_tokens": Column("prompt tokens", 1),
     "reused_tokens": Column("of them kept", 1),
@@ -114,6 +113,8 @@ OF_BENCHMARKS: dict[str, Column] = {
     "ms_per_step_p10": Column("p10-p90", 2, last="ms_per_step_p90"),
     "step_over_floor": Column("x floor", 2),
     "generate_over_this": Column("x generate", 2),
+    "static_over_this": Column("x static", 2),
+    "over_batch_of_1": Column("x batch of 1", 2),
     "peak_memory_gb": Column("GB", 1),
 }
 UNLESS_ZERO = ("failed", "compilations")
@@ -255,17 +256,17 @@ def _dialects(result: dict[str, Any]) -> list[Part]:
 
 
 def _gpu(result: dict[str, Any]) -> list[Part]:
-    """Decoding, training, floors, goals, and what was not measured."""
+    """Decoding, training, floors, and what was not measured."""
     of: dict[str, list[Row]] = {}
     for row in result["summary"]:
         of.setdefault(row["kind"] if row["status"] == "measured" else "rest", []).append(row)
     decoded = [{**row, "label": row["label"].split(":")[0]} for row in of.get("decode", ())]
-    step = ("ms_per_step", "ms_per_step_p10", "tokens_per_step", "step_over_floor", "generate_over_this")
+    step = ("ms_per_step", "ms_per_step_p10", "tokens_per_step", "step_over_floor")
+    ratios = ("generate_over_this", "static_over_this", "over_batch_of_1")
     return [
-        (decoded, ("shape", "context", "batch", "label", *step, "peak_memory_gb", "recordings")),
+        (decoded, ("shape", "context", "batch", "label", *step, *ratios, "peak_memory_gb", "recordings")),
         (of.get("training", []), ("shape", "label", "tokens_per_second", "ms_per_step", "peak_memory_gb")),
         (of.get("floor", []), ("shape", "copy_gb_per_second")),
-        (result.get("goals", []), None),
         (of.get("rest", []), ("name", "status", "reason")),
     ]
 
