@@ -59,6 +59,12 @@ def _coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what stands on a page beside its figures: they are made, and rendered to nothing."""
+    monkeypatch.setattr(canvas, "png", lambda figure: b"")
+
+
+@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any]) -> Any:
     """`run(…)`: exit status, standard output, standard error of `dflash report …`."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -72,6 +78,7 @@ def written(folder: Path, result: Any = RESULT, name: str = "eval.json") -> Path
     return path
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_page_states_every_figure_and_what_it_depends_on(run: Any, tmp_path: Path) -> None:
     status, out, _ = run(written(tmp_path), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -89,6 +96,7 @@ def test_page_states_every_figure_and_what_it_depends_on(run: Any, tmp_path: Pat
     assert all("thinking off" in text and "NVIDIA H200" in text and "sha256" in text for text in alternatives)
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_page_needs_no_network_and_has_both_themes(run: Any, tmp_path: Path) -> None:
     run(written(tmp_path), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -116,6 +124,7 @@ def test_a_phone_gets_figures_of_its_own_and_a_table_of_few_columns(run: Any, tm
     assert set(shown) < set(every)
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_what_a_file_does_not_say_is_said_to_be_missing_in_one_line(run: Any, tmp_path: Path) -> None:
     run(written(tmp_path, {**RESULT, "environment": {}, "decoding": {}}), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -126,6 +135,7 @@ def test_what_a_file_does_not_say_is_said_to_be_missing_in_one_line(run: Any, tm
     assert "arXiv" not in re.sub(r"<footer>.*", "", page, flags=re.DOTALL)
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_text_of_a_file_cannot_become_markup(run: Any, tmp_path: Path) -> None:
     result = copy.deepcopy(RESULT)
     for row in result["summary"]:
@@ -136,6 +146,7 @@ def test_text_of_a_file_cannot_become_markup(run: Any, tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_files_of_one_name_get_a_section_each(run: Any, tmp_path: Path) -> None:
     paths = [written(tmp_path / folder) for folder in ("a", "b")]
     run(*paths, "--output", tmp_path / "out")
@@ -143,6 +154,7 @@ def test_files_of_one_name_get_a_section_each(run: Any, tmp_path: Path) -> None:
     assert re.findall(r'<section id="(.*?)">', page) == ["eval", "eval-2"]
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_rows_of_other_measurements_are_tables(run: Any, tmp_path: Path) -> None:
     status, *_ = run(COMMITTED / "batch_tiny_cpu.json", COMMITTED / "conversation_tiny_cpu.json", "--output", tmp_path)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
@@ -328,6 +340,7 @@ def test_rows_of_any_shape_read_as_those_that_are_known() -> None:
     assert cells == [["yes", "100", "2.50x", "0.3333"], [""] * 4]
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run: Any, tmp_path: Path) -> None:
     """Promise: where rounding made a text longer or shorter, table and page say what the speed-up compares."""
     assert caveat([PLAIN, ROW]) == ""
@@ -343,6 +356,7 @@ def test_a_speedup_over_texts_of_another_length_is_said_to_be_one_of_seconds(run
     assert said in readme.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_texts_that_rounding_may_change_are_said_to_be(run: Any, tmp_path: Path) -> None:
     """Promise: in half precision table and page say why a text may differ from generate's, and what shows that it does not."""
     assert caveat([PLAIN, ROW], "float32") == caveat([PLAIN, ROW]) == caveat([{"server": "s"}], "bfloat16") == ""
