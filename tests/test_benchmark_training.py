@@ -37,7 +37,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_finished_cell_is_not_run_again(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["recipes.py", "--smoke", "--only", "layers", "--work", str(tmp_path / "work")]
+    words = ["recipes.py", "--smoke", "--only", "layers", "--threads", "1", "--work", str(tmp_path / "work")]
     monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "first.json")])
     benchmark.main()
     monkeypatch.setattr(benchmark, "train_drafter", lambda *_, **__: pytest.fail("ran again"))
@@ -107,17 +107,9 @@ def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeyp
     train(drafter, target, data, [], settings, tmp_path / "my-DFlash", show_progress=False)
     rows = [{"prompt_ids": [5, 6, 7]}, {"prompt": "why"}, {"text": "once upon a time there"}]
     (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = [
-        "pair.py",
-        "drafter",
-        "--block-sizes",
-        "4",
-        "3",
-        "--max-new-tokens",
-        "10",
-        "--output",
-        str(tmp_path / "d.json"),
-    ]
+    # More threads would stay for all tests after this one.
+    words = ["pair.py", "drafter", "--threads", "1", "--repeats", "1", "--max-new-tokens", "10"]
+    words += ["--block-sizes", "4", "3", "--output", str(tmp_path / "d.json")]
     for name, place in (("target", "target"), ("drafter", "my-DFlash"), ("prompts", "held.jsonl")):
         words += [f"--{name}", str(tmp_path / place)]
     monkeypatch.setattr(sys, "argv", words)
