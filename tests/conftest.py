@@ -44,10 +44,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Every test starts from the same global noise, whatever ran before it."""
+    """Every test starts from the same global noise and one thread, whatever ran before it."""
     import torch
 
     torch.manual_seed(0)
+    if torch.get_num_threads() != 1:  # a benchmark asked for more
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
