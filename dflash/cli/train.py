@@ -20,27 +20,22 @@ from .loading import hide_loading_bars
 # Steps that a dry run measures, after one warm-up step.
 MEASURED_STEPS = 3
 
-OWN_FLAGS: dict[str, Any] = {
-    "target": Annotated[str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")],
-    "data": Annotated[
-        str | None, typer.Option(help="Required. Chats, prompts and completions, or texts to train on.")
-    ],
-    "output": Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")],
-    "config": Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")],
-    "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")],
-    "overwrite": Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")],
-    "dry_run": Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")],
-}
-
 
 def train(
-    target: str | None,
-    data: str | None,
-    output: Path | None,
-    config: Path | None,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
+    *,
+    target: Annotated[
+        str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Required. Chats, prompts and completions, or texts to train on.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")] = False,
     **flags: Any,
 ) -> None:
     """Trains a drafter for a target, by the paper's recipe unless told otherwise, and writes its checkpoint.
@@ -154,14 +149,13 @@ def _listed(name: str, value: Any) -> Any:
 
 def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
-    options = OWN_FLAGS | {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
+    *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
+    options: dict[str, Any] = {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
     options |= {one.name: _option(one, get_type_hints(TrainingSettings)[one.name]) for one in fields(TrainingSettings)}
-    defaults = {name: False if hint.__origin__ is bool else None for name, hint in OWN_FLAGS.items()}
     kind = inspect.Parameter.KEYWORD_ONLY
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind, default=defaults.get(name), annotation=hint) for name, hint in options.items()]
-    )
-    function.__annotations__ = options
+    own += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in options.items()]
+    function.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    function.__annotations__ = {one.name: one.annotation for one in own}
     return function
 
 

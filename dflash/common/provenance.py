@@ -43,8 +43,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, Any]:
     """What the figures of a pair depend on besides the code: versions, hardware, dtype, attention, threads, sizes."""
     return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -57,6 +56,11 @@ def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, 
         "drafter_parameters": drafter.num_parameters(),
         "block_size": drafter.config.block_size,
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and the libraries that every figure depends on."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def command() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,9 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
-from dflash.model.generation_dflash import max_positions
+from dflash.model.generation_dflash import SETTINGS, max_positions
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
 from dflash.training import Example, stop_ids, with_response
-
-
-SMALLEST_TEMPERATURE = 1e-6  # logits over less overflow
 
 
 @dataclass(frozen=True)
@@ -32,13 +28,9 @@ class Sampling:
     top_k: int = 0  # 0 for all tokens
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
-            remedy = "use 0 for greedy answers or a finite number above 0 to sample"
-            raise ValueError(f"temperature={self.temperature}: {remedy}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: use a number of tokens, or 0 to keep every token.")
+        for name, (is_meant, remedy) in SETTINGS.items():
+            if (value := vars(self).get(name)) is not None and not is_meant(value):
+                raise ValueError(f"{name}={value!r}: {remedy}.")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,10 @@ def measure_acceptance(
     A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
     """
     total = Acceptance(0, 0, 0)
-    quiet: Any = _is_error
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
     decoding_dflash.logger.addFilter(quiet)
     try:
         for prompt in prompts:
@@ -64,7 +67,3 @@ def measure_acceptance(
     finally:
         decoding_dflash.logger.removeFilter(quiet)
     return total
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING
