@@ -1,7 +1,5 @@
 """Drafters as folders: converted, checked for each engine, published and served; and the embedded pair."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dflash.common.lazy import lazy_names

@@ -12,8 +12,6 @@ read the others (`DFlashConfig.reader`).
 | DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """`dflash canary`: a server with DFlash beside one without, before the switch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

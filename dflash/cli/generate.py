@@ -1,7 +1,5 @@
 """`dflash generate`: any pair answers a prompt, streamed block by block."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

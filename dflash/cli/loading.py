@@ -1,7 +1,5 @@
 """What several commands do with their options: check, load and encode; values are refused before anything is loaded."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

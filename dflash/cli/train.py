@@ -1,7 +1,5 @@
 """`dflash train`: a target and data in, a drafter's checkpoint out. Its flags are the fields of `TrainingSettings`."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

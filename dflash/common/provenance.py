@@ -1,7 +1,5 @@
 """What a result file holds beside its figures: the command, the revision, and what the figures depend on."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

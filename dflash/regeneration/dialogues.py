@@ -1,7 +1,5 @@
 """Rows of data as dialogues: prompts turn by turn, and the answers as rows to train on. It knows no model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

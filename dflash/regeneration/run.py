@@ -1,7 +1,5 @@
 """`dflash regenerate`: a data set with its answers replaced by the target's own, as a file of rows to train on."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

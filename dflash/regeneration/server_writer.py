@@ -1,7 +1,5 @@
 """The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers by the target in this process: ids in, ids out. A drafter learns best from its target's own answers."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

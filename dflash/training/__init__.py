@@ -1,7 +1,5 @@
 """Training a drafter for a target: data, anchors, blocks, losses, and the loop. Needs the extra `train`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dflash.common.lazy import lazy_names

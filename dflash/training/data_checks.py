@@ -1,7 +1,5 @@
 """Refuses data and tokens that cannot be trained on, before anything is computed: one sentence with the value and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

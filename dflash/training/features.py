@@ -4,8 +4,6 @@ A document's features depend on its own tokens alone, so its tokens are their ke
 written last: a folder without one is unfinished and is written again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -3,8 +3,6 @@
 The target runs without a cache and computes at most one column of logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

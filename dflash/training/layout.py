@@ -4,8 +4,6 @@ Dimensions: B sequences, S their (padded) length, A anchors each, N block size, 
 uses the same predicate (`attention_dflash.sees`), so a training forward is many decoding forwards at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

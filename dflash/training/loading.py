@@ -1,7 +1,5 @@
 """From names to models and data: the target, its tokenizer, the data and the drafter, loaded and checked against each other."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """AdamW as in the paper or, for the matrices, Muon; both along the same warm-up and cosine."""
 
-from __future__ import annotations
-
 import math
 
 import torch

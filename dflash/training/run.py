@@ -1,7 +1,5 @@
 """A run from its first step to its last: what is shown, measured and saved meanwhile, and how it goes on after a stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

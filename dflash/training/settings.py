@@ -1,8 +1,6 @@
 # ruff: noqa: RUF009 (every field is made by `_setting`, which calls `field`)
 """The recipe of a run as one dataclass, which a YAML file and the command's flags also spell. It imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

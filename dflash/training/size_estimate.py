@@ -1,7 +1,5 @@
 """What a run will take, said before it begins. It owns no clock: the caller measures steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .batches import epoch_sequences, valid_anchors

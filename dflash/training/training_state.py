@@ -4,8 +4,6 @@ The output itself is a checkpoint that anyone loads, so the training state has a
 deleted when the run is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A drafter's checkpoint and its target's, as the rules see them: JSON files, safetensors headers, weights as bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

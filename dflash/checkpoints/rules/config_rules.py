@@ -1,7 +1,5 @@
 """Rules of config.json. Each yields what it finds wrong, and nothing that another rule reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any

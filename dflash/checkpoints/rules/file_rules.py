@@ -1,7 +1,5 @@
 """Rules of the files beside the config: the code that would run, pickles, and what is missing or broken."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path

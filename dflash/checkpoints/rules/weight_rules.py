@@ -1,7 +1,5 @@
 """Rules of the tensors: their names, shapes and dtypes against the config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
