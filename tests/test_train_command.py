@@ -281,7 +281,7 @@ def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
     for words, said in (
         (["--output", tmp_path / "notes"], "is not a checkpoint"),
-        (["--output", tmp_path / "file" / "x"], "cannot be written (Not a directory)"),
+        (["--output", tmp_path / "file" / "x"], "cannot be used (Not a directory)"),
         (["--output", tmp_path / "new", "--log-with", "nothing"], "log_with='nothing'"),
         (["--output", tmp_path / "new", "--device-map", "meta:x"], "device_map='meta:x' cannot be used"),
         (["--output", tmp_path / "new", "--resume", "--overwrite"], "both given"),
@@ -391,7 +391,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--loss", "mse"], "loss='mse' is not one of ce, forward_kl"),
         (
             ["--output", "/proc/x/y"],
-            "The output /proc/x/y cannot be written (No such file or directory): choose another",
+            "/proc/x cannot be used (No such file or directory): name another path",
         ),
         (["--output", "OUT", "--target", "/nowhere"], "The target /nowhere cannot be loaded ("),
     ],

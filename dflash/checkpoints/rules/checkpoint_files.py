@@ -81,12 +81,6 @@ class Checkpoint:
         words = self.number("draft_vocab_size") or self.own_number("draft_vocab_size")
         return None if words == self.number("vocab_size") else words
 
-    @property
-    def head_dim(self) -> int | None:
-        """`head_dim`, or what transformers derives where it is absent."""
-        explicit, hidden, heads = (self.number(n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
-        return explicit or (hidden // heads if hidden and heads else None)
-
 
 @dataclass(frozen=True)
 class Target:
