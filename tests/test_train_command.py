@@ -281,7 +281,7 @@ def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
     for words, said in (
         (["--output", tmp_path / "notes"], "is not a checkpoint"),
-        (["--output", tmp_path / "file" / "x"], "cannot be used (Not a directory)"),
+        (["--output", tmp_path / "file" / "x"], "file is no folder, so "),
         (["--output", tmp_path / "new", "--log-with", "nothing"], "log_with='nothing'"),
         (["--output", tmp_path / "new", "--device-map", "meta:x"], "device_map='meta:x' cannot be used"),
         (["--output", tmp_path / "new", "--resume", "--overwrite"], "both given"),

@@ -45,11 +45,6 @@ class RegenerationSettings(Sampling):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: use 1 or more.")
 
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return Sampling(self.temperature, self.top_p, self.top_k)
-
 
 @dataclass
 class RegenerationRecord:
@@ -226,7 +221,7 @@ def _rounds(
             seed = row_seed(settings.seed, one.number, one.num_answers)
             room = one.room(settings.max_new_tokens, writer.positions)
             requests.append(Request(one.prompt_ids or (), seed, room))
-        answers = writer(requests, settings.sampling)
+        answers = writer(requests, settings)
         for dialogue, answer in zip(going, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)
             if not dialogue.room(1, writer.positions):

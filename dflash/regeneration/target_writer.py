@@ -80,6 +80,7 @@ class TargetWriter:
             responses = _write(self.target, prompts, longest, sampling, generators)
         else:
             drafter: Any = self.drafter
+            names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
             output = drafter.spec_generate(
                 [torch.tensor(prompt) for prompt in prompts],
                 target=self.target,
@@ -87,7 +88,7 @@ class TargetWriter:
                 generator=generators,
                 verification="match",  # the uniforms of a position then choose its token as without a drafter
                 return_dict_in_generate=True,
-                **({"temperature": 0.0} if not sampling.temperature else vars(sampling)),
+                **{name: getattr(sampling, name) for name in names},
             )
             width = max(map(len, prompts))
             responses, lengths = output.sequences[:, width:].tolist(), output.acceptance_lengths

@@ -3,8 +3,6 @@
 The facts are the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -55,7 +53,7 @@ class TrainingRecord:
     was_complete: bool = False
 
     @classmethod
-    def of_finished(cls, facts: dict[str, Any]) -> TrainingRecord:
+    def of_finished(cls, facts: dict[str, Any]) -> "TrainingRecord":
         """The record of a complete run, by its `training.json`."""
         curve, best_step = facts["curve"], facts["best_step"]
         taus = {point["step"]: point.get("tau", float("nan")) for point in curve}
@@ -71,11 +69,11 @@ def describe_inputs(
     return {
         "target": {
             "class": type(target).__name__,
-            "parameters": num_parameters(target),
+            "parameters": target.num_parameters(),
             "revision": getattr(target.config, "_commit_hash", None),  # on the Hub
             "fingerprint": model_fingerprint(target),
         },
-        "drafter": {"parameters": num_parameters(drafter), "fingerprint": fingerprint(shape)},
+        "drafter": {"parameters": drafter.num_parameters(), "fingerprint": fingerprint(shape)},
         "data": {
             "examples": len(examples),
             "tokens": sum(map(len, examples)),
@@ -91,7 +89,7 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
     return {
         "settings": asdict(public_settings(trainer.settings)),
         "processes": trainer.accelerator.num_processes,
-        "parameters": num_parameters(trainer.drafter),
+        "parameters": trainer.drafter.num_parameters(),
         **inputs,
         "versions": {"dflash": library_version(), **versions(), "accelerate": accelerate.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -99,11 +97,6 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
         "best_step": record.best_step,
         "curve": record.curve,
     }
-
-
-def num_parameters(model: torch.nn.Module) -> int:
-    """Parameters of a model; those of a sharded one over all processes."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def supervised_tokens(examples: Sequence[Example]) -> int:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.checkpoints import check_replaceable
-from dflash.common.files import only_writer
+from dflash.common.files import check_writable, only_writer
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
 from dflash.common.stopwatch import stopwatch
@@ -195,6 +195,7 @@ def _claimed(
         if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
             try:
                 check_replaceable(folder)
+                check_writable(folder / "config.json")
                 held.enter_context(only_writer(folder))
                 for path in (folder, state_folder(folder)):
                     clear_leftovers(path)

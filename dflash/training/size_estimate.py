@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
-from .checkpointing import num_parameters, supervised_tokens
+from .checkpointing import supervised_tokens
 from .distributed import is_sharded
 from .losses import rows_of_chunk
 from .trainer import Trainer
@@ -34,8 +34,8 @@ def estimate(trainer: Trainer) -> Estimate:
         sequences=len(examples),
         tokens=sum(map(len, examples)),
         supervised_tokens=supervised_tokens(examples),
-        drafter_parameters=num_parameters(trainer.drafter),
-        target_parameters=num_parameters(trainer.target),
+        drafter_parameters=trainer.drafter.num_parameters(),
+        target_parameters=trainer.target.num_parameters(),
         memory=estimate_memory(trainer),
         feature_bytes=trainer.feature_bytes(),
     )
@@ -51,7 +51,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     settings, config = trainer.settings, trainer.drafter.config
     processes = trainer.accelerator.num_processes
     share = processes if is_sharded(trainer.drafter) else 1
-    weights = num_parameters(trainer.drafter) * 4 // share
+    weights = trainer.drafter.num_parameters() * 4 // share
     matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
     moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
 
