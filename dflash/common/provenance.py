@@ -6,13 +6,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
+
+from dflash import __version__
 
 from .files import write_text
 
@@ -28,7 +29,7 @@ def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, 
         "kind": kind,
         "command": command(),
         "revision": revision(),
-        "environment": {"dflash": library_version(), "python": platform.python_version(), **environment},
+        "environment": {"dflash": __version__, "python": platform.python_version(), **environment},
         **content,
     }
 
@@ -88,14 +89,6 @@ def revision() -> str:
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
-
-
-def library_version() -> str | None:
-    """The version of this library; `None` where it is not installed."""
-    try:
-        return metadata.version("dflash-transformers")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:

@@ -3,9 +3,11 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import logits_process as processing
 from transformers.modeling_utils import PreTrainedModel
 
@@ -151,11 +153,9 @@ def _write(
 ) -> list[list[int]]:
     """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
     width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # the padding is masked
-    attention_mask = torch.zeros_like(input_ids)
-    for i, prompt in enumerate(prompts):
-        input_ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[i, width - len(prompt) :] = 1
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    input_ids = padded([torch.tensor(prompt) for prompt in prompts])
+    attention_mask = padded([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
     config = target.config.get_text_config(decoder=True)
     watch = _Watch()
     processors = processing.LogitsProcessorList([watch])

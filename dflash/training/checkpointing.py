@@ -16,9 +16,10 @@ import accelerate
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash import __version__
 from dflash.checkpoints import save_checkpoint
 from dflash.common.fingerprints import NOT_THE_MODEL, fingerprint, model_fingerprint
-from dflash.common.provenance import library_version, versions
+from dflash.common.provenance import versions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .card import model_card
@@ -91,7 +92,7 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
         "processes": trainer.accelerator.num_processes,
         "parameters": trainer.drafter.num_parameters(),
         **inputs,
-        "versions": {"dflash": library_version(), **versions(), "accelerate": accelerate.__version__},
+        "versions": {"dflash": __version__, **versions(), "accelerate": accelerate.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "seconds": record.seconds,
         "best_step": record.best_step,
