@@ -12,7 +12,7 @@ import typer
 
 from dflash.training import REMOVED, TrainingSettings, read_yaml
 
-from .loading import hide_loading_bars
+from .loading import hide_loading_bars, numbers
 
 
 # Steps that a dry run measures, after one warm-up step.
@@ -41,7 +41,9 @@ def train(
     In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash train …
     """
-    given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if "target_layer_ids" in given:
+        given["target_layer_ids"] = numbers(given["target_layer_ids"], "--target-layer-ids")
     places = {"target": target, "data": data, "output": output}
     asked = read_yaml(config, list(places)) if config is not None else {}
     asked |= given | {name: place for name, place in places.items() if place is not None}
@@ -133,16 +135,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _listed(name: str, value: Any) -> Any:
-    """A flag's value as the field wants it: 1,9,17 is a list of numbers."""
-    if name != "target_layer_ids":
-        return value
-    try:
-        return [int(part) for part in value.split(",")]
-    except ValueError:
-        raise ValueError(f"--{name.replace('_', '-')} {value} is no list of numbers: write it as 1,9,17.") from None
 
 
 def with_flags(function: Callable[..., None]) -> Callable[..., None]:
