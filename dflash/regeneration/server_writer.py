@@ -44,7 +44,7 @@ class ServerWriter:
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
-        """The answers, asked for one after the other: requests that run side by side are calls that do."""
+        """The answers, one request after another; several calls may run at once."""
         return [self._ask(request, sampling) for request in requests]
 
     def _ask(self, request: Request, sampling: Sampling) -> Answer:
