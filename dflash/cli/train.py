@@ -93,32 +93,35 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     import torch
 
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, estimate, prepare
+    from dflash.training import Trainer, estimate_memory, prepare
 
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
-    size, config = estimate(trainer), ready.drafter.config
-    epochs = f"{size.steps / size.batches_per_epoch:.1f} epochs of {size.batches_per_epoch:,} batches"
-    print(f"steps     {size.steps:,} ({epochs})")
+    steps, batches, config = trainer.num_steps, trainer.batches_per_epoch, ready.drafter.config
+    supervised = sum(sum(example.mask_array) for example in ready.examples)
+    print(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
     print(
-        f"data      {size.sequences:,} sequences, {size.tokens:,} tokens an epoch, {size.supervised_tokens:,} "
+        f"data      {len(ready.examples):,} sequences, {sum(map(len, ready.examples)):,} tokens an epoch, {supervised:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"
     )
     print(
-        f"drafter   {size.drafter_parameters:,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
-        f"target layers {config.target_layer_ids}; target {size.target_parameters:,} parameters"
+        f"drafter   {ready.drafter.num_parameters():,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
+        f"target layers {config.target_layer_ids}; target {ready.target.num_parameters():,} parameters"
     )
-    parts = ", ".join(f"{name} {_bytes(held)}" for name, held in size.memory.items())
-    print(f"memory    about {_bytes(sum(size.memory.values()))} per process, estimated from shapes: {parts}")
+    memory = estimate_memory(trainer)
+    parts = ", ".join(f"{name} {_bytes(held)}" for name, held in memory.items())
+    print(f"memory    about {_bytes(sum(memory.values()))} per process, estimated from shapes: {parts}")
     if settings.features is not None:
-        print(f"features  {_bytes(size.feature_bytes)} in {settings.features}, written once; measured here online")
-    if size.steps <= MEASURED_STEPS:
+        print(
+            f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online"
+        )
+    if steps <= MEASURED_STEPS:
         print("time      not measured: the run is shorter than a measurement")
         return
     trainer.step()
     seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
     print(
-        f"time      about {_duration(seconds * size.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
+        f"time      about {_duration(seconds * steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
     if (device := trainer.accelerator.device).type == "cuda":

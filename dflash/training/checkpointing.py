@@ -78,7 +78,7 @@ def describe_inputs(
         "data": {
             "examples": len(examples),
             "tokens": sum(map(len, examples)),
-            "supervised_tokens": supervised_tokens(examples),
+            "supervised_tokens": sum(sum(example.mask_array) for example in examples),
             "fingerprint": data_fingerprint(examples),
         },
         "held_out": {"prompts": len(held_out), "fingerprint": fingerprint(list(map(list, held_out)))},
@@ -98,11 +98,6 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
         "best_step": record.best_step,
         "curve": record.curve,
     }
-
-
-def supervised_tokens(examples: Sequence[Example]) -> int:
-    """Tokens that the drafter learns to propose."""
-    return sum(sum(example.mask_array) for example in examples)
 
 
 @dataclass

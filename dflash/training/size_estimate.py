@@ -1,44 +1,10 @@
-"""What a run will take, said before it begins. It owns no clock: the caller measures steps."""
-
-from dataclasses import dataclass
+"""The memory that a run will take, said before it begins."""
 
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
-from .checkpointing import supervised_tokens
 from .distributed import is_sharded
 from .losses import rows_of_chunk
 from .trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The size of a run."""
-
-    steps: int
-    batches_per_epoch: int
-    sequences: int
-    tokens: int  # in one epoch
-    supervised_tokens: int
-    drafter_parameters: int
-    target_parameters: int
-    memory: dict[str, int]  # bytes per process, by what holds them
-    feature_bytes: int  # of the target's features on disk
-
-
-def estimate(trainer: Trainer) -> Estimate:
-    """The size of the run of a trainer that has not begun."""
-    examples = trainer.examples
-    return Estimate(
-        steps=trainer.num_steps,
-        batches_per_epoch=trainer.batches_per_epoch,
-        sequences=len(examples),
-        tokens=sum(map(len, examples)),
-        supervised_tokens=supervised_tokens(examples),
-        drafter_parameters=trainer.drafter.num_parameters(),
-        target_parameters=trainer.target.num_parameters(),
-        memory=estimate_memory(trainer),
-        feature_bytes=trainer.feature_bytes(),
-    )
 
 
 def estimate_memory(trainer: Trainer) -> dict[str, int]:
