@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         heldout_problems,
         load_embedded_pair,
     )
-    from .folders import check_replaceable, save_checkpoint, written_aside
+    from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
     from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
@@ -44,6 +44,7 @@ __all__ = [
     "plan_publication",
     "publish",
     "refuse_unfit",
+    "replace_folder",
     "report_lines",
     "run_server",
     "save_checkpoint",
