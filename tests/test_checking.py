@@ -157,7 +157,7 @@ CONFIG_FAULTS: list[tuple[str, Callable[[dict[str, Any]], Any], str, str, set[st
     ("window switched off", top(layer_types=[SLIDING, FULL], sliding_window=8), "windows", "use_sliding_window", EVERY - {"mlx"}),
     ("heads not shared evenly", top(num_key_value_heads=3), "dimensions", "num_key_value_heads", EVERY),
     ("no hidden size", top(hidden_size=...), "dimensions", "hidden_size", EVERY),
-    ("no head size", top(head_dim=...), "dimensions", "head_dim", {"mlx"}),
+    ("no head size", top(head_dim=...), "dimensions", "head_dim", EVERY),
     ("other activation", top(hidden_act="gelu"), "dimensions", "hidden_act", SERVERS | {"mlx"}),
     ("tie not said", top(tie_word_embeddings=...), "dimensions", "tie_word_embeddings", {"mlx"}),
     ("reduced vocabulary", top(draft_vocab_size=48), "vocabulary", "draft_vocab_size", EVERY),

@@ -160,7 +160,7 @@ def test_a_target_without_a_chat_template_continues_texts_and_prompts_and_refuse
     assert second["text"].startswith("once")
     assert second["prompt_ids"] == plain("once")["input_ids"]
     with pytest.raises(
-        ValueError, match=r"the data: Row 1: The tokenizer has no chat template.*set tokenizer.chat_template"
+        ValueError, match=r"Row 1 of the data: The tokenizer has no chat template.*set tokenizer.chat_template"
     ):
         regenerate_data(TargetWriter(target), plain, [user("a")], tmp_path / "s.jsonl", SETTINGS)
 
@@ -476,9 +476,9 @@ def test_rows_that_ask_nothing_are_left_out_and_counted(target: Any, tokenizer: 
         regenerate_data(TargetWriter(target), tokenizer, [rows[1], rows[3]], tmp_path / "s.jsonl", SETTINGS)
     with pytest.raises(ValueError, match="the data holds no row"):
         regenerate_data(TargetWriter(target), tokenizer, [], tmp_path / "s.jsonl", SETTINGS)
-    with pytest.raises(ValueError, match=r"the data: Row 2: its columns \['words'\] ask nothing: give messages"):
+    with pytest.raises(ValueError, match=r"Row 2 of the data: its columns \['words'\] ask nothing: give messages"):
         regenerate_data(TargetWriter(target), tokenizer, [rows[0], {"words": "x"}], tmp_path / "s.jsonl", SETTINGS)
-    with pytest.raises(ValueError, match=r"the data: Row 1: it is malformed \(KeyError: 'role'\)"):
+    with pytest.raises(ValueError, match=r"Row 1 of the data: it is malformed \(KeyError: 'role'\)"):
         regenerate_data(TargetWriter(target), tokenizer, [{"messages": [{"x": 1}]}], tmp_path / "s.jsonl", SETTINGS)
     assert list(tmp_path.glob("s.*")) == []
 
@@ -489,7 +489,7 @@ def test_rows_that_ask_nothing_are_left_out_and_counted(target: Any, tokenizer: 
         ({"temperature": -1.0}, "temperature=-1.0: use 0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0: use 1 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: ask for at least one new token"),
     ],
 )
 def test_settings_out_of_range_are_refused(field: dict[str, Any], said: str) -> None:
@@ -725,7 +725,7 @@ def test_logits_that_overflow_on_the_way_stop_the_run(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--temperature", "inf"), "temperature=inf: use 0 for greedy answers or a finite number"),
+        (("--temperature", "inf"), "temperature=inf: use 0 for greedy decoding, or a finite number"),
         (("--temperature", "nan"), "temperature=nan"),
         (("--temperature", "1e-38"), "temperature=1e-38"),
         (("--top-p", "nan"), "top_p=nan"),

@@ -281,7 +281,7 @@ def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
     for words, said in (
         (["--output", tmp_path / "notes"], "is not a checkpoint"),
-        (["--output", tmp_path / "file" / "x"], "cannot be written (Not a directory)"),
+        (["--output", tmp_path / "file" / "x"], "file is no folder, so "),
         (["--output", tmp_path / "new", "--log-with", "nothing"], "log_with='nothing'"),
         (["--output", tmp_path / "new", "--device-map", "meta:x"], "device_map='meta:x' cannot be used"),
         (["--output", tmp_path / "new", "--resume", "--overwrite"], "both given"),
@@ -364,7 +364,10 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         ([], "--output is missing"),
         (["--output", "OUT", "--config", "/nowhere.yaml"], "is no file"),
         (["--output", "OUT", "--num-taps", "0"], "num_taps=0: give 1 or more"),
-        (["--output", "OUT", "--target-layer-ids", "1,a"], "is no list of numbers: write it as 1,9,17"),
+        (
+            ["--output", "OUT", "--target-layer-ids", "1,a"],
+            "--target-layer-ids 1,a is no list of numbers from 0 on: write them as",
+        ),
         (["--output", "OUT", "--target-layer-ids", "1,3"], "reaches the last of 4 layers"),
         (
             ["--output", "OUT", "--features", "F", "--shard-target"],
@@ -391,7 +394,7 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
         (["--output", "OUT", "--loss", "mse"], "loss='mse' is not one of ce, forward_kl"),
         (
             ["--output", "/proc/x/y"],
-            "The output /proc/x/y cannot be written (No such file or directory): choose another",
+            "/proc/x cannot be used (No such file or directory): name another path",
         ),
         (["--output", "OUT", "--target", "/nowhere"], "The target /nowhere cannot be loaded ("),
     ],

@@ -309,8 +309,6 @@ RECIPE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RECIPE)
 def test_every_part_of_the_recipe_reaches_the_weights(target: PreTrainedModel, name: str) -> None:
-    if name == "muon_learning_rate" and not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch has Muon since 2.9")
     selector = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
     data = written_by(target, 10)
 
@@ -364,7 +362,6 @@ def test_the_memory_estimate_is_of_the_widest_batch(
     assert {"columns": columns, "rows": rows, "pairs": pairs} == pytest.approx(most, rel=0.3)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 def test_muon_trains_each_matrix_and_adamw_the_rest(drafter: DFlashDraftModel) -> None:
     muon, adamw = build_optimizers(drafter, 1e-3, 0.0, muon_learning_rate=2e-3)
     matrices, others = (optimizer.param_groups[0]["params"] for optimizer in (muon, adamw))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,7 +13,7 @@ import dflash.regeneration
 import dflash.training
 from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.training import Example, encode, load_examples, with_response, write_examples
-from dflash.training.data_checks import check_lengths, check_mask_token, check_tokenizer, usable_examples
+from dflash.training.data_checks import check_lengths, check_mask_token, check_tokenizer, usable
 
 
 CHAT = [
@@ -193,12 +194,9 @@ def test_what_moved_to_regeneration_is_found_at_its_old_place_with_a_warning(nam
         assert getattr(dflash.training, name) is getattr(dflash.regeneration, name)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("plan", "estimate"), ("Plan", "Estimate"), ("read_examples", "load_examples")]
-)
-def test_what_was_renamed_is_found_by_its_old_name_with_a_warning(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"dflash\.training\.{old} is now dflash\.training\.{new}\."):
-        assert getattr(dflash.training, old) is getattr(dflash.training, new)
+def test_what_was_renamed_is_found_by_its_old_name_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"training\.read_examples is now dflash\.training\.load_examples\."):
+        assert dflash.training.read_examples is dflash.training.load_examples
 
 
 def test_every_exported_name_is_there() -> None:
@@ -209,8 +207,13 @@ def test_every_exported_name_is_there() -> None:
 # --- what cannot be trained on ---
 
 
-def usable(examples: list[Example], **fields: int) -> tuple[list[Example], int]:
-    return usable_examples(examples, **({"block_size": 4, "vocab_size": 50, "mask_token_id": 49} | fields))
+def chosen(examples: list[Example], mask_token_id: int = 49) -> tuple[list[Example], list[str]]:
+    """The usable ones for a block of 4 and a vocabulary of 50, and what is announced."""
+    said: list[str] = []
+    config = SimpleNamespace(vocab_size=50, pad_token_id=None, get_text_config=lambda decoder: config)
+    target: Any = SimpleNamespace(config=config, generation_config=SimpleNamespace())
+    drafter: Any = SimpleNamespace(config=SimpleNamespace(block_size=4, mask_token_id=mask_token_id))
+    return usable(examples, drafter, target, said.append), said
 
 
 def test_sequences_shorter_than_a_block_are_left_out_and_counted() -> None:
@@ -220,17 +223,19 @@ def test_sequences_shorter_than_a_block_are_left_out_and_counted() -> None:
         with_response([3, 4, 5, 6], []),
     )
     one_token = with_response([3, 4, 5, 6], [7])  # no anchor with a successor
-    assert usable([short, long, said_nothing, one_token]) == ([long], 3)
+    kept, said = chosen([short, long, said_nothing, one_token])
+    assert kept == [long]
+    assert said == ["3 of 4 sequences are left out: shorter than a block, or without two supervised tokens in a row."]
     with pytest.raises(
         ValueError, match=r"None of the 2 sequences \(the longest has 5 tokens\) is as long as a block of 4"
     ):
-        usable([short, one_token])
+        chosen([short, one_token])
 
 
 def test_data_without_a_supervised_token_is_refused() -> None:
     for examples in ([], [with_response([3, 4, 5, 6, 7], [])]):
         with pytest.raises(ValueError, match=rf"The data \({len(examples)} sequences\) holds no supervised token"):
-            usable(examples)
+            chosen(examples)
 
 
 def test_a_mask_token_in_the_data_is_refused() -> None:
@@ -238,8 +243,8 @@ def test_a_mask_token_in_the_data_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"Sequence 2 holds the mask token \(49, at position 2\).*choose a mask_token_id"
     ):
-        usable([with_response([3], [5, 6, 7]), with_response([3, 4], [49, 5])])
-    assert usable([with_response([3], [5, 6, 7])], mask_token_id=4)[1] == 0
+        chosen([with_response([3], [5, 6, 7]), with_response([3, 4], [49, 5])])
+    assert chosen([with_response([3], [5, 6, 7])], mask_token_id=4)[1] == []
 
 
 def test_ids_that_the_target_does_not_know_are_refused() -> None:
@@ -247,7 +252,7 @@ def test_ids_that_the_target_does_not_know_are_refused() -> None:
         with pytest.raises(
             ValueError, match=rf"Sequence 2 holds the token id {token_id} but the target's vocabulary is 50"
         ):
-            usable([with_response([3], [5, 6, 7]), with_response([3], [token_id, 6, 7])])
+            chosen([with_response([3], [5, 6, 7]), with_response([3], [token_id, 6, 7])])
 
 
 @pytest.mark.parametrize(

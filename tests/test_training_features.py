@@ -77,13 +77,13 @@ def test_features_of_something_else_are_refused_by_name(frozen: FrozenTarget, tm
         with pytest.raises(ValueError, match=said):
             CachedFeatures(tmp_path, facts_of(target, rows, wants_states, precision))
 
-    refused(r"target [0-9a-f]{16}, now [0-9a-f]{16}", FrozenTarget(make_target(seed=9), make_drafter()))
-    refused(r"data [0-9a-f]{16}, now", rows=data[1:])
-    refused("has_last_states False, now True", wants_states=True)
+    refused(r"target: \"[0-9a-f]{16}\", now \"[0-9a-f]{16}\"", FrozenTarget(make_target(seed=9), make_drafter()))
+    refused(r"data: \"[0-9a-f]{16}\", now", rows=data[1:])
+    refused("has_last_states: false, now true", wants_states=True)
     other = make_drafter(target_layer_ids=[0, 1])
-    refused(r"target_layer_ids \[.*\], now \[0, 1\]", FrozenTarget(make_target(), other))
-    refused("mixed_precision no, now bf16", precision="bf16")
-    refused("dtype float32, now bfloat16", FrozenTarget(make_target().bfloat16(), make_drafter()))
+    refused(r"target_layer_ids: \[.*\], now \[0, 1\]", FrozenTarget(make_target(), other))
+    refused('mixed_precision: "no", now "bf16"', precision="bf16")
+    refused('dtype: "float32", now "bfloat16"', FrozenTarget(make_target().bfloat16(), make_drafter()))
     CachedFeatures(tmp_path, facts_of(frozen, data, False))
 
 

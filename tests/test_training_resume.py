@@ -241,11 +241,11 @@ def test_an_output_that_holds_a_run_is_not_written_over_unasked(tmp_path: Path) 
 def test_resuming_with_other_settings_or_data_names_what_differs(tmp_path: Path) -> None:
     output = tmp_path / "drafter"
     stopped(output, step=7)
-    with pytest.raises(ValueError, match=r"seed: 0, now 4; learning_rate: 0\.005, now 0\.001"):
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.005, now 0\.001; seed: 0, now 4"):
         run(output, replace(SETTINGS, learning_rate=1e-3, seed=4), resume=True)
-    with pytest.raises(ValueError, match=r"data: [0-9a-f]{16}, now [0-9a-f]{16}; held_out"):
+    with pytest.raises(ValueError, match=r"data: \"[0-9a-f]{16}\", now \"[0-9a-f]{16}\"; held_out"):
         run(output, data=examples(11)[::-1], resume=True)
-    with pytest.raises(ValueError, match=r"drafter: [0-9a-f]{16}, now [0-9a-f]{16}\)"):
+    with pytest.raises(ValueError, match=r"drafter: \"[0-9a-f]{16}\", now \"[0-9a-f]{16}\"\)"):
         run(output, block_size=5, resume=True)
     state = state_folder(output) / "state.json"
     state.write_text(state.read_text().replace('"processes": 1', '"processes": 3'))

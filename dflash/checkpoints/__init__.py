@@ -1,7 +1,5 @@
 """Drafters as folders: converted, checked for each engine, published and served; and the embedded pair."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dflash.common.lazy import lazy_names
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
         heldout_problems,
         load_embedded_pair,
     )
-    from .folders import check_replaceable, replace_folder, save_checkpoint
+    from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
     from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
@@ -51,6 +49,7 @@ __all__ = [
     "run_server",
     "save_checkpoint",
     "server_command",
+    "written_aside",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,7 +1,5 @@
 """Drafters of any published dialect, written in this library's form or in the one that all engines read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

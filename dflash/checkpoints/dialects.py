@@ -12,8 +12,6 @@ read the others (`DFlashConfig.reader`).
 | DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -101,7 +99,14 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
         ValueError: for a field of the wrong kind, fields that contradict each other, a config without its block, its
             taps or its rotary base, and a speculators checkpoint of another kind than DFlash.
     """
-    _check_kinds(fields)
+    if not isinstance(fields, dict):
+        raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
+    for name, value, kind, remedy in kind_faults(fields):
+        raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
+    for name in ("dtype", "torch_dtype"):
+        dtype = fields.get(name)
+        if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
+            raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
     dialect = dialect_of(fields, tensor_names)
     decoder = fields.get("transformer_layer_config") or fields
     rope = decoder.get("rope_parameters") or {}
@@ -135,18 +140,6 @@ def kind_faults(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[st
     for name in OBJECTS:
         if isinstance(fields.get(name), Mapping):
             yield from kind_faults(fields[name], f"{name}.")
-
-
-def _check_kinds(fields: dict[str, Any]) -> None:
-    """Refuses fields of another kind than readers expect."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
-    for name, value, kind, remedy in kind_faults(fields):
-        raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
-    for name in ("dtype", "torch_dtype"):
-        dtype = fields.get(name)
-        if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
-            raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
 
 
 def doubles(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:

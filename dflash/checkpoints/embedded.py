@@ -1,7 +1,5 @@
 """The tiny pair inside the package, which needs no download: loaded, exported, and its held-out problems."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

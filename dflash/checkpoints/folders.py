@@ -1,7 +1,5 @@
 """Checkpoint folders: weights, config, code and card, written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -28,7 +26,7 @@ FOLDERS = ("custom_generate", "__pycache__")
 
 
 def save_checkpoint(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     folder: str | os.PathLike[str],
     tokenizer: Any = None,
     files: Mapping[str, str] | None = None,

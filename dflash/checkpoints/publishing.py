@@ -1,7 +1,5 @@
 """A drafter's folder to the Hub in one commit: weights, config, code and card, and no other file."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

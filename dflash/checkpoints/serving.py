@@ -3,8 +3,6 @@
 It knows the flags of each engine. Whether an engine can read a drafter is for `rules` to say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The application: every command in its panel, and every error as one sentence."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

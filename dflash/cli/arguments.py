@@ -1,7 +1,5 @@
 """Options that several commands have, and the panels that group them in the help."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

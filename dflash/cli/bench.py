@@ -1,7 +1,5 @@
 """`dflash bench`: how fast each way of decoding is with a pair, on the same prompts, in one run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack

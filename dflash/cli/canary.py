@@ -1,7 +1,5 @@
 """`dflash canary`: a server with DFlash beside one without, before the switch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +10,7 @@ from dflash.common.files import check_output
 
 from . import arguments
 from .arguments import panel, prompt_option, result_option, server_option
-from .loading import api_key, read_prompts
+from .loading import api_key, numbers, read_prompts
 from .terminal import progress_bar, show_table
 
 
@@ -48,7 +46,7 @@ def canary(
     overwrite: arguments.Overwrite = False,
 ) -> None:
     """Measures a server with DFlash and one without under the same load: waits, throughput, acceptance, cost."""
-    levels = _levels(concurrency)
+    levels = tuple(sorted(set(numbers(concurrency, "--concurrency", least=1))))
     for path in filter(None, (output, plot)):
         check_output(path, overwrite)
     asked = None if prompts is None else read_prompts(prompts)
@@ -84,13 +82,3 @@ def _show(result: dict[str, Any]) -> None:
     if result["decoding"]["prompts_repeat"]:
         said = "There were fewer prompts than requests: later ones may come from the server's prefix cache."
         console.print(said, style="dim")
-
-
-def _levels(text: str) -> tuple[int, ...]:
-    try:
-        levels = tuple(sorted({int(level) for level in text.split(",")}))
-    except ValueError:
-        levels = ()
-    if not levels or levels[0] < 1:
-        raise ValueError(f"--concurrency {text} is no list of numbers from 1 on: give one such as 1,4,16.")
-    return levels

@@ -1,7 +1,5 @@
 """`dflash check`: what is wrong with a drafter's checkpoint, and what each engine makes of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

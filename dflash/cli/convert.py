@@ -1,7 +1,5 @@
 """`dflash convert`: a drafter of any dialect, written in this library's form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

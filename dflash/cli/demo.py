@@ -1,7 +1,5 @@
 """`dflash demo`: the embedded pair answers word problems, plainly and with DFlash, side by side."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """`dflash eval`: the paper's tasks with any pair, plain decoding beside DFlash, answers scored."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

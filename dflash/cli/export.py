@@ -1,7 +1,5 @@
 """`dflash export`: a drafter in the form that all engines load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

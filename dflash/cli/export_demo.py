@@ -1,7 +1,5 @@
 """`dflash export-demo`: the embedded pair as two checkpoint folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,10 +1,7 @@
 """`dflash generate`: any pair answers a prompt, streamed block by block."""
 
-from __future__ import annotations
-
 import json
 import math
-import platform
 import sys
 from typing import Annotated, Any
 
@@ -42,14 +39,16 @@ def generate(
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
     if compare and (as_json or temperature):
         raise ValueError("--compare shows two greedy texts: leave out --json and --temperature.")
-    for option, value, is_allowed, remedy in (
-        ("--max-new-tokens", max_new_tokens, max_new_tokens > 0, "ask for at least one token"),
-        ("--temperature", temperature, 0 <= temperature < math.inf, "use 0 for greedy decoding, or a number above 0"),
-        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "use a probability above 0 and up to 1"),
-        ("--top-k", top_k, top_k is None or top_k >= 0, "use the number of tokens to keep, or 0 for all"),
-    ):
-        if not is_allowed:
-            raise ValueError(f"{option} {value} cannot be used: {remedy}.")
+    from dflash.common.provenance import versions
+    from dflash.evaluation import timed_blocks
+    from dflash.model.generation_dflash import SETTINGS
+
+    request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    request |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
+    for name, value in request.items():
+        is_meant, remedy = SETTINGS[name]
+        if not is_meant(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
     known_device(device)
     text = given(sys.stdin.read() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, dtype, device)
@@ -61,12 +60,7 @@ def generate(
         return
 
     import torch
-    import transformers
 
-    from dflash.evaluation import timed_blocks
-
-    request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    request |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
     uniforms = torch.Generator().manual_seed(seed)
     printer = BlockPrinter(Console(highlight=False), pair.tokenizer, is_marked=sys.stdout.isatty())
     on_block = None if as_json else printer.block
@@ -93,12 +87,7 @@ def generate(
         "block_size": pair.drafter.config.block_size,
         "dtype": dtype_name(pair),
         "device": str(pair.target.device),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "dflash-transformers": __version__,
-        },
+        "versions": {**versions(), "dflash-transformers": __version__},
     }
     print(json.dumps(report))
 

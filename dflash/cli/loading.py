@@ -1,7 +1,5 @@
 """What several commands do with their options: check, load and encode; values are refused before anything is loaded."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -194,6 +192,14 @@ def listed(text: str, option: str) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"{option} {text!r} names nothing: give names with commas between.")
     return names
+
+
+def numbers(text: str, option: str, least: int = 0) -> list[int]:
+    """Whole numbers that were given with commas between; ValueError if one is none, or below `least`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise ValueError(f"{option} {text} is no list of numbers from {least} on: write them as 1,4,16.")
+    return [int(part) for part in parts]
 
 
 def dtype_name(pair: Pair) -> str:

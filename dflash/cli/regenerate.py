@@ -1,7 +1,5 @@
 """`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

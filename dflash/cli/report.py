@@ -1,7 +1,5 @@
 """`dflash report`: result files in; one page with its pictures, or the tables of Markdown pages, out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`dflash serve`: a pair on an inference engine's own server."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

@@ -1,7 +1,5 @@
 """Terminal output: progress bars, text with its accepted drafts marked, and the table of a comparison."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
@@ -82,7 +80,7 @@ class BlockPrinter:
         self._stream = TextStream(tokenizer)
         self._is_marked = is_marked
 
-    def block(self, block: Block) -> None:
+    def block(self, block: "Block") -> None:
         """Prints a block: the accepted drafts, then the target's own token."""
         accepted, own = block.token_ids[: block.num_accepted], block.token_ids[block.num_accepted :]
         self._print(self._stream.push(accepted), ACCEPTED_STYLE, "[{}]")
@@ -122,9 +120,9 @@ def legend(console: Console) -> Text:
 class Comparison:
     """One prompt answered twice, and where the two texts first differ."""
 
-    plain: TimedRun
-    fast: TimedRun
-    difference: Difference | None
+    plain: "TimedRun"
+    fast: "TimedRun"
+    difference: "Difference | None"
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Table:

@@ -1,7 +1,5 @@
 """`dflash train`: a target and data in, a drafter's checkpoint out. Its flags are the fields of `TrainingSettings`."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys
@@ -14,33 +12,28 @@ import typer
 
 from dflash.training import REMOVED, TrainingSettings, read_yaml
 
-from .loading import hide_loading_bars
+from .loading import hide_loading_bars, numbers
 
 
 # Steps that a dry run measures, after one warm-up step.
 MEASURED_STEPS = 3
 
-OWN_FLAGS: dict[str, Any] = {
-    "target": Annotated[str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")],
-    "data": Annotated[
-        str | None, typer.Option(help="Required. Chats, prompts and completions, or texts to train on.")
-    ],
-    "output": Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")],
-    "config": Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")],
-    "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")],
-    "overwrite": Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")],
-    "dry_run": Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")],
-}
-
 
 def train(
-    target: str | None,
-    data: str | None,
-    output: Path | None,
-    config: Path | None,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
+    *,
+    target: Annotated[
+        str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Required. Chats, prompts and completions, or texts to train on.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")] = False,
     **flags: Any,
 ) -> None:
     """Trains a drafter for a target, by the paper's recipe unless told otherwise, and writes its checkpoint.
@@ -48,7 +41,9 @@ def train(
     In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash train …
     """
-    given = {name: _listed(name, value) for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if "target_layer_ids" in given:
+        given["target_layer_ids"] = numbers(given["target_layer_ids"], "--target-layer-ids")
     places = {"target": target, "data": data, "output": output}
     asked = read_yaml(config, list(places)) if config is not None else {}
     asked |= given | {name: place for name, place in places.items() if place is not None}
@@ -98,32 +93,35 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
     import torch
 
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, estimate, prepare
+    from dflash.training import Trainer, estimate_memory, prepare
 
     ready = prepare(target, data, settings, _announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
-    size, config = estimate(trainer), ready.drafter.config
-    epochs = f"{size.steps / size.batches_per_epoch:.1f} epochs of {size.batches_per_epoch:,} batches"
-    print(f"steps     {size.steps:,} ({epochs})")
+    steps, batches, config = trainer.num_steps, trainer.batches_per_epoch, ready.drafter.config
+    supervised = sum(sum(example.mask_array) for example in ready.examples)
+    print(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
     print(
-        f"data      {size.sequences:,} sequences, {size.tokens:,} tokens an epoch, {size.supervised_tokens:,} "
+        f"data      {len(ready.examples):,} sequences, {sum(map(len, ready.examples)):,} tokens an epoch, {supervised:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"
     )
     print(
-        f"drafter   {size.drafter_parameters:,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
-        f"target layers {config.target_layer_ids}; target {size.target_parameters:,} parameters"
+        f"drafter   {ready.drafter.num_parameters():,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
+        f"target layers {config.target_layer_ids}; target {ready.target.num_parameters():,} parameters"
     )
-    parts = ", ".join(f"{name} {_bytes(held)}" for name, held in size.memory.items())
-    print(f"memory    about {_bytes(sum(size.memory.values()))} per process, estimated from shapes: {parts}")
+    memory = estimate_memory(trainer)
+    parts = ", ".join(f"{name} {_bytes(held)}" for name, held in memory.items())
+    print(f"memory    about {_bytes(sum(memory.values()))} per process, estimated from shapes: {parts}")
     if settings.features is not None:
-        print(f"features  {_bytes(size.feature_bytes)} in {settings.features}, written once; measured here online")
-    if size.steps <= MEASURED_STEPS:
+        print(
+            f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online"
+        )
+    if steps <= MEASURED_STEPS:
         print("time      not measured: the run is shorter than a measurement")
         return
     trainer.step()
     seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
     print(
-        f"time      about {_duration(seconds * size.steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
+        f"time      about {_duration(seconds * steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
     if (device := trainer.accelerator.device).type == "cuda":
@@ -142,26 +140,15 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _listed(name: str, value: Any) -> Any:
-    """A flag's value as the field wants it: 1,9,17 is a list of numbers."""
-    if name != "target_layer_ids":
-        return value
-    try:
-        return [int(part) for part in value.split(",")]
-    except ValueError:
-        raise ValueError(f"--{name.replace('_', '-')} {value} is no list of numbers: write it as 1,9,17.") from None
-
-
 def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
-    options = OWN_FLAGS | {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
+    *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
+    options: dict[str, Any] = {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
     options |= {one.name: _option(one, get_type_hints(TrainingSettings)[one.name]) for one in fields(TrainingSettings)}
-    defaults = {name: False if hint.__origin__ is bool else None for name, hint in OWN_FLAGS.items()}
     kind = inspect.Parameter.KEYWORD_ONLY
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind, default=defaults.get(name), annotation=hint) for name, hint in options.items()]
-    )
-    function.__annotations__ = options
+    own += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in options.items()]
+    function.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    function.__annotations__ = {one.name: one.annotation for one in own}
     return function
 
 

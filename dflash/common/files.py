@@ -1,7 +1,5 @@
 """Files that are whole or not there, and one process at a time that writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

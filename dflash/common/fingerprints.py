@@ -1,7 +1,5 @@
 """Short hashes by which models and data are known again, wherever they were loaded from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

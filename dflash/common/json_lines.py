@@ -3,8 +3,6 @@
 A kill at any moment costs at most the line that is being written.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

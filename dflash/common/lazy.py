@@ -1,7 +1,5 @@
 """Public names of a package on first use (PEP 562), because importing torch takes seconds."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Callable, Mapping

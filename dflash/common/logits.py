@@ -1,7 +1,5 @@
 """Refuses models whose logits are no numbers: every way of decoding would write the same nonsense."""
 
-from __future__ import annotations
-
 import torch
 from transformers.modeling_utils import PreTrainedModel
 

@@ -1,7 +1,5 @@
 """The manifest beside a file of regenerated answers: who wrote it, how, and whether it is complete."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

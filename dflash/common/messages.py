@@ -1,7 +1,5 @@
 """Words for a user."""
 
-from __future__ import annotations
-
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without the advice that libraries add; its type if it has none."""

@@ -1,7 +1,5 @@
 """Module paths that moved after 0.1: the old ones import for one release, with a DeprecationWarning."""
 
-from __future__ import annotations
-
 import warnings
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder

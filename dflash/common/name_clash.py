@@ -1,7 +1,5 @@
 """Distributions that provide the import name `dflash`: the registry's `dflash` is the paper's code, not this one."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 

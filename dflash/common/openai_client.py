@@ -1,7 +1,5 @@
 """A client of one server that speaks the OpenAI protocol (vLLM, SGLang, …): addresses, headers, errors."""
 
-from __future__ import annotations
-
 import json
 import ssl
 from collections.abc import Iterator

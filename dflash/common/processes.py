@@ -1,7 +1,5 @@
 """This process among its siblings, as `accelerate launch` or torchrun started them; alone if nothing did."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import timedelta

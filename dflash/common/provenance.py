@@ -1,20 +1,19 @@
 """What a result file holds beside its figures: the command, the revision, and what the figures depend on."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
+
+from dflash import __version__
 
 from .files import write_text
 
@@ -30,7 +29,7 @@ def record(kind: str, environment: dict[str, Any], **content: Any) -> dict[str, 
         "kind": kind,
         "command": command(),
         "revision": revision(),
-        "environment": {"dflash": library_version(), "python": platform.python_version(), **environment},
+        "environment": {"dflash": __version__, "python": platform.python_version(), **environment},
         **content,
     }
 
@@ -43,8 +42,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, Any]:
     """What the figures of a pair depend on besides the code: versions, hardware, dtype, attention, threads, sizes."""
     return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -57,6 +55,11 @@ def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, 
         "drafter_parameters": drafter.num_parameters(),
         "block_size": drafter.config.block_size,
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and the libraries that every figure depends on."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def command() -> str:
@@ -86,14 +89,6 @@ def revision() -> str:
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git
         return ""
-
-
-def library_version() -> str | None:
-    """The version of this library; `None` where it is not installed."""
-    try:
-        return metadata.version("dflash-transformers")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:

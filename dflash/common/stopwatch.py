@@ -1,7 +1,5 @@
 """Seconds of wall time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The file of regenerated rows while it grows, and the manifest beside it that says what they depend on."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,12 +1,8 @@
 """Rows of data as dialogues: prompts turn by turn, and the answers as rows to train on. It knows no model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from jinja2 import TemplateError
 
 from dflash.training import FORMS, encode_prompt, sharegpt_messages
 
@@ -120,22 +116,9 @@ def as_dialogue(
 
     Raises:
         Unanswerable: for a row without a question.
-        ValueError: for a row that is malformed or of another form, by its number.
+        ValueError: for a row of another form; what a malformed one raises is for [`named_row`] to say.
     """
-    try:
-        return _as_dialogue(number, row, tokenizer, num_prompt_tokens, template_kwargs)
-    except Unanswerable:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error if isinstance(error, ValueError) else f"it is malformed ({type(error).__name__}: {error})."
-        raise ValueError(f"Row {number}: {reason}") from error
-    except TemplateError as error:
-        raise ValueError(f"Row {number}: the chat template does not take it ({error}).") from error
 
-
-def _as_dialogue(
-    number: int, row: Mapping[str, Any], tokenizer: Any, num_prompt_tokens: int, template_kwargs: dict[str, Any]
-) -> Dialogue:
     def encode(messages: list[Message]) -> list[int]:
         return encode_prompt(messages, tokenizer, **template_kwargs)
 

@@ -1,7 +1,5 @@
 """`dflash regenerate`: a data set with its answers replaced by the target's own, as a file of rows to train on."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter
@@ -10,17 +8,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from platform import python_version
 from typing import Any
-
-import torch
-import transformers
 
 from dflash.common.files import only_writer
 from dflash.common.fingerprints import fingerprint
 from dflash.common.processes import Processes
-from dflash.common.provenance import public_name
-from dflash.training import FORMS, read_rows
+from dflash.common.provenance import public_name, versions
+from dflash.training import FORMS, named_row, read_rows
 
 from .answer_file import AnswerFile, check_answer_file
 from .dialogues import Dialogue, Unanswerable, as_dialogue
@@ -46,15 +40,10 @@ class RegenerationSettings(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_new_tokens", "prompt_tokens", "samples"):
+        for name in ("prompt_tokens", "samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: use 1 or more.")
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return Sampling(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass
@@ -132,7 +121,7 @@ def regenerate_data(
         "revision": writer.revision,
         "data": {"name": public_name(named), "split": settings.split, "rows": len(rows), "license": license},
         "drop_cut": settings.drop_cut,
-        "versions": {"python": python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": versions(),
         **(provenance or {}),
     }
     with ExitStack() as lock:
@@ -188,13 +177,12 @@ def _dialogues(
     found = []
     for number in sorted(order[: settings.samples]):
         how = {"num_prompt_tokens": settings.prompt_tokens, "enable_thinking": settings.thinking}
-        try:
-            dialogue = as_dialogue(number, rows[number - 1], tokenizer, **how)
-        except Unanswerable as reason:
-            left_out[str(reason)] += 1
-            continue
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        with named_row(number, name):
+            try:
+                dialogue = as_dialogue(number, rows[number - 1], tokenizer, **how)
+            except Unanswerable as reason:
+                left_out[str(reason)] += 1
+                continue
         if dialogue.room(1, positions):
             found.append(dialogue)
         else:
@@ -233,7 +221,7 @@ def _rounds(
             seed = row_seed(settings.seed, one.number, one.num_answers)
             room = one.room(settings.max_new_tokens, writer.positions)
             requests.append(Request(one.prompt_ids or (), seed, room))
-        answers = writer(requests, settings.sampling)
+        answers = writer(requests, settings)
         for dialogue, answer in zip(going, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)
             if not dialogue.room(1, writer.positions):

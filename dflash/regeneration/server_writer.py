@@ -1,9 +1,6 @@
 """The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,11 +44,8 @@ class ServerWriter:
         self.facts = {"served_model": self.model, "config": config_fingerprint(config, generation_config)}
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
-        """The answers, asked for concurrently."""
-        if len(requests) == 1:
-            return [self._ask(requests[0], sampling)]
-        with ThreadPoolExecutor(self.batch_size) as pool:
-            return list(pool.map(lambda request: self._ask(request, sampling), requests))
+        """The answers, one request after another; several calls may run at once."""
+        return [self._ask(request, sampling) for request in requests]
 
     def _ask(self, request: Request, sampling: Sampling) -> Answer:
         asked: dict[str, Any] = {

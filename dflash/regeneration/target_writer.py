@@ -1,26 +1,22 @@
 """Answers by the target in this process: ids in, ids out. A drafter learns best from its target's own answers."""
 
-from __future__ import annotations
-
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import logits_process as processing
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
-from dflash.model.generation_dflash import max_positions
+from dflash.model.generation_dflash import SETTINGS, max_positions
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
 from dflash.training import Example, stop_ids, with_response
-
-
-SMALLEST_TEMPERATURE = 1e-6  # logits over less overflow
 
 
 @dataclass(frozen=True)
@@ -32,13 +28,9 @@ class Sampling:
     top_k: int = 0  # 0 for all tokens
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
-            remedy = "use 0 for greedy answers or a finite number above 0 to sample"
-            raise ValueError(f"temperature={self.temperature}: {remedy}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: use a probability above 0 and up to 1 (1 keeps every token).")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: use a number of tokens, or 0 to keep every token.")
+        for name, (is_meant, remedy) in SETTINGS.items():
+            if (value := vars(self).get(name)) is not None and not is_meant(value):
+                raise ValueError(f"{name}={value!r}: {remedy}.")
 
 
 @dataclass(frozen=True)
@@ -90,6 +82,7 @@ class TargetWriter:
             responses = _write(self.target, prompts, longest, sampling, generators)
         else:
             drafter: Any = self.drafter
+            names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
             output = drafter.spec_generate(
                 [torch.tensor(prompt) for prompt in prompts],
                 target=self.target,
@@ -97,7 +90,7 @@ class TargetWriter:
                 generator=generators,
                 verification="match",  # the uniforms of a position then choose its token as without a drafter
                 return_dict_in_generate=True,
-                **({"temperature": 0.0} if not sampling.temperature else vars(sampling)),
+                **{name: getattr(sampling, name) for name in names},
             )
             width = max(map(len, prompts))
             responses, lengths = output.sequences[:, width:].tolist(), output.acceptance_lengths
@@ -160,11 +153,9 @@ def _write(
 ) -> list[list[int]]:
     """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
     width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)  # the padding is masked
-    attention_mask = torch.zeros_like(input_ids)
-    for i, prompt in enumerate(prompts):
-        input_ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[i, width - len(prompt) :] = 1
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    input_ids = padded([torch.tensor(prompt) for prompt in prompts])
+    attention_mask = padded([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts])
     config = target.config.get_text_config(decoder=True)
     watch = _Watch()
     processors = processing.LogitsProcessorList([watch])

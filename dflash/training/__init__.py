@@ -1,7 +1,5 @@
 """Training a drafter for a target: data, anchors, blocks, losses, and the loop. Needs the extra `train`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dflash.common.lazy import lazy_names
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
         encode,
         encode_prompt,
         load_examples,
+        named_row,
         read_rows,
         sharegpt_messages,
         stop_ids,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from .optimizers import build_optimizers
     from .run import train, train_drafter
     from .settings import REMOVED, TrainingSettings, read_yaml
-    from .size_estimate import Estimate, estimate
+    from .size_estimate import estimate_memory
     from .trainer import Trainer
     from .training_state import state_folder
 
@@ -43,7 +42,6 @@ __all__ = [
     "Acceptance",
     "Batch",
     "DrafterLoss",
-    "Estimate",
     "Example",
     "FrozenTarget",
     "Prepared",
@@ -59,12 +57,13 @@ __all__ = [
     "encode",
     "encode_prompt",
     "epoch_batches",
-    "estimate",
+    "estimate_memory",
     "find_mask_token",
     "hold_out",
     "lay_out_blocks",
     "load_examples",
     "measure_acceptance",
+    "named_row",
     "new_drafter",
     "prepare",
     "prompt_of",
@@ -84,7 +83,7 @@ __all__ = [
 ]
 
 # The command line reads the settings and needs no torch for it. These names of the last release are elsewhere now.
-_RENAMED = {"Plan": "Estimate", "plan": "estimate", "read_examples": "load_examples"} | {
+_RENAMED = {"read_examples": "load_examples"} | {
     name: f"dflash.regeneration.{name}"
     for name in (
         "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter", "regenerate",

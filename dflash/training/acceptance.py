@@ -1,7 +1,5 @@
 """True acceptance: what a drafter saves in decoding, measured by the loop that users run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Acceptance:
     committed: int
     kept: int
 
-    def __add__(self, other: Acceptance) -> Acceptance:
+    def __add__(self, other: "Acceptance") -> "Acceptance":
         return Acceptance(self.steps + other.steps, self.committed + other.committed, self.kept + other.kept)
 
     @property
@@ -51,8 +49,8 @@ def measure_acceptance(
     A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
     """
     total = Acceptance(0, 0, 0)
-    quiet: Any = _is_error
-    decoding_dflash.logger.addFilter(quiet)
+    level = decoding_dflash.logger.level
+    decoding_dflash.logger.setLevel(logging.ERROR)
     try:
         for prompt in prompts:
             input_ids = torch.tensor([list(prompt)], device=target.device)
@@ -62,9 +60,5 @@ def measure_acceptance(
                 if not block.is_prefill:
                     total += Acceptance(1, block.acceptance_length, len(block.token_ids))
     finally:
-        decoding_dflash.logger.removeFilter(quiet)
+        decoding_dflash.logger.setLevel(level)
     return total
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING

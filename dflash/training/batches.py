@@ -1,7 +1,5 @@
 """Batches of examples with the anchors of their blocks: a sequence holds one document, padded, or several. It knows no model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,11 +57,11 @@ class Batch:
     document_ids: torch.Tensor
     anchors: torch.Tensor
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
-    def share(self, index: int, count: int) -> Batch:
+    def share(self, index: int, count: int) -> "Batch":
         """The sequences of process `index` of `count`; without any, one without anchors, to compute on."""
         if index < len(self.input_ids):
             return Batch(*(getattr(self, name)[index::count] for name in self.__dataclass_fields__))

@@ -4,8 +4,6 @@ All blocks of a sequence are in one forward, and a query sees the context and it
 square of the number of blocks, these with the number.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The model card of a trained drafter: what it is, how it was trained, and what was measured meanwhile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dflash.model.generation_dflash import write_card

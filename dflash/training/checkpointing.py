@@ -3,10 +3,7 @@
 The facts are the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
 
-from __future__ import annotations
-
 import copy
-import hashlib
 import json
 import os
 import platform
@@ -17,16 +14,17 @@ from typing import Any
 
 import accelerate
 import torch
-import transformers
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash import __version__
 from dflash.checkpoints import save_checkpoint
-from dflash.common.fingerprints import NOT_THE_MODEL, model_fingerprint
-from dflash.common.provenance import library_version
+from dflash.common.fingerprints import NOT_THE_MODEL, fingerprint, model_fingerprint
+from dflash.common.provenance import versions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .card import model_card
-from .data import Example, fingerprint
+from .data import Example
+from .data import fingerprint as data_fingerprint
 from .distributed import whole_copy
 from .trainer import Trainer
 from .training_state import public_settings, remove_state, save_state, saving, state_folder
@@ -56,7 +54,7 @@ class TrainingRecord:
     was_complete: bool = False
 
     @classmethod
-    def of_finished(cls, facts: dict[str, Any]) -> TrainingRecord:
+    def of_finished(cls, facts: dict[str, Any]) -> "TrainingRecord":
         """The record of a complete run, by its `training.json`."""
         curve, best_step = facts["curve"], facts["best_step"]
         taus = {point["step"]: point.get("tau", float("nan")) for point in curve}
@@ -67,28 +65,23 @@ def describe_inputs(
     target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
-
-    def short_hash(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     fields = drafter.config.to_diff_dict().items()
-    told = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
-    shape = json.dumps(told, sort_keys=True, default=str)
+    shape = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
     return {
         "target": {
             "class": type(target).__name__,
-            "parameters": num_parameters(target),
+            "parameters": target.num_parameters(),
             "revision": getattr(target.config, "_commit_hash", None),  # on the Hub
             "fingerprint": model_fingerprint(target),
         },
-        "drafter": {"parameters": num_parameters(drafter), "fingerprint": short_hash(shape)},
+        "drafter": {"parameters": drafter.num_parameters(), "fingerprint": fingerprint(shape)},
         "data": {
             "examples": len(examples),
             "tokens": sum(map(len, examples)),
-            "supervised_tokens": supervised_tokens(examples),
-            "fingerprint": fingerprint(examples),
+            "supervised_tokens": sum(sum(example.mask_array) for example in examples),
+            "fingerprint": data_fingerprint(examples),
         },
-        "held_out": {"prompts": len(held_out), "fingerprint": short_hash(repr(list(map(list, held_out))))},
+        "held_out": {"prompts": len(held_out), "fingerprint": fingerprint(list(map(list, held_out)))},
     }
 
 
@@ -97,30 +90,14 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
     return {
         "settings": asdict(public_settings(trainer.settings)),
         "processes": trainer.accelerator.num_processes,
-        "parameters": num_parameters(trainer.drafter),
+        "parameters": trainer.drafter.num_parameters(),
         **inputs,
-        "versions": {
-            "dflash": library_version(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
-        },
+        "versions": {"dflash": __version__, **versions(), "accelerate": accelerate.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "seconds": record.seconds,
         "best_step": record.best_step,
         "curve": record.curve,
     }
-
-
-def num_parameters(model: torch.nn.Module) -> int:
-    """Parameters of a model; those of a sharded one over all processes."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def supervised_tokens(examples: Sequence[Example]) -> int:
-    """Tokens that the drafter learns to propose."""
-    return sum(sum(example.mask_array) for example in examples)
 
 
 @dataclass

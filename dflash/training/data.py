@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,17 +188,26 @@ def load_examples(
     rows = read_rows(name, split) if isinstance(source, (str, os.PathLike)) else source
     examples = []
     for number, row in enumerate(rows, start=1):
-        try:
+        with named_row(number, name):
             example = encode(row, tokenizer, **template_kwargs)
-        except (ValueError, KeyError, TypeError) as error:
-            reason = error if isinstance(error, ValueError) else f"it is malformed ({type(error).__name__}: {error})."
-            raise ValueError(f"Row {number} of {name}: {reason}") from error
-        except TemplateError as error:
-            raise ValueError(f"Row {number} of {name}: the chat template does not take it ({error}).") from error
         examples.append(example if max_length is None else example.cut(max_length))
     if not examples:
         raise ValueError(f"{name} holds no row: give {FORMS}.")
     return examples
+
+
+@contextmanager
+def named_row(number: int, name: str) -> Iterator[None]:
+    """Names the row in what the body finds wrong with it, as a ValueError of one sentence."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+        reason = f"it is malformed ({type(error).__name__}: {error})."
+        if isinstance(error, ValueError):
+            reason = str(error)
+        elif isinstance(error, TemplateError):
+            reason = f"the chat template does not take it ({error})."
+        raise ValueError(f"Row {number} of {name}: {reason}") from error
 
 
 def read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:

@@ -1,7 +1,5 @@
 """Refuses data and tokens that cannot be trained on, before anything is computed: one sentence with the value and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,26 +17,17 @@ def usable(
     target: PreTrainedModel,
     announce: Callable[[str], None] | None = None,
 ) -> list[Example]:
-    """The examples in which a block can stand; ValueError for data or a mask token that the pair cannot be trained with."""
-    config, mask_token_id = target.config.get_text_config(decoder=True), drafter.config.mask_token_id or 0
-    pad_token_id = getattr(target.generation_config, "pad_token_id", None)
-    pad_token_id = config.pad_token_id if pad_token_id is None else pad_token_id
-    check_mask_token(mask_token_id, config.vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
-    kept, left_out = usable_examples(examples, drafter.config.block_size, config.vocab_size, mask_token_id)
-    if left_out and announce is not None:
-        why = "shorter than a block, or without two supervised tokens in a row"
-        announce(f"{left_out:,} of {len(examples):,} sequences are left out: {why}.")
-    return kept
-
-
-def usable_examples(
-    examples: Sequence[Example], block_size: int, vocab_size: int, mask_token_id: int
-) -> tuple[list[Example], int]:
-    """The examples of `block_size` tokens or more with a valid anchor, and how many others were left out.
+    """The examples of a block's length or more with a valid anchor; `announce` is told how many others there are.
 
     Raises:
-        ValueError: if nothing is left, or if a token id is unknown to the target or is the mask's.
+        ValueError: if nothing is left, for a mask token that means something to the target, or if a token id is unknown to the
+            target or is the mask's.
     """
+    config, mask_token_id = target.config.get_text_config(decoder=True), drafter.config.mask_token_id or 0
+    vocab_size, block_size = config.vocab_size, drafter.config.block_size
+    pad_token_id = getattr(target.generation_config, "pad_token_id", None)
+    pad_token_id = config.pad_token_id if pad_token_id is None else pad_token_id
+    check_mask_token(mask_token_id, vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
     kept, is_supervised = [], False
     for number, example in enumerate(examples, start=1):
         tokens = example.token_array
@@ -67,7 +56,10 @@ def usable_examples(
             f"None of the {len(examples)} sequences (the longest has {max(map(len, examples))} tokens) is as long as a block of "
             f"{block_size} with two supervised tokens in a row: give longer answers, or a smaller block_size."
         )
-    return kept, len(examples) - len(kept)
+    if len(kept) < len(examples) and announce is not None:
+        why = "shorter than a block, or without two supervised tokens in a row"
+        announce(f"{len(examples) - len(kept):,} of {len(examples):,} sequences are left out: {why}.")
+    return kept
 
 
 def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]], positions: int | None) -> None:

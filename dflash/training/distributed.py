@@ -3,8 +3,6 @@
 Losses, gradients and counts travel as sums.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A document's features depend on its own tokens alone, so its tokens are their ke
 written last: a folder without one is unfinished and is written again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -22,6 +20,7 @@ from tqdm import tqdm
 
 from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
+from dflash.common.json_lines import changes
 
 from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
 from .data import Example, fingerprint
@@ -42,16 +41,10 @@ class CachedFeatures:
 
     def __init__(self, folder: Path, expected: dict[str, Any]) -> None:
         self.manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        differing = [
-            f"{name} {self.manifest.get(name)}, now {value}"
-            for name, value in expected.items()
-            if self.manifest.get(name) != value and not (name == "has_last_states" and not value)
-        ]
-        if differing:
-            raise ValueError(
-                f"The features in {folder} are not those of this run ({'; '.join(differing)}): give another folder, or delete "
-                "this one."
-            )
+        now = {name: value for name, value in expected.items() if value or name != "has_last_states"}
+        if differing := changes({name: self.manifest.get(name) for name in now}, now):
+            remedy = "give another folder, or delete this one"
+            raise ValueError(f"The features in {folder} are not those of this run ({differing}): {remedy}.")
         self._shards = [safe_open(str(folder / name), framework="pt") for name in self.manifest["shards"]]
 
     def __call__(self, batch: Batch, wants_states: bool = False) -> TargetStates:

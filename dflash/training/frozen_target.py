@@ -3,8 +3,6 @@
 The target runs without a cache and computes at most one column of logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,14 +63,11 @@ class FrozenTarget(Pair):
         if getattr(self.config, "num_kv_shared_layers", 0):  # such layers read their keys from a cache
             placed["past_key_values"] = self.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
         last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
-        with _outputs_of([*self._taps, self._decoder]) as outputs:
-            how: dict[str, Any] = {
-                "logits_to_keep": last,
-                "use_cache": "past_key_values" in placed,
-                "return_dict": True,
-            }
-            logits = target(input_ids=batch.input_ids, **how, **placed).logits[:, -1]
-        *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs)
+        read = [*self._taps, self._decoder]
+        with _outputs_of(read) as outputs:
+            how: dict[str, Any] = {"logits_to_keep": last, "use_cache": "past_key_values" in placed}
+            logits = target(input_ids=batch.input_ids, return_dict=True, **how, **placed).logits[:, -1]
+        *states, last_hidden_state = (outputs[module].to(self.drafter.device) for module in read)
         features = torch.cat([state.to(self.drafter.dtype) for state in states], dim=-1)
         if not wants_states:
             return TargetStates(features)
@@ -120,17 +115,14 @@ class FrozenTarget(Pair):
 
 
 @contextmanager
-def _outputs_of(modules: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
+def _outputs_of(modules: list[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
     """The first output of each of `modules` in the forward inside the `with`."""
-    outputs: list[torch.Tensor] = [torch.empty(0)] * len(modules)
+    outputs: dict[nn.Module, torch.Tensor] = {}
 
-    def keep(slot: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[slot] = output if isinstance(output, torch.Tensor) else output[0]
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[module] = output if isinstance(output, torch.Tensor) else output[0]
 
-        return hook
-
-    handles = [module.register_forward_hook(keep(slot)) for slot, module in enumerate(modules)]
+    handles = [module.register_forward_hook(keep) for module in modules]
     try:
         yield outputs
     finally:

@@ -1,7 +1,5 @@
 """A new drafter in the target's shape, with the taps, the block and the rope that the target asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

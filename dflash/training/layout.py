@@ -4,8 +4,6 @@ Dimensions: B sequences, S their (padded) length, A anchors each, N block size, 
 uses the same predicate (`attention_dflash.sees`), so a training forward is many decoding forwards at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +32,8 @@ class BlockLayout:
     # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.
     labels: torch.Tensor
     is_learned: torch.Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
-    previous: (
-        torch.Tensor
-    )  # [B, R], columns of the tokens before the labels, at which the target's logits predict the labels
+    # [B, R], columns of the tokens before the labels, at which the target's logits predict the labels
+    previous: torch.Tensor
     position_ids: torch.Tensor  # [B, S + R], of the context, then of the queries
     # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the
     # query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.

@@ -1,12 +1,10 @@
 """From names to models and data: the target, its tokenizer, the data and the drafter, loaded and checked against each other."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,16 @@ from dflash.model.step_dflash import check_pair
 from .data import Example, load_examples
 from .data_checks import check_mask_token, check_tokenizer, usable
 from .initialization import find_mask_token, new_drafter, window_fields
-from .settings import TrainingSettings
+from .settings import DRAFTER, TrainingSettings
 
 
 # Where acceptance is measured, a text without a prompt is continued from so many of its first tokens.
 SHORTEST_PROMPT = 8
 
-# Settings of the weights' shape, which only a new drafter takes.
-NEW_DRAFTER_FIELDS = (
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_taps",
-    "target_layer_ids",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-)
+# Settings of the drafter that one of `init` can change; the others are of the weights' shape, which only a new drafter takes.
+CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
+NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] == DRAFTER}
+NEW_DRAFTER_FIELDS -= {"init", "sliding_window", *CHANGEABLE}
 
 
 @dataclass
@@ -149,9 +140,8 @@ def make_drafter(
     """A new drafter of the shape that the settings ask for, or `begun`, the one of `init`, with what they change; in fp32."""
     config = target.config.get_text_config(decoder=True)
     given: dict[str, Any] = {name: value for name, value in vars(settings).items() if value is not None}
-    asked = {name: given[name] for name in NEW_DRAFTER_FIELDS if name in given}
-    changes = "block_size", "mask_token_id", "is_causal"
-    changeable: dict[str, Any] = {name: given[name] for name in changes if name in given}
+    asked = {name: value for name, value in given.items() if name in NEW_DRAFTER_FIELDS}
+    changeable = {name: value for name, value in given.items() if name in CHANGEABLE}
     if begun is None:
         layers = config.num_hidden_layers
         if settings.num_taps is not None and settings.num_taps > layers - 1:

@@ -4,8 +4,6 @@ Dimensions: M rows, D hidden size, V vocabulary, G blocks, P positions of a bloc
 Figures travel as sum and count, so that batches, processes and steps add up to the same figure however they were cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -235,7 +233,7 @@ class DraftCounts:
     accepted: torch.Tensor  # tokens right in an unbroken run from the first one, over all blocks
     blocks: torch.Tensor  # blocks with a trained position
 
-    def __add__(self, other: DraftCounts) -> DraftCounts:
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
         return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def summary(self) -> dict[str, float | list[float]]:

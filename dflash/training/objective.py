@@ -1,7 +1,5 @@
 """The drafter's loss on a batch: states from the target, blocks through the drafter, hidden states through the head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

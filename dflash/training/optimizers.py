@@ -1,7 +1,5 @@
 """AdamW as in the paper or, for the matrices, Muon; both along the same warm-up and cosine."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -11,19 +9,10 @@ from torch import nn
 def build_optimizers(
     drafter: nn.Module, learning_rate: float, weight_decay: float, muon_learning_rate: float | None
 ) -> list[torch.optim.Optimizer]:
-    """AdamW over everything, or Muon over the matrices and AdamW over the rest if `muon_learning_rate` is given.
-
-    Raises:
-        ValueError: if this version of torch has no Muon.
-    """
+    """AdamW over everything, or Muon over the matrices and AdamW over the rest if `muon_learning_rate` is given."""
     parameters = list(drafter.parameters())
     if muon_learning_rate is None:
         return [torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, betas=(0.9, 0.95))]
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"muon_learning_rate={muon_learning_rate} needs torch 2.9 or newer, this is {torch.__version__}: leave it out "
-            "to train with AdamW alone."
-        )
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]
     others = [parameter for parameter in parameters if parameter.ndim != 2]
     return [

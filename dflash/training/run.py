@@ -1,13 +1,11 @@
 """A run from its first step to its last: what is shown, measured and saved meanwhile, and how it goes on after a stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.common.files import only_writer
+from dflash.checkpoints import check_replaceable
+from dflash.common.files import check_writable, only_writer
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
 from dflash.common.stopwatch import stopwatch
@@ -29,15 +28,16 @@ from .data_checks import check_lengths, usable
 from .loading import answers_of, prepare
 from .settings import TrainingSettings
 from .trainer import StepFigures, Trainer, is_cpu_alone
-from .training_state import (
-    changed_inputs,
-    check_output,
-    clear_leftovers,
-    find_run,
-    read_tensors,
-    refuse_changes,
-    state_folder,
-)
+from .training_state import clear_leftovers, find_run, read_tensors, refuse_changes, state_folder
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run's folder, and the facts of the unfinished run in it to go on from, or of a finished one."""
+
+    output: Path
+    saved: dict[str, Any] | None
+    finished: dict[str, Any] | None
 
 
 def train_drafter(
@@ -67,14 +67,9 @@ def train_drafter(
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
     """
     settings, announce = settings or TrainingSettings(), arguments.get("announce")
-    folder = Path(output).expanduser().absolute()
-    _trackers(settings, folder)
-    with ExitStack() as held:
-        if os.environ.get("RANK", "0") == "0":  # before anything is loaded, when processes cannot communicate yet
-            _lock(folder, held)
-            _, finished = find_run(folder, settings, resume, overwrite)
-            if finished is not None and os.environ.get("WORLD_SIZE", "1") == "1":
-                return TrainingRecord.of_finished(finished)
+    with _claimed(output, settings, resume, overwrite) as claim:  # before anything is loaded
+        if claim.finished is not None:
+            return TrainingRecord.of_finished(claim.finished)
         ready = prepare(target, data, settings, announce)
         known = {
             "target_name": public_name(target),
@@ -82,9 +77,8 @@ def train_drafter(
             "data_name": public_name(data),
             "answers": answers_of(data, ready.target, announce),
         }
-        arguments |= {"provenance": known | (provenance or {}), "resume": resume, "overwrite": overwrite}
         models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
-        return train(*models_and_data, settings, folder, is_locked=True, **arguments)
+        return train(*models_and_data, settings, output, known | (provenance or {}), claim=claim, **arguments)
 
 
 def train(
@@ -100,7 +94,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     announce: Callable[[str], None] | None = None,
-    is_locked: bool = False,
+    claim: Claim | None = None,
 ) -> TrainingRecord:
     """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
 
@@ -126,7 +120,7 @@ def train(
             (`record.was_complete`).
         overwrite: Begin anew where another run wrote.
         announce: Told in a sentence what is about to take long or much room.
-        is_locked: The caller holds the lock of `output`, as `train_drafter` does.
+        claim: On `output`, by a caller that holds its lock, as `train_drafter` does.
 
     Raises:
         ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
@@ -134,17 +128,18 @@ def train(
         FloatingPointError: if loss or gradient are not finite; checkpoint and training state are the last good ones.
         OSError: if one of them cannot be written; the older one stands.
     """
-    elapsed, output = stopwatch(), Path(output).expanduser().absolute()
-    with ExitStack() as held:
-        saved, finished = _claim(output, settings, resume, overwrite, None if is_locked else held)
-        if finished is not None:
-            return TrainingRecord.of_finished(finished)
+    elapsed = stopwatch()
+    with nullcontext(claim) if claim else _claimed(output, settings, resume, overwrite) as held:
+        output, saved = held.output, held.saved
+        if held.finished is not None:
+            return TrainingRecord.of_finished(held.finished)
         state = None if saved is None else read_tensors(state_folder(output))
         examples = usable(examples, drafter, target, announce)
         check_lengths(examples, held_out, max_positions(target))
         inputs = describe_inputs(target, drafter, examples, held_out)
         if saved is not None:
-            refuse_changes(changed_inputs(inputs, saved["inputs"]))
+            before, now = ({name: one["fingerprint"] for name, one in of.items()} for of in (saved["inputs"], inputs))
+            refuse_changes(before, now)
         trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
         record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
         checkpointer = Checkpointer(trainer, output, inputs, provenance or {}, record, elapsed)
@@ -188,32 +183,29 @@ def train(
         return record
 
 
-def _lock(output: Path, held: ExitStack) -> None:
-    """Refuses an output that cannot be written or that another process writes; the lock ends with `held`."""
-    check_output(output)
-    held.enter_context(only_writer(output))
-    for path in (output, state_folder(output)):
-        clear_leftovers(path)
-
-
-def _claim(
-    output: Path, settings: TrainingSettings, resume: bool, overwrite: bool, held: ExitStack | None = None
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """`find_run` by the first process, under the lock; its findings, or why it refused, are told to all."""
-    found: list[Any] = [None]
-    # The first process may write features for hours while the others wait.
-    if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
-        try:
-            if held is not None:
-                _lock(output, held)
-            found = [find_run(output, settings, resume, overwrite)]
-        except (ValueError, OSError) as error:
-            found = [error]
-    broadcast_object_list(found)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    saved, finished = found[0]
-    return saved, finished
+@contextmanager
+def _claimed(
+    output: str | os.PathLike[str], settings: TrainingSettings, resume: bool, overwrite: bool
+) -> Iterator[Claim]:
+    """The claim on `output`, made by the first process under the lock; what it finds, or why it refuses, is told to all."""
+    folder, found = Path(output).expanduser().absolute(), list[Any]([None])
+    _trackers(settings, folder)
+    with ExitStack() as held:
+        # The first process may write features for hours while the others wait.
+        if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
+            try:
+                check_replaceable(folder)
+                check_writable(folder / "config.json")
+                held.enter_context(only_writer(folder))
+                for path in (folder, state_folder(folder)):
+                    clear_leftovers(path)
+                found = [Claim(folder, *find_run(folder, settings, resume, overwrite))]
+            except (ValueError, OSError) as error:
+                found = [error]
+        broadcast_object_list(found)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        yield found[0]
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF009 (every field is made by `_setting`, which calls `field`)
 """The recipe of a run as one dataclass, which a YAML file and the command's flags also spell. It imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -133,14 +131,9 @@ class TrainingSettings:
             both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
             raise ValueError(f"{both}: give the number or the layers.")
 
-    def changed_from(self, saved: dict[str, Any]) -> list[str]:
-        """`name: saved value, now value` of each setting that decides what is learned and differs from a saved one."""
-        return [
-            f"{one.name}: {saved.get(one.name)!r}, now {now!r}"
-            for one in fields(self)
-            for now in [getattr(self, one.name)]
-            if not one.metadata["is_free"] and saved.get(one.name, one.default) != now
-        ]
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide what is learned."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["is_free"]}
 
 
 def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,46 +1,10 @@
-"""What a run will take, said before it begins. It owns no clock: the caller measures steps."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
+"""The memory that a run will take, said before it begins."""
 
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
-from .checkpointing import num_parameters, supervised_tokens
 from .distributed import is_sharded
 from .losses import rows_of_chunk
 from .trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The size of a run."""
-
-    steps: int
-    batches_per_epoch: int
-    sequences: int
-    tokens: int  # in one epoch
-    supervised_tokens: int
-    drafter_parameters: int
-    target_parameters: int
-    memory: dict[str, int]  # bytes per process, by what holds them
-    feature_bytes: int  # of the target's features on disk
-
-
-def estimate(trainer: Trainer) -> Estimate:
-    """The size of the run of a trainer that has not begun."""
-    examples = trainer.examples
-    return Estimate(
-        steps=trainer.num_steps,
-        batches_per_epoch=trainer.batches_per_epoch,
-        sequences=len(examples),
-        tokens=sum(map(len, examples)),
-        supervised_tokens=supervised_tokens(examples),
-        drafter_parameters=num_parameters(trainer.drafter),
-        target_parameters=num_parameters(trainer.target),
-        memory=estimate_memory(trainer),
-        feature_bytes=trainer.feature_bytes(),
-    )
 
 
 def estimate_memory(trainer: Trainer) -> dict[str, int]:
@@ -53,7 +17,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     settings, config = trainer.settings, trainer.drafter.config
     processes = trainer.accelerator.num_processes
     share = processes if is_sharded(trainer.drafter) else 1
-    weights = num_parameters(trainer.drafter) * 4 // share
+    weights = trainer.drafter.num_parameters() * 4 // share
     matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
     moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
 

@@ -4,8 +4,6 @@ Every process takes its share of each batch, in as many parts as gradients are a
 travel as sums, so that neither the number of processes nor that of parts changes what is learned.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ The output itself is a checkpoint that anyone loads, so the training state has a
 deleted when the run is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dflash.checkpoints import check_replaceable, replace_folder
+from dflash.checkpoints import written_aside
+from dflash.common.json_lines import changes
 from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
 
@@ -38,17 +37,11 @@ def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any] | No
     Raises:
         OSError: if it cannot be written, as on a full disk; the older one stands.
     """
-    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    with saving("training state", folder):
-        try:
-            aside.mkdir(parents=True)
-            if tensors is not None:
-                torch.save(tensors, aside / TENSORS_FILE)
-            (aside / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            replace_folder(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    with saving("training state", folder), written_aside(folder) as aside:
+        aside.mkdir()
+        if tensors is not None:
+            torch.save(tensors, aside / TENSORS_FILE)
+        (aside / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -95,17 +88,6 @@ def remove_state(folder: Path) -> None:
     clear_leftovers(folder)
 
 
-def check_output(output: Path) -> None:
-    """Raises ValueError for an output that is something else than a checkpoint, OSError for one that cannot be written."""
-    check_replaceable(output)
-    probe = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    try:
-        probe.mkdir(parents=True)
-        probe.rmdir()
-    except OSError as error:
-        raise OSError(f"The output {output} cannot be written ({error.strerror}): choose another folder.") from error
-
-
 def find_run(
     output: Path, settings: TrainingSettings, resume: bool, overwrite: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -130,14 +112,14 @@ def find_run(
             "or choose another output."
         )
     if saved is not None:
-        refuse_changes(settings.changed_from(saved["settings"]))
+        _refuse_other_settings(settings, saved["settings"])
         return saved, None
     if finished is None or "curve" not in finished:
         raise ValueError(
             f"{output} holds a checkpoint of no run and no training state ({folder.name}): there is nothing to resume; "
             "choose another output, or pass overwrite (--overwrite)."
         )
-    refuse_changes(public_settings(settings).changed_from(finished["settings"]))
+    _refuse_other_settings(public_settings(settings), finished["settings"])
     return None, finished
 
 
@@ -151,16 +133,13 @@ def public_settings(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, init=public_name(settings.init), features=public_name(settings.features))
 
 
-def changed_inputs(inputs: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    """`name: saved fingerprint, now fingerprint` of each of `describe_inputs` that differs from a saved one."""
-    pairs = ((name, saved.get(name, {}).get("fingerprint"), now["fingerprint"]) for name, now in inputs.items())
-    return [f"{name}: {before}, now {now}" for name, before, now in pairs if before != now]
+def _refuse_other_settings(settings: TrainingSettings, saved: dict[str, Any]) -> None:
+    defaults = TrainingSettings().decisive()
+    refuse_changes({name: saved.get(name, default) for name, default in defaults.items()}, settings.decisive())
 
 
-def refuse_changes(changed: list[str]) -> None:
-    """Raises ValueError if something of a run to resume has changed."""
-    if changed:
-        raise ValueError(
-            f"The run to resume had other settings ({'; '.join(changed)}): give the same, or pass overwrite (--overwrite) to "
-            "begin anew."
-        )
+def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises ValueError if something that a run to resume depends on has changed."""
+    if changed := changes(before, now):
+        remedy = "give the same, or pass overwrite (--overwrite) to begin anew"
+        raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")

@@ -1,7 +1,5 @@
 """A drafter's checkpoint and its target's, as the rules see them: JSON files, safetensors headers, weights as bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -82,12 +80,6 @@ class Checkpoint:
         """Tokens of the drafter's own head, where it proposes from a part of the vocabulary."""
         words = self.number("draft_vocab_size") or self.own_number("draft_vocab_size")
         return None if words == self.number("vocab_size") else words
-
-    @property
-    def head_dim(self) -> int | None:
-        """`head_dim`, or what transformers derives where it is absent."""
-        explicit, hidden, heads = (self.number(n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
-        return explicit or (hidden // heads if hidden and heads else None)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Rules of config.json. Each yields what it finds wrong, and nothing that another rule reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -195,9 +193,8 @@ def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
         why = f"{heads} heads do not share them evenly."
         yield error("num_key_value_heads", groups, why, "write a divisor of it.")
     if checkpoint.number("head_dim") is None:
-        why = "MLX reads it and derives nothing."
-        fix = f"write {checkpoint.head_dim}." if checkpoint.head_dim else "write the size of a head."
-        yield error("head_dim", fields.get("head_dim"), why, fix, ("mlx",))
+        why = "MLX reads it and derives nothing, and transformers takes 128."
+        yield error("head_dim", fields.get("head_dim"), why, "write the size of a head.", ("mlx",))
     if fields.get("hidden_act", "silu") != "silu":
         why = "SGLang refuses, other engines compute silu."
         yield error("hidden_act", fields["hidden_act"], why, "train with silu.", all_but(*TRANSFORMERS))

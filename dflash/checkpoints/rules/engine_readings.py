@@ -7,8 +7,6 @@ Versions that the rules were read from: vLLM 0.32 and 0.33, SGLang 0.5.23, Tenso
 transformers 5.23.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

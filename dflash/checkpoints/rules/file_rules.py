@@ -1,10 +1,9 @@
 """Rules of the files beside the config: the code that would run, pickles, and what is missing or broken."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
 from dflash.common.messages import first_line
@@ -104,6 +103,15 @@ def forward_parameters(path: Path, name: str) -> set[str] | None:
 
 def library(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What this package itself refuses to load, in its own words."""
+    try:
+        own_config(checkpoint)
+    except Exception as refusal:
+        why, fix = f"this package refuses it: {first_line(refusal)}", "correct the field that it names."
+        yield error("DFlashConfig", None, why, fix, ("remote-code",))
+
+
+def own_config(checkpoint: Checkpoint) -> Any:
+    """The config as this package reads it, without what transformers logs meanwhile."""
     from transformers.utils import logging
 
     from dflash.model.configuration_dflash import DFlashConfig
@@ -111,9 +119,6 @@ def library(checkpoint: Checkpoint) -> Iterator[Finding]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        DFlashConfig.from_dict(portable_fields(dict(checkpoint.config), checkpoint.tensors))
-    except Exception as refusal:
-        why, fix = f"this package refuses it: {first_line(refusal)}", "correct the field that it names."
-        yield error("DFlashConfig", None, why, fix, ("remote-code",))
+        return DFlashConfig.from_dict(portable_fields(dict(checkpoint.config), checkpoint.tensors))
     finally:
         logging.set_verbosity(verbosity)

@@ -1,7 +1,5 @@
 """What a rule yields: one fault, whom it concerns, and the remedy."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules of a drafter together with its target."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from .checkpoint_files import Checkpoint, Target, token_ids

@@ -1,7 +1,5 @@
 """The findings of all rules, and what each engine would make of the checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """A report for the terminal: a line for each engine, then the findings with their remedies."""
 
-from __future__ import annotations
-
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table

@@ -1,7 +1,5 @@
 """Rules of the tensors: their names, shapes and dtypes against the config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -9,6 +7,7 @@ from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
 
 from .checkpoint_files import Checkpoint, is_finite
 from .engine_readings import num_layers
+from .file_rules import own_config
 from .findings import ALL, CONVERT, RETRAIN, TRANSFORMERS, WEIGHTS, Finding, error, note, summary, warning
 
 
@@ -51,48 +50,19 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that the config describes, by portable name; empty if the config says too little."""
-    hidden, heads, inner = (checkpoint.number(n) for n in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    head, ids = checkpoint.head_dim, checkpoint.meant.target_layer_ids
-    if not hidden or not heads or not inner or not head or not ids:
+    """Shapes of the tensors that the config describes, by portable name; empty if the config describes no drafter."""
+    if not num_layers(checkpoint.config):
         return {}
-    groups = checkpoint.number("num_key_value_heads") or heads
-    tapped = len(ids) * (checkpoint.number("target_hidden_size") or hidden)
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (heads * head, hidden),
-        "self_attn.k_proj.weight": (groups * head, hidden),
-        "self_attn.v_proj.weight": (groups * head, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * head),
-        "self_attn.q_norm.weight": (head,),
-        "self_attn.k_norm.weight": (head,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if checkpoint.fields.get("attention_bias"):
-        layer |= {f"self_attn.{name}_proj.bias": (groups * head,) for name in "kv"}
-        layer |= {"self_attn.q_proj.bias": (heads * head,), "self_attn.o_proj.bias": (hidden,)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, tapped),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    kernel, group = checkpoint.own_number("conv_kernel_size"), checkpoint.own_number("conv_group_size")
-    if kernel and group and group > 0:
-        for name in ("attention_conv", "mlp_conv"):
-            layer[f"{name}.base_kernel"] = (2, kernel, hidden)
-            layer[f"{name}.kernel_projection.weight"] = (2 * kernel * (hidden // group), hidden)
-    for index in range(num_layers(checkpoint.config)):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    rank, words = checkpoint.own_number("selector_rank"), checkpoint.number("vocab_size")
-    if rank and words:
-        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-        shapes["candidate_selector.predecessor_codebook"] = (words, rank)
-        shapes["candidate_selector.successor_codebook"] = (words, rank)
-    reduced = checkpoint.reduced_vocabulary
-    return shapes if reduced is None else shapes | {"lm_head.weight": (reduced, hidden), "d2t": (reduced,)}
+    import torch
+
+    from dflash.model.modeling_dflash import DFlashDraftModel
+
+    try:
+        with torch.device("meta"):  # shapes without values
+            state = DFlashDraftModel(own_config(checkpoint)).state_dict()
+    except Exception:  # another rule says what is wrong with the config
+        return {}
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _canonical(name: str) -> str:
