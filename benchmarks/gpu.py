@@ -11,8 +11,6 @@ row that fails, hangs or ends its process loses only itself; rows for which the 
 file is written after each row.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The rows of `gpu.py`, measured. Runs in a process of its own, which holds the models."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

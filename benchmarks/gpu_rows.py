@@ -1,7 +1,5 @@
 """The rows of `gpu.py`: which there are, how long each may take, and what follows from their figures. It imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ noted, and a new process goes on with the next. This module knows no model and n
 other process measures.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time

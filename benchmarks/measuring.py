@@ -1,7 +1,5 @@
 """Arguments that benchmarks share, and how they show and write a result."""
 
-from __future__ import annotations
-
 import argparse
 import platform
 from collections.abc import Iterable

@@ -17,8 +17,6 @@ drafter: what a trained drafter accepts on prompts that it has not seen, beside 
     `prompt_ids` or `prompt`, or a row to train on, of which it is the part before the first answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

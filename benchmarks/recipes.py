@@ -8,8 +8,6 @@ may be given again, and several of them may run side by side with other `--only`
 held-out prompts, greedy; runs with the same seed hold out the same ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -9,8 +9,6 @@ milliseconds are measured; tau is the script's and is only stated. Plain decodin
 The axis `memory` counts the bytes that the allocator holds for a prompt, by its length, beyond those it held before.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -7,8 +7,6 @@ take turns. "naive" pads documents in the order they come and holds all logits; 
 them side by side. The script checks that all three give the same loss. Tokens are those of the documents, without padding.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial

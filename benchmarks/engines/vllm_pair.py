@@ -18,8 +18,6 @@ runs twice: as it is (the texts must be the same), then with these keys normed l
 the acceptance must be).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Measuring from outside: ways of decoding under a clock, tasks and scores, results and what shows them."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dflash.common.lazy import lazy_names

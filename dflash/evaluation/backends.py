@@ -1,7 +1,5 @@
 """Who answers in an evaluation: a pair in this process, or two servers. Ids in, a continuation under a clock out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

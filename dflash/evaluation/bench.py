@@ -1,7 +1,5 @@
 """`dflash bench` from a pair and prompts to a result: every way of decoding timed in turns, then profiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial

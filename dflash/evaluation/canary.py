@@ -1,7 +1,5 @@
 """`dflash canary`: one server with DFlash and one without, under the same growing load."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

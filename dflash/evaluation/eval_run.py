@@ -1,7 +1,5 @@
 """`dflash eval` from names of tasks to a result: load, share out, answer, keep, gather, summarise."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The answers of an evaluation on disk, a line for each finished question: a run that was stopped continues there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

@@ -4,8 +4,6 @@ A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, where NAME
 `NAME/headline` has only the methods that a user chooses among. `NAME+NAME` joins results of one kind in one table.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Machines are shared and noisy, so a speed is always a ratio of two methods that took turns on every prompt.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 and counts only what the decode allocates; it slows the decode down.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

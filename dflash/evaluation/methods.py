@@ -1,7 +1,5 @@
 """The ways of decoding that are compared: plain `generate`, prompt lookup, native DFlash, ours and its variants."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 `common.provenance` writes result files. This module knows nothing about tables, pages or plots.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

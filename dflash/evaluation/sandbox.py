@@ -3,8 +3,6 @@
 `sandbox_child.py` limits the process; here are its wall clock, its empty folder and its end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ binds root too and allows threads, forbids processes, programs, signals to other
 sockets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

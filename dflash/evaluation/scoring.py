@@ -1,7 +1,5 @@
 """Whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

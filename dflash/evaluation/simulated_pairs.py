@@ -6,8 +6,6 @@ Milliseconds are measured, acceptance never is: a report of such a pair says "si
 script.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 It knows nothing about files and pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

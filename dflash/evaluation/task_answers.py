@@ -1,7 +1,5 @@
 """Each method's answers to each question: asked in turns, under the clock, and scored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 Prompts are those of the paper's published benchmark.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

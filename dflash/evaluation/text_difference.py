@@ -1,7 +1,5 @@
 """The first difference of two greedy texts of one target, and the margin between its two tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest

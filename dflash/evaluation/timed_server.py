@@ -1,7 +1,5 @@
 """A server that speaks the OpenAI protocol: its streamed answers under a clock, and its own counters of its drafts."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

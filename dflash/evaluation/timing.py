@@ -3,8 +3,6 @@
 The loop knows no clock: `next` is timed from outside. No hook is on the models, so a compiled forward runs as usual.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

@@ -1,13 +1,13 @@
 """A step on a GPU without a GPU: fake tensors on "cuda", and Inductor's code for one. Needs torch's CUDA build.
 
-Counts are compared with those under `benchmarks/results`, which the benchmarks of the same names write: what changes a count
-on purpose writes them anew.
+Counts are compared with those under `benchmarks/results`, which the programs of the same names beside this file write: what
+changes a count on purpose writes them anew.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +22,11 @@ pytestmark = pytest.mark.cuda_build
 if torch.version.cuda is None:
     pytest.skip("needs torch's CUDA build", allow_module_level=True)
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+HERE = Path(__file__).parent
+BENCHMARKS = HERE.parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-operations = importlib.import_module("device_operations")
+
+import device_operations as operations  # noqa: E402  which counts, and shares its arguments with the benchmarks
 
 
 def committed(name: str) -> dict[str, Any]:
@@ -76,8 +78,9 @@ def test_faults_are_seen() -> None:
 def test_the_code_for_a_gpu_launches_no_more_than_it_did(tmp_path: Path) -> None:
     """Of two layers, one of the drafter; in a process of its own, which is made to believe in a GPU."""
     written = tmp_path / "code.json"
-    command = [sys.executable, str(BENCHMARKS / "device_code.py"), "--smoke", "--output", str(written)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS.parent)
+    command = [sys.executable, str(HERE / "device_code.py"), "--smoke", "--output", str(written)]
+    folders = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=folders, cwd=BENCHMARKS.parent)
     assert ended.returncode == 0, ended.stderr[-2000:]
     expected = committed("device_code_qwen3")["smoke"]
     for mine, theirs in zip(json.loads(written.read_text(encoding="utf-8"))["smoke"], expected, strict=True):

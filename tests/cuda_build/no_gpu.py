@@ -9,8 +9,6 @@ torch's CUDA build, and takes the whole process for itself: torch believes in a 
 reaches into torch fits 2.13.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import re

@@ -1,13 +1,11 @@
 """Operations that the host dispatches in one step, counted: on a GPU in every mode, and eagerly beside transformers' own DFlash.
 
-    python benchmarks/device_operations.py --output benchmarks/results/device_operations.json
+    PYTHONPATH=benchmarks python tests/cuda_build/device_operations.py --output benchmarks/results/device_operations.json
 
 The GPU is one of fake tensors, which have shapes, dtypes and a device and no numbers: whoever reads a number without having
 said so fails, and so does an operation on tensors of two devices. Needs torch's CUDA build and no GPU. The other comparison
 runs on the CPU, on small models; a count does not depend on how wide they are.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,13 +1,11 @@
 """What Inductor makes of a step for an NVIDIA H200, without one: launches, buffers over the vocabulary, bytes.
 
-    python benchmarks/device_code.py --output benchmarks/results/device_code_qwen3.json
+    PYTHONPATH=benchmarks python tests/cuda_build/device_code.py --output benchmarks/results/device_code_qwen3.json
 
 The functions are those that a compiled pair runs (`whole_step`, `verify_lent`), with its options, its storage and models of
 Qwen3's sizes, all as fake tensors on "cuda:0". Needs torch's CUDA build and no GPU. It counts; how long anything takes is for
-`gpu.py` to say.
+`benchmarks/gpu.py` to say.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
