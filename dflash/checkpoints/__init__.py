@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         load_embedded_pair,
     )
     from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
+    from .licences import Card, Licence, licence_lines, read_card, read_licence
     from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
@@ -25,7 +26,9 @@ __all__ = [
     "DRAFTER_NAME",
     "ENGINES",
     "TARGET_NAME",
+    "Card",
     "Finding",
+    "Licence",
     "Problem",
     "Publication",
     "Published",
@@ -40,9 +43,12 @@ __all__ = [
     "export_checkpoint",
     "export_embedded_pair",
     "heldout_problems",
+    "licence_lines",
     "load_embedded_pair",
     "plan_publication",
     "publish",
+    "read_card",
+    "read_licence",
     "refuse_unfit",
     "replace_folder",
     "report_lines",

@@ -46,3 +46,4 @@ Model = Annotated[str | None, server_option(help="The served model's name. Defau
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]
+AcceptLicence = Annotated[bool, typer.Option("--accept-licence", help="Go on where a licence forbids it.")]

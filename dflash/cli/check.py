@@ -28,14 +28,17 @@ def check(
 
     Every weight is read, to find those that are NaN or infinite. With --target the pair is checked too.
     """
-    from dflash.checkpoints import ENGINES, report_lines
+    from dflash.checkpoints import ENGINES, licence_lines, report_lines
     from dflash.checkpoints import check as check_checkpoint
 
     asked = tuple(dict.fromkeys(engine or ENGINES))
-    report = check_checkpoint(checkpoint(drafter, "DRAFTER"), target, asked)
+    name = checkpoint(drafter, "DRAFTER")
+    report = check_checkpoint(name, target, asked)
+    licences = licence_lines("check", name, target)
     if as_json:
-        print(json.dumps(report.as_json(), ensure_ascii=False))
+        print(json.dumps({**report.as_json(), "licences": licences}, ensure_ascii=False))
     else:
         Console(highlight=False).print(report_lines(report))
+        print(*licences, sep="\n")
     if not report.is_ok:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from .arguments import TargetOfDrafter, panel
+from .arguments import AcceptLicence, TargetOfDrafter, panel
 
 
 if TYPE_CHECKING:
@@ -30,15 +30,17 @@ def publish(
         str | None, hub_option(metavar="NAME", help="The branch; made if there is none. Default: main.")
     ] = None,
     message: Annotated[str, hub_option(metavar="TEXT", help="The message of the commit.")] = "Upload a DFlash drafter",
+    accept_licence: AcceptLicence = False,
 ) -> None:
     """Publishes a drafter on the Hub in one commit: weights, config, code and card, if `dflash check` says it works.
 
     With --target the pair is checked too, and a new card names the target.
     """
-    from dflash.checkpoints import plan_publication
+    from dflash.checkpoints import licence_lines, plan_publication
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target)
+    print(*licence_lines("publish", folder, target, accept_licence), sep="\n")
     if dry_run:
         _show(publication, has_card=(folder.expanduser() / "README.md").is_file())
         return

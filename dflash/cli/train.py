@@ -12,7 +12,8 @@ import typer
 
 from dflash.training import REMOVED, TrainingSettings, read_yaml
 
-from .loading import hide_loading_bars, numbers
+from .arguments import AcceptLicence
+from .loading import checkpoint, hide_loading_bars, numbers
 
 
 # Steps that a dry run measures, after one warm-up step.
@@ -34,6 +35,7 @@ def train(
         bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")] = False,
+    accept_licence: AcceptLicence = False,
     **flags: Any,
 ) -> None:
     """Trains a drafter for a target, by the paper's recipe unless told otherwise, and writes its checkpoint.
@@ -55,6 +57,7 @@ def train(
     model, texts, folder = (str(asked.pop(name)) for name in places)
     settings = TrainingSettings(**asked)
     hide_loading_bars()
+    origin = {} if settings.init is None else _origin(checkpoint(settings.init, "--init"), model, accept_licence)
     if dry_run:
         _rehearse(model, texts, settings)
         return
@@ -63,7 +66,7 @@ def train(
     from dflash.training import train_drafter
 
     how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "on_point": _print_point, "announce": _announce}
-    how |= {"provenance": {"command": command()}, "show_progress": sys.stderr.isatty()}
+    how |= {"provenance": {"command": command()} | origin, "show_progress": sys.stderr.isatty()}
     try:
         record = train_drafter(model, texts, folder, settings, **how)
     except FloatingPointError as error:
@@ -75,6 +78,15 @@ def train(
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
         print(f"{folder}: step {record.best_step}{tau}{was_complete}")
+
+
+def _origin(init: str, target: str, is_accepted: bool) -> dict[str, Any]:
+    """Prints the licences, and returns that of `init` for `training.json`; ValueError if it forbids to train on."""
+    from dflash.checkpoints import licence_lines, read_licence
+
+    for line in licence_lines("train", init, target, is_accepted):
+        _announce(line)
+    return {"init_licence": read_licence(init).inherited}
 
 
 def _announce(sentence: str) -> None:

@@ -1,0 +1,141 @@
+"""A checkpoint's card, the licence that it states, and what this forbids of what is about to be done.
+
+It reads what the authors wrote: the front matter of README.md, else the first line of a LICENSE file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import metadata_load
+
+from dflash.common.messages import first_line
+
+from .rules.checkpoint_files import downloaded, read_json
+
+
+Purpose = Literal["check", "pair", "publish", "train"]
+
+FILES = ("README.md", "LICENSE*", "LICENCE*", "training.json")
+NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|\bresearch\b", re.IGNORECASE)
+NO_DERIVATIVES = re.compile(r"\bnd\b|no-?deriv", re.IGNORECASE)
+# Creative Commons' version 4 lets anybody change the work, and forbids to share the changed one; older ones forbid both.
+CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives)[- ]4", re.IGNORECASE)
+ACCEPT = "pass --accept-licence if its authors allow it"
+
+
+@dataclass(frozen=True)
+class Card:
+    """README.md of a checkpoint, its front matter and its text, and `training.json`; empty where there is none."""
+
+    folder: Path
+    fields: dict[str, Any]
+    text: str
+    facts: dict[str, Any]
+
+
+def read_card(checkpoint: str | Path) -> Card:
+    """The card of a folder or Hub id; ValueError if it cannot be read."""
+    folder = Path(checkpoint).expanduser()
+    folder = folder if folder.is_dir() else downloaded(str(checkpoint), "checkpoint", FILES)
+    readme, facts = folder / "README.md", folder / "training.json"
+    try:
+        fields = (metadata_load(readme) if readme.is_file() else None) or {}
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        return Card(folder, fields, text, read_json(facts, "") if facts.is_file() else {})
+    except Exception as error:  # whatever a YAML reader makes of it
+        raise ValueError(
+            f"The card of {checkpoint} cannot be read ({first_line(error)}): correct its README.md."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Licence:
+    """What a checkpoint states of its licence.
+
+    Attributes:
+        name: The licence's identifier or title; `None` if none is stated.
+        link: Where its terms are.
+        is_gated: Whether the Hub asks for an agreement before it gives the files.
+        origin: Licence of the drafter that this one was trained from (`dflash train --init`).
+        unread: Why nothing could be read; empty if it could.
+    """
+
+    name: str | None = None
+    link: str | None = None
+    is_gated: bool = False
+    origin: str | None = None
+    unread: str = ""
+
+    @property
+    def inherited(self) -> str | None:
+        """What a drafter that is trained on from this one has to keep in mind: its licence, and that of its origin."""
+        return ", ".join(dict.fromkeys(filter(None, (self.origin, self.name)))) or None
+
+    @property
+    def terms(self) -> list[str]:
+        """What the name says that it forbids."""
+        found = [("non-commercial", NON_COMMERCIAL), ("no derivatives", NO_DERIVATIVES)]
+        return [term for term, pattern in found if self.name and pattern.search(self.name)]
+
+
+def read_licence(checkpoint: str | Path) -> Licence:
+    """The licence of a folder or Hub id. What cannot be read is said in `unread` and is no error."""
+    try:
+        card = read_card(checkpoint)
+    except ValueError as error:
+        return Licence(unread=str(error))
+    stated = card.fields.get("license")
+    stated = ", ".join(map(str, stated)) if isinstance(stated, list) else None if stated == "unknown" else stated
+    name = card.fields.get("license_name") if stated in (None, "other") else stated
+    link = card.fields.get("license_link")
+    files = sorted(path for pattern in FILES[1:3] for path in card.folder.glob(pattern))
+    if name is None and files:
+        lines = files[0].read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.strip(" #*") for line in lines if line.strip(" #*")), None)
+        link = link or files[0].name
+    is_gated = any(str(field).startswith("extra_gated") for field in card.fields)
+    name = name or stated
+    return Licence(name and str(name), link, is_gated, card.facts.get("init_licence"))
+
+
+def licence_lines(
+    purpose: Purpose, drafter: str | Path | None = None, target: str | Path | None = None, is_accepted: bool = False
+) -> list[str]:
+    """A line for each model: its licence, and what that forbids. For "train", `drafter` is the one of `--init`.
+
+    Raises:
+        ValueError: if a licence forbids the purpose, unless `is_accepted`: to train on from a drafter whose licence
+            allows no derivatives, or to publish what was trained so.
+
+    Example:
+        >>> lines = licence_lines("check", drafter="drafter-DFlash", target="Qwen/Qwen3-8B")
+    """
+    models = {
+        role: read_licence(name) for role, name in (("drafter", drafter), ("target", target)) if name is not None
+    }
+    drafters = models.get("drafter", Licence())
+    if not is_accepted and purpose == "publish" and drafters.origin and NO_DERIVATIVES.search(drafters.origin):
+        what = "forbids to share changed copies, and this drafter was trained from one of that licence"
+        raise ValueError(f"The licence {drafters.origin} {what}: keep it to yourself, or {ACCEPT}.")
+    forbids = "no derivatives" in drafters.terms and not CHANGES_ARE_PRIVATE.search(drafters.name or "")
+    if not is_accepted and purpose == "train" and forbids:
+        raise ValueError(
+            f"The licence {drafters.name} of {drafter} forbids changed copies, and --init makes one: begin without "
+            f"--init, or {ACCEPT}."
+        )
+    return [f"Licence: {role} {_said(licence)}" for role, licence in models.items()]
+
+
+def _said(licence: Licence) -> str:
+    if licence.unread:
+        return f"not known ({licence.unread.rstrip('.')})."
+    if licence.name is None:
+        return "states none: ask its authors before you use, change or share it."
+    more = [*licence.terms, *(["gated"] if licence.is_gated else []), *([licence.link] if licence.link else [])]
+    forbidden = {"non-commercial": "no commercial use", "no derivatives": "changed copies may not be shared"}
+    consequences = ", ".join(forbidden[term] for term in licence.terms)
+    return licence.name + (f" ({', '.join(more)})" if more else "") + (f": {consequences}." if consequences else ".")
