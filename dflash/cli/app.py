@@ -16,6 +16,7 @@ from .canary import canary
 from .check import check
 from .convert import convert
 from .demo import demo
+from .doctor import doctor
 from .eval import evaluate
 from .export import export
 from .export_demo import export_demo
@@ -30,7 +31,7 @@ from .train import train, with_flags
 PANELS: dict[str, dict[str, Callable[..., Any]]] = {
     "Try it": {"demo": demo, "export-demo": export_demo},
     "Decode": {"generate": generate},
-    "Measure": {"bench": bench, "eval": evaluate, "report": report},
+    "Measure": {"bench": bench, "doctor": doctor, "eval": evaluate, "report": report},
     "Train": {"regenerate": regenerate, "train": with_flags(train)},
     "Checkpoints": {"check": check, "convert": convert, "export": export, "publish": publish},
     "Servers": {"serve": serve, "canary": canary},

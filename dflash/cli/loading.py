@@ -40,7 +40,20 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None) -> Pair
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
         with named("--target", target):
-            return Pair(AutoModelForCausalLM.from_pretrained(target, **place).eval(), draft_model, tokenizer)
+            pair = Pair(AutoModelForCausalLM.from_pretrained(target, **place).eval(), draft_model, tokenizer)
+    if os.environ.get("RANK", "0") == "0":
+        _say_depth(draft_model.config)
+    return pair
+
+
+def _say_depth(config: Any) -> None:
+    """Says on standard error how much a drafter proposes, unless errors alone are wanted (`--quiet`)."""
+    from transformers.utils import logging
+
+    if logging.get_verbosity() < logging.ERROR:
+        window = f", window {config.sliding_window}" if "sliding_attention" in config.layer_types else ""
+        shape, drafts = f"{config.num_hidden_layers} layers{window}", config.num_proposals
+        say_once(f"The drafter ({shape}) proposes {drafts} tokens at once: at most {drafts + 1} tokens a step.")
 
 
 def load_tokenizer(target: str) -> Any:

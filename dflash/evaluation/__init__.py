@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .backends import Backend, pair_backend, server_backend
     from .bench import run_bench
     from .canary import Load, run_canary
+    from .doctor import DOCTORS_PROMPTS, Setup, run_doctor, stated_acceptance
     from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
     from .markdown_pages import MARK, fill_pages, names_of, with_table
     from .measurements import Measurement, Prompt, compare, summarise
@@ -53,17 +54,17 @@ if TYPE_CHECKING:
     from .timing import TimedRun, timed_blocks, timed_generate
 
 __all__ = [
-    "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN", "PROMPT_LOOKUP",
-    "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend", "Difference",
-    "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question", "Script", "Server",
-    "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat", "chat_encoder",
-    "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods", "drawings",
-    "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions", "markdown",
-    "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend", "place_of",
-    "questions_of", "read_result", "run_bench", "run_canary", "run_eval", "run_program", "save_drawing",
-    "save_plots", "scripted_continuation", "scripted_pair", "scripted_prompt", "server_backend", "step_split",
-    "summarise", "summarise_answers", "table_of", "tables_of", "timed_blocks", "timed_generate", "untrained",
-    "useless", "with_table", "write_page",
+    "DOCTORS_PROMPTS", "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
+    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend",
+    "Difference", "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
+    "Script", "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
+    "chat_encoder", "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods",
+    "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
+    "markdown", "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend",
+    "place_of", "questions_of", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
+    "run_program", "save_drawing", "save_plots", "scripted_continuation", "scripted_pair", "scripted_prompt",
+    "server_backend", "stated_acceptance", "step_split", "summarise", "summarise_answers", "table_of",
+    "tables_of", "timed_blocks", "timed_generate", "untrained", "useless", "with_table", "write_page",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(

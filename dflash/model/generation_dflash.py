@@ -532,6 +532,8 @@ class Request:
         request.block_size = request.block_size or drafter.config.block_size
         request.adaptive = request.adaptive or request.latency_curve is not None or draft_tree is True
         request.draft_tree = LARGEST_TREE if draft_tree is True else int(draft_tree)
+        depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s", drafter.name_or_path or "The drafter"
+        logger.info_once(*depth, request.block_size, request.max_draft_tokens, draft_tree)
         return request
 
 
