@@ -508,7 +508,7 @@ def test_every_command_stands_in_its_panel(width: int, monkeypatch: pytest.Monke
     assert panels == {
         "Try it": ["demo", "export-demo"],
         "Decode": ["generate"],
-        "Measure": ["bench", "eval", "report"],
+        "Measure": ["bench", "doctor", "eval", "report"],
         "Train": ["regenerate", "train"],
         "Checkpoints": ["check", "convert", "export", "publish"],
         "Servers": ["serve", "canary"],

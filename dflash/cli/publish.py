@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,13 +41,15 @@ def publish(
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target)
-    print(*licence_lines("publish", folder, target, accept_licence), sep="\n")
+    licences = licence_lines("publish", folder, target, accept_licence)
     if dry_run:
         _show(publication, has_card=(folder.expanduser() / "README.md").is_file())
+        print(*licences, sep="\n")
         return
     done = publish_it(publication, private, revision, message)
     if not done.is_new:
         print("Nothing has changed since the last commit.")
+    print(*licences, sep="\n", file=sys.stderr)
     print(done.url)
     print(done.load_line)
 
