@@ -159,3 +159,13 @@ The mean acceptance length is 6.54, at 4.91x.
         ("MATH-500, acceptance length, T = 1", 6.67),
     ]  # fmt: skip
     assert stated_acceptance(None) == stated_acceptance(Card(Path(), {}, "# tiny", {})) == []
+
+
+def test_the_depth_is_logged_once(tiny_target: Any, tiny_drafter: Any, prompt_ids: Any, caplog: Any) -> None:
+    """Promise: who asks for INFO sees block, drafts a step and tree, once for each drafter and request."""
+    ask = {"target": tiny_target, "max_new_tokens": 2, "max_draft_tokens": 2}  # asked for nowhere else
+    with caplog.at_level("INFO", logger="dflash.model.generation_dflash"):
+        for block_size in (6, 6, 5):
+            tiny_drafter.spec_generate(prompt_ids, **ask, block_size=block_size)
+    said = "The drafter: block_size={}, max_draft_tokens=2, draft_tree=0"
+    assert [record.getMessage() for record in caplog.records] == [said.format(6), said.format(5)]
