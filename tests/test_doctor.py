@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import PlacedDrafter, greedy, make_target, make_tokenizer
+from tiny_models import PlacedDrafter, greedy, make_drafter, make_target, make_tokenizer
 
 from dflash import DFlashDraftModel
 from dflash.checkpoints import Card, embedded_path, heldout_problems, load_embedded_pair
@@ -161,11 +161,12 @@ The mean acceptance length is 6.54, at 4.91x.
     assert stated_acceptance(None) == stated_acceptance(Card(Path(), {}, "# tiny", {})) == []
 
 
-def test_the_depth_is_logged_once(tiny_target: Any, tiny_drafter: Any, prompt_ids: Any, caplog: Any) -> None:
+def test_the_depth_is_logged_once(tiny_target: Any, prompt_ids: Any, caplog: Any) -> None:
     """Promise: who asks for INFO sees block, drafts a step and tree, once for each drafter and request."""
-    ask = {"target": tiny_target, "max_new_tokens": 2, "max_draft_tokens": 2}  # asked for nowhere else
+    drafter = make_drafter()
+    drafter.name_or_path = "me/logged-DFlash"
     with caplog.at_level("INFO", logger="dflash.model.generation_dflash"):
         for block_size in (6, 6, 5):
-            tiny_drafter.spec_generate(prompt_ids, **ask, block_size=block_size)
-    said = "The drafter: block_size={}, max_draft_tokens=2, draft_tree=0"
+            drafter.spec_generate(prompt_ids, target=tiny_target, max_new_tokens=2, block_size=block_size)
+    said = "me/logged-DFlash: block_size={}, max_draft_tokens=None, draft_tree=False"
     assert [record.getMessage() for record in caplog.records] == [said.format(6), said.format(5)]
