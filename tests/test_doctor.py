@@ -116,7 +116,6 @@ def test_what_cannot_be_tried_is_said() -> None:
     """Promise: another target by name, weights or revision, a quantised one, no template, and texts beyond the training."""
     target, tokenizer = make_target(), make_tokenizer()
     tokenizer.chat_template = None
-    target.config.quantization_config = {"quant_method": "gptq"}
     target.config._commit_hash = "def"
     facts = {"target": {"fingerprint": "0", "revision": "abc"}, "settings": {"max_length": 12}}
     card = Card(Path(), {"base_model": ["Qwen/Qwen3-8B"]}, "", facts)
@@ -124,16 +123,14 @@ def test_what_cannot_be_tried_is_said() -> None:
     text = chat_encoder(tokenizer)(dialogue := [{"role": "user", "content": "How many?"}])  # 9 tokens
     drafter.follow([greedy(target, text)], [2] * 12 + [0] * 500)
     ask = target, Setup(drafter), tokenizer, [dialogue], 16
-    seen = run_doctor(*ask, card, {"target": "me/Qwen3-8B-tuned"})["observations"]
-    assert len(seen) == 5
-    assert "quantised (gptq)" in seen[0]
-    assert "weights are not those that the drafter was trained for: load revision abc" in seen[1]
-    assert seen[2].startswith("The card names Qwen/Qwen3-8B as the target, and this is me/Qwen3-8B-tuned")
-    assert "no chat template" in seen[3]
-    assert "trained on up to 12 tokens: tau is 3.00 before and 1.00 beyond" in seen[4]
-    facts["target"]["fingerprint"], facts["settings"]["max_length"] = model_fingerprint(target), 512
-    del target.config.quantization_config
-    (revision, _) = run_doctor(*ask, card, {"target": "other/qwen3-8b"})["observations"]
+    weights, name, template, length = run_doctor(*ask, card, {"target": "me/Qwen3-8B-tuned"})["observations"]
+    assert "weights are not those that the drafter was trained for: load revision abc" in weights
+    assert name.startswith("The card names Qwen/Qwen3-8B as the target, and this is me/Qwen3-8B-tuned")
+    assert "no chat template" in template
+    assert "trained on up to 12 tokens: tau is 3.00 before and 1.00 beyond" in length
+    target.config.quantization_config, facts["settings"]["max_length"] = {"quant_method": "gptq"}, 512
+    quantised, revision, _ = run_doctor(*ask, card, {"target": "other/qwen3-8b"})["observations"]
+    assert "quantised (gptq)" in quantised
     assert revision == "The drafter was trained for revision abc of the target, and this is def."
 
 

@@ -54,21 +54,13 @@ def read_card(checkpoint: str | Path) -> Card:
 
 @dataclass(frozen=True)
 class Licence:
-    """What a checkpoint states of its licence.
+    """What a checkpoint states of its licence."""
 
-    Attributes:
-        name: The licence's identifier or title; `None` if none is stated.
-        link: Where its terms are.
-        is_gated: Whether the Hub asks for an agreement before it gives the files.
-        origin: Licence of the drafter that this one was trained from (`dflash train --init`).
-        unread: Why nothing could be read; empty if it could.
-    """
-
-    name: str | None = None
-    link: str | None = None
-    is_gated: bool = False
-    origin: str | None = None
-    unread: str = ""
+    name: str | None = None  # its identifier or title; `None` if none is stated
+    link: str | None = None  # where its terms are
+    is_gated: bool = False  # whether the Hub asks for an agreement before it gives the files
+    origin: str | None = None  # licence of the drafter that this one was trained from (`dflash train --init`)
+    unread: str = ""  # why nothing could be read
 
     @property
     def inherited(self) -> str | None:
@@ -117,14 +109,14 @@ def licence_lines(
     models = {
         role: read_licence(name) for role, name in (("drafter", drafter), ("target", target)) if name is not None
     }
-    drafters = models.get("drafter", Licence())
-    if not is_accepted and purpose == "publish" and drafters.origin and NO_DERIVATIVES.search(drafters.origin):
+    own = models.get("drafter", Licence())
+    if not is_accepted and purpose == "publish" and own.origin and NO_DERIVATIVES.search(own.origin):
         what = "forbids to share changed copies, and this drafter was trained from one of that licence"
-        raise ValueError(f"The licence {drafters.origin} {what}: keep it to yourself, or {ACCEPT}.")
-    forbids = "no derivatives" in drafters.terms and not CHANGES_ARE_PRIVATE.search(drafters.name or "")
+        raise ValueError(f"The licence {own.origin} {what}: keep it to yourself, or {ACCEPT}.")
+    forbids = "no derivatives" in own.terms and not CHANGES_ARE_PRIVATE.search(own.name or "")
     if not is_accepted and purpose == "train" and forbids:
         raise ValueError(
-            f"The licence {drafters.name} of {drafter} forbids changed copies, and --init makes one: begin without "
+            f"The licence {own.name} of {drafter} forbids changed copies, and --init makes one: begin without "
             f"--init, or {ACCEPT}."
         )
     return [f"Licence: {role} {_said(licence)}" for role, licence in models.items()]

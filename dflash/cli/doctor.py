@@ -98,6 +98,9 @@ def _show(result: dict[str, Any]) -> None:
         figures = [row["accepted_at"][place - 1 : place] for place in places]
         table.add_row(change, f"{row['tau']:.2f}", *(f"{100 * one[0]:.0f} %" if one else "" for one in figures))
     console.print(table)
+    console.print(
+        Text("at N: of the steps that propose a token at position N of the block, those that keep it", "dim")
+    )
     said = ", ".join(f"{one['tau']:.2f} ({one['measured_on']})" for one in result["published"])
     console.print(f"Published tau: {said or 'the card states none'}")
     for sentence in result["observations"]:

@@ -9,6 +9,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,23 +67,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one change gives.
+    """What one change gives."""
 
-    Attributes:
-        kind: What the change is about; one change of a kind is advised.
-        change: The change; empty for the pair as it is.
-        reason: What it differs from.
-        setup: What it is measured with.
-        steps: What was measured.
-        error: Why it could not be measured; empty if it was.
-    """
-
-    kind: str
-    change: str
-    reason: str
+    kind: str  # what the change is about; one change of a kind is advised
+    change: str  # empty for the pair as it is
+    reason: str  # what it differs from
     setup: Setup
     steps: tuple[Step, ...] = ()
-    error: str = ""
+    error: str = ""  # why it could not be measured
 
     @property
     def tau(self) -> float:
@@ -211,7 +203,7 @@ def _measured(
     steps = []
     try:
         for number, dialogue in enumerate(dialogues):
-            input_ids = encode(dialogue).to(target.device)
+            input_ids = encode(dialogue)
             length, taken = input_ids.shape[1], 0
             for block in generate_blocks(trial.setup.drafter, target, input_ids, **options):
                 if block.num_proposals and not block.is_lookup:
@@ -266,10 +258,12 @@ def _drafters(drafter: Any, target: Any, tokenizer: Any) -> Iterator[tuple[str, 
             turned.config.rope_parameters = {**config.rope_parameters, "rope_theta": others}
         turned.rotary_emb = type(turned.rotary_emb)(turned.config).to(drafter.device)
         yield "rope", f"rope_theta {others:g}", f"that of the target; {says} {theta:g}", turned
-    for dtype in dict.fromkeys((torch.float32, target.dtype if target.dtype.is_floating_point else None)):
-        if dtype not in (drafter.dtype, None) and not getattr(config, "quantization_config", None):
+    for dtype in dict.fromkeys((torch.float32, target.dtype)):
+        if dtype != drafter.dtype and dtype.is_floating_point and not getattr(config, "quantization_config", None):
             was, name = (str(one).removeprefix("torch.") for one in (drafter.dtype, dtype))
-            yield "dtype", f"drafter in {name}", f"it was loaded in {was}", copy.deepcopy(drafter).to(dtype)
+            with suppress(torch.OutOfMemoryError):  # the others can be tried
+                made = copy.deepcopy(drafter).to(dtype)
+                yield "dtype", f"drafter in {name}", f"it was loaded in {was}", made
 
 
 def _copy(drafter: Any, **fields: Any) -> Any:
@@ -347,7 +341,8 @@ def observations(
         )
     known: dict[str, Any] = facts.get("target") or {}
     revision, its = known.get("revision"), getattr(target.config, "_commit_hash", None)
-    if known.get("fingerprint") not in (None, model_fingerprint(target)):
+    is_whole = not quantised and not any(parameter.is_meta for parameter in target.parameters())
+    if is_whole and known.get("fingerprint") not in (None, model_fingerprint(target)):
         which = f"revision {revision}" if revision and revision != its else "those of its training"
         yield f"The target's weights are not those that the drafter was trained for: load {which}, {train_on}."
     elif revision and its and revision != its:
