@@ -3,8 +3,6 @@
 It reads what the authors wrote: the front matter of README.md, else the first line of a LICENSE file.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`dflash doctor`: why a pair accepts little, and what to change."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path
