@@ -1,18 +1,21 @@
-"""Measurements of a pair that are no command: batches, conversations, sampling, and a drafter in blocks of several sizes.
+"""Measurements of a pair that are no command: batches, conversations, sampling, trees, and blocks of several sizes.
 
     python benchmarks/pair.py batch --output benchmarks/results/batch_tiny_cpu.json
     python benchmarks/pair.py conversation --output benchmarks/results/conversation_tiny_cpu.json
     python benchmarks/pair.py sampling --output benchmarks/results/sampling_tiny.json
+    python benchmarks/pair.py trees --prompts gsm8k_test.jsonl --limit 16 --output benchmarks/results/trees_tiny_cpu.json
     python benchmarks/pair.py drafter --target stories260K --drafter stories-DFlash --prompts held.jsonl \
         --output benchmarks/results/drafter_stories_cpu.json
 
-The first three measure the embedded pair on its held-out problems. Ways of decoding take turns on the same prompts, and
+The first four measure the embedded pair on its held-out problems. Ways of decoding take turns on the same prompts, and
 their texts are compared.
 
 batch: throughput at several batch sizes against `target.generate` at the same batch, padded on the left.
 conversation: time to the first token of a follow-up question with a kept conversation, against starting afresh.
 sampling: acceptance at temperature 1 by what is proposed; and token-by-token rejection against block verification, for a
     scripted drafter whose distribution is known.
+trees: tau, tokens per step and time of a step by the budget of the tree, the chain beside them, greedily and at temperature 1;
+    `--prompts` adds questions to the held-out problems.
 drafter: what a trained drafter accepts on prompts that it has not seen, beside its `training.json`. A prompt is a row with
     `prompt_ids` or `prompt`, or a row to train on, of which it is the part before the first answer.
 """
@@ -35,8 +38,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import Conversation, DFlashDraftModel, spec_generate
 from dflash.checkpoints import load_embedded_pair
+from dflash.cli.loading import read_prompts
 from dflash.common.stopwatch import seconds_of
-from dflash.evaluation import PLAIN, Prompt, compare, summarise, timed_blocks, timed_generate
+from dflash.evaluation import PLAIN, Prompt, chat_encoder, compare, summarise, timed_blocks, timed_generate
 from dflash.model.verification_dflash import Proposals, pick, verify_block, verify_rejection
 from dflash.training import encode, encode_prompt, prompt_of, read_rows
 
@@ -55,6 +59,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", help="folder or Hub id")
     parser.add_argument("--drafter", type=Path, help="folder that `dflash train` wrote")
     parser.add_argument("--prompts", help="JSON lines, or another source that training reads")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64], help="nodes of a tree")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 8])
     args = parsed(parser, words)
     if args.what == "drafter" and None in (args.target, args.drafter, args.prompts):
@@ -203,6 +208,40 @@ def scripted(share: float, num_proposals: int, num_blocks: int = 20_000) -> dict
     }
 
 
+def trees(args: argparse.Namespace) -> None:
+    """A row per task, temperature and budget; plain decoding and the chain beside the trees."""
+    target, drafter, tokenizer = load_embedded_pair()
+    encode_chat = chat_encoder(tokenizer)
+    prompts = [Prompt("held-out", torch.tensor([ids])) for ids in heldout_prompts(tokenizer)[: args.limit]]
+    if args.prompts:
+        chats = read_prompts(Path(args.prompts))[: args.limit]
+        prompts += [Prompt(Path(args.prompts).stem, encode_chat(chat)) for chat in chats]
+    length = {"max_new_tokens": args.max_new_tokens}
+    summary = []
+    for temperature in (0.0, 1.0):
+        methods: dict[str, Any] = (
+            {} if temperature else {PLAIN: partial(timed_generate, target, do_sample=False, **length)}
+        )
+        for budget in (0, *args.budgets):
+            asked = {"temperature": temperature, "draft_tree": budget, "compile": True, **length}
+            methods[f"tree of {budget}" if budget else "chain"] = lambda ids, asked=asked: timed_blocks(
+                drafter, target, ids, generator=torch.Generator().manual_seed(0), **asked
+            )
+        rows = summarise(compare(methods, prompts, args.repeats, lambda items: track(items, description="prompts")))
+        keys = (
+            "task",
+            "method",
+            "prompts",
+            "identical",
+            "tau_micro",
+            "tokens_per_step",
+            "ms_per_step",
+            "tokens_per_second",
+        )
+        summary += [{"temperature": temperature, **{key: row[key] for key in keys}} for row in rows]
+    finish(args.output, "trees", (target, drafter), decoding={**length, "repeats": args.repeats}, summary=summary)
+
+
 def drafter(args: argparse.Namespace) -> None:
     """A row per block size, and one of plain decoding."""
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
@@ -234,7 +273,7 @@ def _decoding(args: argparse.Namespace) -> dict[str, Any]:
     return {**GREEDILY, "max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
 
 
-MEASUREMENTS = {"batch": batch, "conversation": conversation, "sampling": sampling, "drafter": drafter}
+MEASUREMENTS = {"batch": batch, "conversation": conversation, "sampling": sampling, "trees": trees, "drafter": drafter}
 
 
 def main() -> None:
