@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import forked
 from rich.console import Console
 from safetensors import SafetensorError
 from tiny_models import ScriptedDrafter, greedy, make_drafter, make_prompt, make_target, make_tokenizer
@@ -435,27 +437,21 @@ def test_a_request_beyond_the_targets_positions_is_warned_of(run: Any, pair: lis
     assert "reach beyond" not in run(*words, "9")[2]
 
 
-FULL_DISK = """
-import resource, sys
-
-from dflash.cli import main
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-for words in COMMANDS:
-    sys.argv = ["dflash", *words]
-    try:
-        main()
-    except SystemExit as stopped:
-        print(stopped.code)
-"""
-
-
 def test_a_full_disk_is_one_sentence(pair: list[str], tmp_path: Path) -> None:
     """Promise: the cause and the remedy, and nothing half written stays. Files of the process stop at 8 kB."""
     new = str(tmp_path / "new-DFlash")
     commands = [["export-demo", new], ["convert", pair[3], new], ["export", pair[3], new, "--target", pair[1]]]
-    program = [sys.executable, "-c", f"COMMANDS = {commands}\n{FULL_DISK}"]
-    done = subprocess.run(program, capture_output=True, text=True)
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        for words in commands:
+            sys.argv = ["dflash", *words]
+            try:
+                cli.main()
+            except SystemExit as stopped:
+                sys.stdout.write(f"{stopped.code}\n")
+
+    done = forked(work)
     assert done.stdout.split() == ["1"] * 3
     said = "dflash: Nothing more can be written (File too large): free some space, or name a path on another disk."
     assert done.stderr.count(said) == 3

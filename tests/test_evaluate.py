@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from processes import Forked
 from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
 from transformers import DynamicCache
 
@@ -499,37 +499,20 @@ def test_two_runs_do_not_write_one_result(pair: tuple[Any, Any, Any], data_root:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "r.jsonl"]
 
 
-SIBLING = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("processes", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-processes = module.Processes()
-share = list(processes.share(range(5)))
-print(json.dumps([processes.rank, processes.local_rank, processes.is_first, share, processes.gather([{"of": share}])]))
-"""
-
-
 def test_siblings_find_each_other_and_gather_what_each_has() -> None:
     """Promise: with the variables that `accelerate launch` and torchrun set, two processes share and gather."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SIBLING, processes.__file__],
-            stdout=subprocess.PIPE, text=True,
-            env={
-                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+
+    def work() -> None:
+        one = processes.Processes()
+        share = list(one.share(range(5)))
+        said = [one.rank, one.local_rank, one.is_first, share, one.gather([{"of": share}])]
+        sys.stdout.write(json.dumps(said))
+
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [Forked(work, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    said = [json.loads(process.finish().stdout.splitlines()[-1]) for process in started]
     everything = [{"of": [0, 2, 4]}, {"of": [1, 3]}]
     assert said == [[0, 0, True, [0, 2, 4], everything], [1, 1, False, [1, 3], everything]]

@@ -1,18 +1,16 @@
-"""Targets that live in more than one place: offloaded by accelerate, or split over processes by transformers.
-
-Run as a script under torchrun, this file is one of those processes.
-"""
+"""Targets that live in more than one place: offloaded by accelerate, or split over processes by transformers."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import socket
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Forked
 from tiny_models import PAD_TOKEN_ID, ScriptedDrafter, make_drafter, make_prompt, make_target
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -44,20 +42,26 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, (ids != PAD_TOKEN_ID).long()
 
 
+@cache
+def truths(family: str) -> list[torch.Tensor]:
+    """The texts of both prompts, without their padding."""
+    ids, whole = batch()[0], whole_target(family)
+    return [
+        whole.generate(ids[row : row + 1, start:], do_sample=False, max_new_tokens=40)[0]
+        for row, start in ((0, 0), (1, 3))
+    ]
+
+
 def written(target: PreTrainedModel, family: str) -> dict[str, Any]:
     """What `target` writes and accepts in every mode, as JSON holds it."""
     ids, mask = batch()
     options: dict[str, Any] = {"attention_mask": mask, "return_dict_in_generate": True}
     whole = whole_target(family)
-    truths = [
-        whole.generate(ids[row : row + 1, start:], do_sample=False, max_new_tokens=40)[0]
-        for row, start in ((0, 0), (1, 3))
-    ]
     small = {"num_hidden_layers": 1, "target_layer_ids": [0], "mask_token_id": VOCAB - 1}
     outputs = [
-        spec_generate(drafter_for_it(), target, ids, temperature=0.0, max_new_tokens=60, **options),
+        spec_generate(drafter_for_it(), target, ids, temperature=0.0, max_new_tokens=32, **options),
         spec_generate(
-            ScriptedDrafter(whole, truths, [5, 0, 3, 1], **small), target, ids, temperature=0.0, max_new_tokens=24, **options
+            ScriptedDrafter(whole, truths(family), [5, 0, 3, 1], **small), target, ids, temperature=0.0, max_new_tokens=24, **options
         ),
         # Every process draws the same noise: from a generator of the same seed, as they have no stream in common.
         spec_generate(
@@ -69,7 +73,7 @@ def written(target: PreTrainedModel, family: str) -> dict[str, Any]:
         mode: {"sequences": output.sequences.tolist(), "acceptance_lengths": output.acceptance_lengths}
         for mode, output in zip(MODES, outputs, strict=True)
     }
-    return {**texts, "plain": target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=60).tolist()}
+    return {**texts, "plain": target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=32).tolist()}
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +129,21 @@ def test_target_offloaded_whole(alone: dict[str, dict[str, Any]], tmp_path: Path
 
 
 def test_target_split_over_two_processes(alone: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """Promise: under torchrun with `tp_plan="auto"` and a drafter in every process, each writes the text of one process."""
+    """Promise: with torchrun's variables, `tp_plan="auto"` and a drafter in every process, each writes the text of one process."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo backend")
     for family in FAMILIES:
         whole_target(family).save_pretrained(tmp_path / family)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_PROCESSES}"]
-    ran = subprocess.run([*launch, __file__, str(tmp_path)], capture_output=True, text=True, timeout=500, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    torchrun = meeting | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(NUM_PROCESSES))
+    started = [
+        Forked(lambda: one_process(tmp_path), **torchrun, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+        for rank in range(NUM_PROCESSES)
+    ]
+    for ended in [process.finish() for process in started]:
+        assert ended.returncode == 0, ended.stderr[-3000:]
     for rank in range(NUM_PROCESSES):
         said = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for family in FAMILIES:
@@ -142,8 +153,7 @@ def test_target_split_over_two_processes(alone: dict[str, dict[str, Any]], tmp_p
 
 
 def one_process(folder: Path) -> None:
-    """What torchrun starts: writes this process's texts beside the targets."""
-    torch.set_num_threads(1)
+    """What torchrun would start: writes this process's texts beside the targets."""
     said: dict[str, Any] = {}
     for family in FAMILIES:
         target = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", dtype=torch.float32).eval()
@@ -151,7 +161,3 @@ def one_process(folder: Path) -> None:
         said[family] = {"local_heads": weight.to_local().shape[0] // target.config.head_dim, **written(target, family)}
     rank = torch.distributed.get_rank()
     (folder / f"rank{rank}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    one_process(Path(sys.argv[1]))

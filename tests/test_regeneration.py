@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from loopback import LoopbackServer, QuietHandler, started
+from processes import dflash_process
 from tiny_models import make_drafter, make_target, make_tokenizer
 
 from dflash.regeneration import (
@@ -757,8 +756,7 @@ def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokeni
 
         def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
             if not refusals:
-                other = [sys.executable, "-m", "dflash", *map(str, words), "--overwrite"]
-                refusals.append(subprocess.run(other, capture_output=True, text=True, check=False).stderr)
+                refusals.append(dflash_process(*words, "--overwrite").stderr)
             return super().__call__(requests, sampling)
 
     regenerate_data(Busy(TargetWriter(target, None, 3)), tokenizer, CHATS, output, SETTINGS)

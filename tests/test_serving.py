@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import dflash_process
 from safetensors.torch import load_file, save_file
 from tiny_models import make_drafter, make_target
 
@@ -104,14 +104,8 @@ def test_serving_becomes_the_engine(pair: tuple[Path, Path], engine: str, tmp_pa
     program.write_text('#!/bin/sh\necho "served $#"\ncat\nexit 7\n')
     program.chmod(0o755)
     words = ["--engine", engine, "--target", str(target), "--drafter", str(drafter)]
-    done = subprocess.run(
-        [sys.executable, "-m", "dflash", "serve", *words],
-        input="from standard input",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = dflash_process("serve", *words, text="from standard input", folder=tmp_path, PATH=path)
     assert done.returncode == 7, done.stderr
     assert done.stdout == f"{plan.script()}\nserved {len(plan.command) - 1}\nfrom standard input"
     for name, text in plan.files.items():

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import FRESH
 from tiny_models import MASK_TOKEN_ID, PAD_TOKEN_ID, make_target
 
 from dflash import DFlashDraftModel
@@ -95,14 +96,16 @@ def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
 ) -> None:
     """A real SIGKILL, which may fall into any write. Weights, curve, choice of the best checkpoint: bit for bit."""
     output = tmp_path / "drafter"
-    process = subprocess.Popen([sys.executable, __file__, str(output)], cwd=Path(__file__).parent)
+    process = FRESH.Process(target=run, args=(output,))
+    process.start()
     state = state_folder(output) / "state.json"
-    while not state.exists() and process.poll() is None:
+    while not state.exists() and process.is_alive():
         time.sleep(0.005)
     delay = random.SystemRandom().uniform(0.0, 0.4)
     time.sleep(delay)
     process.kill()
-    assert process.wait() == -signal.SIGKILL, "the run was over before it could be killed"
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "the run was over before it could be killed"
     clear_leftovers(state_folder(output))
     step = json.loads(state.read_text())["step"]
     assert 0 <= step < SETTINGS.steps
