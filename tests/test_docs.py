@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ STAND_INS = {
     '"Qwen/Qwen3-8B"': '"demo/tiny-target"',
     '"cuda"': '"cpu"',
 }
+NEW_TOKENS = "24"  # that a snippet writes at most: whether it runs does not depend on the length of its text
 NOT_RUN = r"<!-- not run: ([^\n]+) -->\n"
 
 
@@ -60,15 +61,24 @@ def hooks() -> Any:
     return module
 
 
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `dflash export-demo demo` writes; read-only."""
+    folder = tmp_path_factory.mktemp("exported") / "demo"
+    export_embedded_pair(folder)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], None]:
     """Runs a snippet beside the folders of `dflash export-demo demo`, a published pair replaced by these."""
-    export_embedded_pair(tmp_path / "demo")
+    (tmp_path / "demo").symlink_to(demo)
     monkeypatch.chdir(tmp_path)
 
     def run(code: str, names: dict[str, Any]) -> None:
         for published, here in STAND_INS.items():
             code = code.replace(published, here)
+        code = re.sub(r"(max_new_tokens(?:=|\": ))\d+", rf"\g<1>{NEW_TOKENS}", code)
         exec(compile(code, "<snippet>", "exec"), names)
 
     return run

@@ -39,7 +39,7 @@ HYBRID = [
 SEEING = [name for name in SERVED if FAMILIES[name].images is not None]
 
 PROMPT_LENGTHS = [24, 3, 11]  # the first is three windows long
-NEW_TOKENS = 30
+NEW_TOKENS = 22  # once around
 EVERY_LENGTH = [0, 5, 1, 4, 2, 3]
 GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "return_dict_in_generate": True}
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,15 @@ from dflash.training.size_estimate import widest
 VOCAB, EOS, MASK_ID = 40, 1, 39
 
 
-@pytest.fixture
-def target() -> PreTrainedModel:
+def make_the_target() -> PreTrainedModel:
     shape = {"vocab_size": VOCAB, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape |= {"head_dim": 16, "num_hidden_layers": 5, "max_position_embeddings": 256}
     return make_target(seed=0, **shape, tie_word_embeddings=True, eos_token_id=EOS, pad_token_id=0)
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_the_target()
 
 
 @pytest.fixture
@@ -307,9 +312,11 @@ RECIPE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPE)
-def test_every_part_of_the_recipe_reaches_the_weights(target: PreTrainedModel, name: str) -> None:
+@pytest.fixture(scope="module")
+def trained_weights() -> Callable[..., torch.Tensor]:
+    """What three steps of a recipe make of the weights."""
     selector = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+    target = make_the_target()
     data = written_by(target, 10)
 
     def weights(**changes: Any) -> torch.Tensor:
@@ -322,10 +329,24 @@ def test_every_part_of_the_recipe_reaches_the_weights(target: PreTrainedModel, n
             trainer.step()
         return torch.cat([parameter.detach().flatten() for parameter in drafter.parameters()])
 
-    changes = RECIPE[name]
-    before = weights(**{key: value for key, value in changes.items() if key != name})
-    assert torch.equal(before, weights(**{key: value for key, value in changes.items() if key != name}))
-    assert not torch.equal(before, weights(**changes))
+    return weights
+
+
+@pytest.fixture(scope="module")
+def default_weights(trained_weights: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Those without a change; they are the same again."""
+    weights = trained_weights()
+    assert torch.equal(weights, trained_weights())
+    return weights
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_every_part_of_the_recipe_reaches_the_weights(
+    trained_weights: Callable[..., torch.Tensor], default_weights: torch.Tensor, name: str
+) -> None:
+    others = {key: value for key, value in RECIPE[name].items() if key != name}
+    before = trained_weights(**others) if others else default_weights
+    assert not torch.equal(before, trained_weights(**RECIPE[name]))
 
 
 def test_acceptance_is_measured_uncompiled(
