@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_remote_code import printed_by
 
 import dflash
 
@@ -123,14 +124,10 @@ def test_remote_code_snippet_runs_where_the_package_is_not_importable(tmp_path: 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
     (snippet,) = [block for block in blocks if "trust_remote_code=True" in block]
     hidden = "import sys\nsys.modules['dflash'] = None\n"
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", hidden + snippet], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    said = printed_by(hidden + snippet, tmp_path)
     printed = re.findall(r"^# (.*)$", snippet, re.MULTILINE)
     assert printed
-    assert done.stdout.strip().splitlines() == printed
+    assert said.strip().splitlines() == printed
 
 
 def workflow(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
