@@ -41,7 +41,7 @@ TINY = {
     "batch_tokens": 128,
     "mixed_precision": "no",
     "eval_every": 2,
-    "eval_new_tokens": 8,
+    "eval_new_tokens": 4,
     "held_out": 2,
 }
 
