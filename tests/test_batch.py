@@ -153,7 +153,9 @@ def test_processors_see_each_rows_own_prefix(options: dict[str, Any]) -> None:
     prompts = prompts_of(LENGTHS)
     ids, mask = left_padded(prompts)
     options = {**options, "max_new_tokens": NEW_TOKENS, "pad_token_id": PAD_TOKEN_ID, "eos_token_id": 7}
-    ours = spec_generate(scripted(target, prompts, **SMALL), target, ids, attention_mask=mask, temperature=0.0, **options)
+    ours = spec_generate(
+        scripted(target, prompts, **SMALL), target, ids, attention_mask=mask, temperature=0.0, **options
+    )
     assert torch.equal(ours, greedy(target, ids, attention_mask=mask, **options))
 
 

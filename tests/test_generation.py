@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,20 +24,21 @@ from tiny_models import (
     BLOCK_SIZE,
     MASK_TOKEN_ID,
     PAD_TOKEN_ID,
+    SMALL,
     TARGET_KINDS,
     WRONG_OFFSET,
-    ScriptedDrafter,
     counted_forwards,
     expected_lengths,
     greedy,
-    make_drafter,
     make_prompt,
-    make_target,
     make_tokenizer,
     num_hooks,
     plain_loop,
     remembered_greedy,
 )
+from tiny_models import ScriptedDrafter as AnyScriptedDrafter
+from tiny_models import make_drafter as any_drafter
+from tiny_models import make_target as any_target
 from transformers import (
     BatchEncoding,
     GenerationConfig,
@@ -49,20 +51,40 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dflash import DFlashOutput, generate_blocks, spec_generate
+from dflash import DFlashDraftModel, DFlashOutput, generate_blocks, spec_generate
 from dflash.model import decoding_dflash, verification_dflash
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
 
 
+# Two layers below one: what is shown here does not depend on how many there are.
+ScriptedDrafter = partial(AnyScriptedDrafter, **SMALL)
+make_drafter = partial(any_drafter, **SMALL)
+SEEDS = {"qwen3": 60, "qwen3_tied": 15}  # whose texts are varied
 N = BLOCK_SIZE
 EVERY_SCRIPT = [[accepted] for accepted in range(N)] + [[0, 5, 1, 4, 2, 3], [5, 0, 0, 3]]
 MIXED = [2, 0, 5, 1]
+
+
+def make_target(kind: str) -> PreTrainedModel:
+    """A target of two layers."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "qwen3_sliding" else {}
+    return any_target(kind, SEEDS.get(kind), num_hidden_layers=2, **windows)
 
 
 @pytest.fixture(scope="module")
 def targets() -> dict[str, PreTrainedModel]:
     """One target of every kind; read-only."""
     return {kind: make_target(kind) for kind in TARGET_KINDS}
+
+
+@pytest.fixture(scope="module")
+def tiny_target(targets: dict[str, PreTrainedModel]) -> PreTrainedModel:
+    return targets["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def tiny_drafter() -> DFlashDraftModel:
+    return make_drafter()
 
 
 @pytest.fixture(scope="module")
@@ -604,8 +626,6 @@ def test_dispatched_target_equals_greedy(
         "model.embed_tokens": "cpu",
         "model.layers.0": "cpu",
         "model.layers.1": place,
-        "model.layers.2": "cpu",
-        "model.layers.3": place,
         "model.norm": "cpu",
         "model.rotary_emb": "cpu",
         "lm_head": place,
@@ -881,6 +901,14 @@ def test_a_wrong_accept_rule_fails_the_distribution_test(
     monkeypatch.setattr(verification_dflash, "accept_prefix", wrong_rule)
     options = LAW_OPTIONS[0]
     assert p_value(sample_cells(distribution_target, options), distribution_of(distribution_target, options)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", TARGET_KINDS)
+def test_the_texts_of_the_fixtures_are_varied(
+    targets: dict[str, PreTrainedModel], prompt_ids: torch.Tensor, kind: str
+) -> None:
+    """Guards the fixtures: a text that repeats itself would hide a wrong rollback."""
+    assert len(set(remembered_greedy(targets[kind], prompt_ids, max_new_tokens=40)[0].tolist())) > 16
 
 
 def test_mask_id_of_the_fixture_is_not_in_the_prompt(prompt_ids: torch.Tensor) -> None:
