@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -90,6 +91,9 @@ def write(rule: Rule, is_drawn: bool, seed: int = 0) -> tuple[torch.Tensor, torc
     return texts, verdict.num_accepted
 
 
+written = cache(write)  # of the rules as they are
+
+
 def p_value(counts: torch.Tensor, distribution: torch.Tensor) -> float:
     """Of the chi-square test that `counts` were drawn from `distribution`."""
     expected = distribution * counts.sum()
@@ -112,7 +116,7 @@ def text_p_value(texts: torch.Tensor) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_text_has_the_targets_distribution(rule: str, is_drawn: bool) -> None:
     """Promise: chi-square against the exact distribution of all 64 texts, for proposals of either kind."""
-    assert text_p_value(write(RULES[rule], is_drawn)[0]) > 1e-3
+    assert text_p_value(written(RULES[rule], is_drawn)[0]) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -124,13 +128,13 @@ def test_all_rules_accept_one_token_proposals_alike(rule: str) -> None:
         reach = torch.cat([reach, reach[-1:] * TARGET[likeliest, following]])
         likeliest = following
     distribution = reach - torch.cat([reach[1:], torch.zeros(1, dtype=torch.float64)])
-    accepted = write(RULES[rule], is_drawn=False)[1]
+    accepted = written(RULES[rule], False)[1]
     assert p_value(torch.bincount(accepted, minlength=DEPTH + 1).double(), distribution) > 1e-3
 
 
 def test_block_verification_keeps_most_and_match_least_of_drawn_proposals() -> None:
     """Promise (Sun et al. 2024): block verification accepts at least as many as rejection; both more than matching."""
-    means = {name: float(write(rule, is_drawn=True)[1].double().mean()) for name, rule in RULES.items()}
+    means = {name: float(written(rule, True)[1].double().mean()) for name, rule in RULES.items()}
     assert means["block"] > means["rejection"] + 0.01
     assert means["rejection"] > means["match"] + 0.1
 

@@ -100,7 +100,8 @@ def check(case: Case) -> Counter[str]:
     """Asserts that the text is that of plain `generate`, padding included; returns what the case exercised."""
     target, (ids, mask) = target_of(case.family), padded(case)
     options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "pad_token_id": PAD_TOKEN_ID}
-    length = max(MOST_NEW_TOKENS, case.max_new_tokens + case.block_size)  # to draft from, and to take stops from
+    # To draft from, and to take stops from.
+    length = max(case.max_new_tokens + case.block_size, *(place + 1 for _, place in case.stops), 0)
     unstopped = target.generate(ids, max_new_tokens=length, **options)
     new_ids = unstopped[:, ids.shape[1] :]
     stop_ids = sorted({int(new_ids[row % len(ids), place]) for row, place in case.stops} - {PAD_TOKEN_ID})

@@ -7,16 +7,24 @@ import itertools
 import json
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import BLOCK_SIZE, ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
+from tiny_models import BLOCK_SIZE, SMALL, counted_forwards, greedy, make_prompt
+from tiny_models import ScriptedDrafter as AnyScriptedDrafter
+from tiny_models import make_drafter as any_drafter
+from tiny_models import make_target as any_target
 
 from dflash import LatencyCurve, generate_blocks, spec_generate
 from dflash.model import decoding_dflash, proposals_dflash
 from dflash.model.proposals_dflash import LONGEST_PAUSE, SHORTEST_PAUSE, Habits, Pacer, machine, measured_curve
 
+
+make_target = partial(any_target, num_hidden_layers=2)
+make_drafter = partial(any_drafter, **SMALL)
+ScriptedDrafter = partial(AnyScriptedDrafter, **SMALL)
 
 MACHINE = {"device": "cpu"}
 FREE = LatencyCurve((1, 16), (4.0, 4.0), 0.001, MACHINE, 0.001)  # as many columns as you like
@@ -245,7 +253,7 @@ def test_a_dear_column_is_not_bought() -> None:
 
 
 def test_a_useless_drafter_seldom_runs() -> None:
-    target, drafter, prompt = make_target(), make_drafter(), make_prompt(14)
+    target, drafter, prompt = any_target(), any_drafter(), make_prompt(14)
     curve = replace(USUAL, machine=machine(target, drafter))
     with counted_forwards(drafter) as drafts, counted_forwards(target) as forwards:
         list(
