@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash import DFlashDraftModel
 from dflash.checkpoints import export_embedded_pair, heldout_problems
+from dflash.common.json_lines import changes
 from dflash.training import TrainingSettings, train_drafter
 
 
@@ -112,12 +113,10 @@ def run(name: str, target: str, data: str, cell: Cell, args: argparse.Namespace,
         if state.exists():
             raise SystemExit(f"Stopped in {folder}: give the command again to go on.")
     facts = json.loads(record.read_text(encoding="utf-8"))
-    changed = settings.changed_from(facts["settings"])
-    for what, now in (("target", target), ("data", data)):
-        if facts[f"{what}_name"] not in (now, Path(now).name):
-            changed.append(f"{what}: {facts[f'{what}_name']}, now {Path(now).name}")
-    if changed:
-        raise ValueError(f"{folder} is of another run ({'; '.join(changed)}): give another --work.")
+    now = {**settings.decisive(), "target": Path(target).name, "data": Path(data).name}
+    its = {"target": Path(facts["target_name"]).name, "data": Path(facts["data_name"]).name}
+    if changed := changes({**{name: facts["settings"].get(name) for name in settings.decisive()}, **its}, now):
+        raise ValueError(f"{folder} is of another run ({changed}): give another --work.")
     return facts
 
 

@@ -60,7 +60,7 @@ def test_a_finished_cell_is_not_run_again(
     monkeypatch.setattr(
         benchmark, "smoke_pair", lambda work: ("tiny", str(work / "embedded" / "tiny-target"), "other.jsonl")
     )
-    with pytest.raises(ValueError, match=r"of another run \(data: answers.jsonl, now other.jsonl\)"):
+    with pytest.raises(ValueError, match=r'of another run \(data: "answers.jsonl", now "other.jsonl"\)'):
         benchmark.main()
     monkeypatch.undo()
     record = tmp_path / "work" / "tiny" / "base" / "seed-0" / "training.json"

@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from accelerate import PartialState
 from processes import Forked
 from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
 from transformers import DynamicCache
@@ -506,6 +507,7 @@ def test_siblings_find_each_other_and_gather_what_each_has() -> None:
         port = free.getsockname()[1]
 
     def work() -> None:
+        PartialState._reset_state()  # of a test before, which the copy has inherited
         one = processes.Processes()
         share = list(one.share(range(5)))
         said = [one.rank, one.local_rank, one.is_first, share, one.gather([{"of": share}])]
