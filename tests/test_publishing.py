@@ -64,7 +64,7 @@ def test_a_plain_save_gets_a_card_and_the_door(folder: Path, no_connection: None
     assert set(content) == {path.name for path in before} | {"README.md", "custom_generate/generate.py"}
     assert set(plan.written) == {"README.md", "custom_generate/generate.py"}
     assert f'from_pretrained("{REPO}", trust_remote_code=True' in content["README.md"].decode()
-    assert b"def generate(model" in content["custom_generate/generate.py"]
+    assert b"def generate(inputs" in content["custom_generate/generate.py"]
     assert sorted(folder.rglob("*")) == before
 
 
