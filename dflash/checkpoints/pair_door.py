@@ -4,8 +4,6 @@ transformers binds it as `model.generate` where the folder is loaded with `trust
 the package `dflash`; the drafter brings its own code.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

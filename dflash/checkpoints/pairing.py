@@ -1,7 +1,5 @@
 """A folder that is the target, with a `generate` that drafts: for every tool that loads a model and calls `generate`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`dflash pair`: a target and its drafter as one folder, which every tool can load."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal

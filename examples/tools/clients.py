@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -170,14 +171,13 @@ def lighteval(pair: Path) -> str:
     task = folder / "problems.py"
     task.write_text(f"FOLDER = {str(folder / 'data')!r}\n{LIGHTEVAL_TASK}")
     texts, scores, taus = [], [], []
-    for number, name in enumerate((pair, TARGET)):
+    target = shutil.copytree(TARGET, folder / "target")  # it writes its cache into a model's folder
+    for name in (pair, target):
         run = Pipeline(
             tasks="problems|0",
             pipeline_parameters=PipelineParameters(ParallelismManager.ACCELERATE, custom_tasks_directory=str(task)),
             evaluation_tracker=EvaluationTracker(output_dir=str(folder / "out")),
-            model_config=TransformersModelConfig(
-                model_name=str(name), device="cpu", batch_size=1, cache_dir=str(folder / str(number)), **OPTIONS
-            ),
+            model_config=TransformersModelConfig(model_name=str(name), device="cpu", batch_size=1, **OPTIONS),
         )
         model = run.model.model
         run.evaluate()
