@@ -126,6 +126,7 @@ def test_generate_writes_the_targets_text_in_fewer_forwards(
         assert torch.equal(model.generate(one, **GREEDY), truth)
     assert len(forwards) < 8
     assert model.dflash_stats["tau"] > 3
+    assert torch.equal(model.generate(one, GenerationConfig(**GREEDY)), truth)
     assert torch.equal(model.generate(input_ids=one, streamer=streamer, **GREEDY), truth)
     assert streamer.token_ids == [*truth[0].tolist(), -1]
     output = model.generate(one, return_dict_in_generate=True, output_logits=True, **GREEDY)
@@ -193,11 +194,12 @@ def test_what_the_loop_refuses_is_generated_plainly(
     door_of(model)._warned.clear()
     looking_up = copy.deepcopy(target.generation_config)
     looking_up.prompt_lookup_num_tokens = 3
+    short = {**GREEDY, "max_new_tokens": 4}
     options: tuple[dict[str, Any], ...] = ({"num_beams": 2}, {"use_cache": False}, {"generation_config": looking_up})
     for asked in options:
-        plain = target.generate(one, **asked, **GREEDY)
-        assert torch.equal(model.generate(one, draft_tree=4, **asked, **GREEDY), plain)
-    model.generate(one, num_beams=3, **GREEDY)
+        plain = target.generate(one, **asked, **short)
+        assert torch.equal(model.generate(one, draft_tree=4, **asked, **short), plain)
+    model.generate(one, num_beams=3, **short)
     said = [record.message for record in caplog.records if "Generated without drafts" in record.message]
     assert len(said) == len(options)
     assert "num_beams=2 is not supported" in said[0]
@@ -328,7 +330,7 @@ def test_a_saved_pair_is_a_pair(
 ) -> None:
     """Promise: saved before any request, loaded where the first folder is gone, saved again; other models are not touched."""
     shutil.copytree(folder, tmp_path / "first", symlinks=True)
-    load(tmp_path / "first").save_pretrained(tmp_path / "second")
+    load(tmp_path / "first").save_pretrained(save_directory=tmp_path / "second")
     shutil.rmtree(tmp_path / "first")
     again = load(tmp_path / "second")
     assert torch.equal(again.generate(one, **GREEDY), truth)

@@ -7,6 +7,7 @@ the package `dflash`; the drafter brings its own code.
 import copy
 import functools
 import importlib
+import inspect
 import json
 import os
 import re
@@ -51,14 +52,14 @@ _loading = threading.RLock()
 _warned: set[str] = set()
 
 
-def generate(inputs: Any = None, *, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
+def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
     """The output of the model's own `generate`, in fewer forwards.
 
     A request that cannot be drafted exactly is generated plainly, and one warning for each reason says so. After each
     drafted request, `model.dflash_stats` holds its tau, tokens per step and acceptance lengths.
 
     Args:
-        inputs: The prompts' token ids, as for `generate`; `input_ids` is the same.
+        args: Those of `generate`, the prompts' token ids first.
         model: The target, which transformers gives.
         dflash: `False` asks for plain generation.
         kwargs: Those of `generate` and of the drafter's `spec_generate`, which win over the settings in dflash.json.
@@ -67,33 +68,34 @@ def generate(inputs: Any = None, *, model: Any, dflash: bool = True, **kwargs: A
         ValueError: for values that no request can have, and for a pair without a drafter that fits, unless dflash.json
             says `"on_error": "plain"`.
     """
+    plain = type(model).generate
+    kwargs |= zip(list(inspect.signature(plain).parameters)[1:], args, strict=False)
     if kwargs.get("custom_generate") is not None:  # the loop asks the class's own generate to prepare the request
-        return type(model).generate(model, inputs, **kwargs)
-    drafting = _drafting(model) if dflash else Drafting(None, {})
-    if drafting.drafter is not None:
-        reason = _why_plain(model, inputs, kwargs)
-        defaults = [drafting.settings, {}] if drafting.settings else [{}]
-        for settings in defaults if reason is None else ():
+        return plain(model, **kwargs)
+    drafter, settings = _drafting(model) if dflash else (None, {})
+    if drafter is not None:
+        reason = _why_plain(model, kwargs)
+        for chosen in ([settings, {}] if settings else [{}]) if reason is None else ():
             try:
-                return _drafted(drafting.drafter, model, inputs, {**settings, **kwargs})
+                return _drafted(drafter, model, {**chosen, **kwargs})
             except ValueError as error:
-                if type(error).__name__ != "InexactError":  # refused before any forward, and by name
+                if type(error).__name__ != "InexactError":  # which comes before any forward
                     raise
                 reason = str(error)
-                if settings:
+                if chosen:
                     _warn(f"Drafted without the settings of {SETTINGS}: {reason}")
         _warn(f"Generated without drafts: {reason}")
-    return type(model).generate(model, inputs, **{name: value for name, value in kwargs.items() if name not in OWN})
+    return plain(model, **{name: value for name, value in kwargs.items() if name not in OWN})
 
 
-def _why_plain(model: Any, inputs: Any, kwargs: dict[str, Any]) -> str | None:
+def _why_plain(model: Any, asked: dict[str, Any]) -> str | None:
     """Why a request is not given to the loop; `None`: it is."""
-    if (inputs is None) == (kwargs.get("input_ids") is None):
+    prompts = [asked[name] for name in ("inputs", "input_ids") if asked.get(name) is not None]
+    if len(prompts) != 1:
         return "the loop takes the prompt as token ids alone."
-    num_prompts = len(kwargs["input_ids"] if inputs is None else inputs)
-    foreign = [c for c in kwargs.get("stopping_criteria") or () if not type(c).__module__.startswith("transformers.")]
-    if num_prompts > 1 and foreign:
-        return f"{type(foreign[0]).__name__} may look at all {num_prompts} texts at once, and they grow apart."
+    foreign = [c for c in asked.get("stopping_criteria") or () if not type(c).__module__.startswith("transformers.")]
+    if foreign and len(prompts[0]) > 1:
+        return f"{type(foreign[0]).__name__} may look at all {len(prompts[0])} texts at once, and they grow apart."
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         is_sharded = generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
         if is_sharded and torch.distributed.get_world_size() > 1:
@@ -101,23 +103,27 @@ def _why_plain(model: Any, inputs: Any, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-def _drafted(drafter: Any, model: Any, inputs: Any, asked: dict[str, Any]) -> Any:
+def _drafted(drafter: Any, model: Any, asked: dict[str, Any]) -> Any:
     """The output of `generate`, by the drafter's `spec_generate`."""
-    config = asked.get("generation_config") or model.generation_config
-    input_ids = asked.pop("input_ids", None)
-    if asked.get("tokenizer") is not None and getattr(asked.get("generation_config"), "stop_strings", None):
+    config: Any = asked.get("generation_config")
+    own, cache = model.generation_config, asked.get("past_key_values")
+    if asked.get("tokenizer") is not None and getattr(config, "stop_strings", None):
         config = asked["generation_config"] = copy.deepcopy(config)  # `generate` would keep them from the loop
         asked["stop_strings"], config.stop_strings = asked.get("stop_strings") or config.stop_strings, None
-    if asked.get("temperature") is not None:  # which alone has `spec_generate` sample, and not `generate`
-        asked.setdefault("do_sample", bool(config.do_sample))
+
+    def default(name: str) -> Any:
+        return getattr(own, name, None) if getattr(config, name, None) is None else getattr(config, name)
+
+    if asked.get("temperature") is not None and asked.get("do_sample") is None:
+        asked["do_sample"] = bool(default("do_sample"))  # a temperature alone has `spec_generate` sample
     if not asked.get("synced_gpus"):
         asked.pop("synced_gpus", None)
-    cache = asked.get("past_key_values")
     if cache is not None and not cache.get_seq_length():
         del asked["past_key_values"]
     wants_dict = asked.pop("return_dict_in_generate", None)
-    wants_dict = getattr(config, "return_dict_in_generate", False) if wants_dict is None else wants_dict
-    asked["input_ids"] = inputs if input_ids is None else input_ids
+    wants_dict = default("return_dict_in_generate") if wants_dict is None else wants_dict
+    ids = asked.pop("inputs", None)
+    asked["input_ids"] = asked.get("input_ids") if ids is None else ids
     output = drafter.spec_generate(target=model, return_dict_in_generate=True, **asked)
     model.dflash_stats = {name: getattr(output, name) for name in ("tau", "tokens_per_step", "acceptance_lengths")}
     if not wants_dict:
@@ -178,7 +184,7 @@ def _load(model: Any) -> Drafting:
         if on_error != "plain":
             remedy = 'run `dflash pair` again, pass dflash=False, or write "on_error": "plain" into dflash.json.'
             raise ValueError(f"{message}: {remedy}") from error
-        _warn(f"{message}: its text is generated without drafts.")
+        logger.warning(f"{message}: its text is generated without drafts.")
         return Drafting(None, {})
 
 
@@ -206,7 +212,7 @@ def keep_pair(model: Any, folder: str | os.PathLike[str]) -> None:
             shutil.copytree(source / DRAFTER, folder / DRAFTER, dirs_exist_ok=True)
         shutil.copyfile(source / SETTINGS, folder / SETTINGS)
     except Exception as error:  # hours of training are worth more
-        _warn(f"{folder} holds the target alone, because its pair cannot be copied ({error}).")
+        logger.warning(f"{folder} holds the target alone, because its pair cannot be copied ({error}).")
 
 
 def _keeping(name: str, is_upload: bool) -> None:
@@ -220,23 +226,21 @@ def _keeping(name: str, is_upload: bool) -> None:
         return
 
     @functools.wraps(whole)
-    def method(self: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        door = getattr(vars(self).get("generate"), "func", None)
-        keep = getattr(door, "keep_pair", None)
-        if keep is None:
-            return whole(self, folder, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        keep = getattr(getattr(vars(self).get("generate"), "func", None), "keep_pair", None)
+        asked = inspect.signature(whole).bind(self, *args, **kwargs).arguments if keep else {}
+        if keep is None or not asked.get("is_main_process", True):
+            return whole(self, *args, **kwargs)
+        folder = Path(list(asked.values())[1])
         if is_upload:
             keep(self, folder)
-            for path in (Path(folder, name) for name in (SETTINGS, DRAFTER, "custom_generate")):
-                if path.exists():
-                    os.utime(path)  # only files that are new are uploaded
-            return whole(self, folder, *args, **kwargs)
-        if Path(folder, SETTINGS).is_file():
-            for path in filter(Path.is_symlink, list(Path(folder).iterdir())):
-                path.unlink()  # else the target's own weights would be overwritten
-        saved = whole(self, folder, *args, **kwargs)
-        if kwargs.get("is_main_process", args[0] if args else True):
-            keep(self, folder)
+            for path in filter(Path.exists, (folder / name for name in (SETTINGS, DRAFTER, "custom_generate"))):
+                os.utime(path)  # only files that are new are uploaded
+            return whole(self, *args, **kwargs)
+        for path in filter(Path.is_symlink, list(folder.iterdir()) if (folder / SETTINGS).is_file() else ()):
+            path.unlink()  # else the target's own weights would be overwritten
+        saved = whole(self, *args, **kwargs)
+        keep(self, folder)
         return saved
 
     method.keeps_pairs = True  # type: ignore[attr-defined]

@@ -17,7 +17,11 @@ from .rules.checkpoint_files import read_json
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 NOT_THE_TARGETS = (*SECRETS, *TRAINING_STATE, ".*", CARD)
-OBJECTS = {"as_blocks", "conversation", "drafter", "latency_curve", "token_streamer"}  # what no JSON holds
+# Keywords of the loop that no JSON holds, and inner names.
+NO_SETTINGS = {
+    *("as_blocks", "conversation", "drafter", "generator", "latency_curve", "ngram_size", "noise_generator"),
+    *("num_looked_up", "token_streamer", "uniforms_generator"),
+}
 
 
 def make_pair(
@@ -33,7 +37,7 @@ def make_pair(
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, `pipeline` and `transformers serve` then draft
     with no other change, and without this package. Loaded without `trust_remote_code` it is the target alone.
 
-    Weights are linked, and other files copied. A drafter on the Hub whose code is this library's is named with its
+    Weights are linked, and other files copied. A drafter on the Hub that holds this library's code is named with its
     commit; one in another layout is converted. The folder is complete or not there.
 
     Args:
@@ -53,7 +57,8 @@ def make_pair(
         >>> make_pair("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "Qwen3-8B-pair", settings={"draft_tree": 32})
     """
     folder = Path(folder).expanduser().absolute()
-    check_free(folder)
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} exists: name a folder that does not, or delete it.")
     target_folder, drafter_folder = _local(target, "target"), _local(drafter, "drafter")
     config = read_json(target_folder / "config.json", f"The target {target} holds no config.json: give its folder.")
     kinds = set(config.get("architectures") or ())
@@ -67,14 +72,15 @@ def make_pair(
     its = read_json(drafter_folder / "config.json", f"The drafter {drafter} holds no config.json: give its folder.")
     _check_settings(dict(settings or {}), its, on_error)
     is_ours = str((its.get("auto_map") or {}).get("AutoModel")).startswith("modeling_dflash.")
-    on_the_hub = not Path(drafter).expanduser().is_dir()
+    on_the_hub, code = not Path(drafter).expanduser().is_dir(), drafter_folder / "step_dflash.py"
+    has_code = is_ours and code.is_file() and "class InexactError" in code.read_text(encoding="utf-8")
     with written_aside(folder) as aside:
         aside.mkdir()
         for path in sorted(target_folder.iterdir()):
             if not any(map(path.match, NOT_THE_TARGETS)) and (path.is_file() or path.name.endswith("_templates")):
                 _place(path, aside / path.name, copy)
         said: dict[str, Any] = {"drafter": "drafter"}
-        if is_ours and on_the_hub and not copy:
+        if has_code and on_the_hub and not copy:
             said = {"drafter": str(drafter), "revision": drafter_folder.name}  # a snapshot has the name of its commit
         elif is_ours:
             _place_drafter(drafter_folder, aside / "drafter", copy)
@@ -90,12 +96,6 @@ def make_pair(
         if "auto_map" not in config:  # code is not run to find out
             _check_fit(aside, in_its_form)
     return folder
-
-
-def check_free(folder: Path) -> None:
-    """Raises ValueError if something is there."""
-    if folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} exists: name a folder that does not, or delete it.")
 
 
 def _local(name: str | os.PathLike[str], what: str) -> Path:
@@ -139,9 +139,7 @@ def _place_drafter(source: Path, folder: Path, copy: bool) -> None:
 def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_error: str) -> None:
     from dflash.model.generation_dflash import GENERATES_OWN, KEYWORDS, SETTINGS
 
-    known = sorted(
-        {*KEYWORDS, *GENERATES_OWN} - OBJECTS - set(GENERATES_OWN.values()) - {"generator", "noise_generator"}
-    )
+    known = sorted({*KEYWORDS, *GENERATES_OWN} - NO_SETTINGS)
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
     for name, value in settings.items():
