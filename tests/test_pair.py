@@ -453,7 +453,9 @@ def test_a_pair_links_weights_and_copies_the_rest(folder: Path, tmp_path: Path) 
         "on_error": "plain",
     }
     assert (copied / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
-    assert "base_model" not in (copied / "README.md").read_text()
+    card = (copied / "README.md").read_text()
+    assert "base_model" not in card
+    assert 'license: "apache-2.0"\n' in card
 
 
 def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
@@ -528,7 +530,8 @@ def test_the_command_writes_a_pair(dflash_command: Any, tmp_path: Path) -> None:
         "plain",
     )
     status, printed, err = dflash_command(*words)
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert "Licence: drafter apache-2.0" in err
     assert f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)' in printed
     said = json.loads((out / "dflash.json").read_text())
     assert said["settings"] == {"draft_tree": 16, "verification": "match"}

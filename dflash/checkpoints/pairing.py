@@ -11,11 +11,13 @@ from dflash.common.messages import first_line
 
 from .conversion import convert_checkpoint
 from .folders import DRAFTERS, written_aside
+from .licences import read_card
 from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, pair_card, working_report
 from .rules.checkpoint_files import read_json
 
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+LICENCE = ("license", "license_name", "license_link")
 NOT_THE_TARGETS = (*SECRETS, *TRAINING_STATE, ".*", CARD)
 # Keywords of the loop that no JSON holds, and inner names.
 NO_SETTINGS = {
@@ -90,7 +92,9 @@ def make_pair(
         shutil.copyfile(Path(__file__).with_name("pair_door.py"), aside / "custom_generate" / "generate.py")
         text = json.dumps({**said, "settings": dict(settings or {}), "on_error": on_error}, indent=2) + "\n"
         (aside / PAIR).write_text(text, encoding="utf-8")
-        (aside / CARD).write_text(pair_card(folder.name, str(target), str(drafter)), encoding="utf-8")
+        stated = read_card(target_folder).fields
+        licence = "".join(f"{name}: {json.dumps(stated[name])}\n" for name in LICENCE if name in stated)
+        (aside / CARD).write_text(pair_card(folder.name, str(target), str(drafter), licence), encoding="utf-8")
         in_its_form = aside / "drafter" if (aside / "drafter").exists() else drafter_folder
         working_report(in_its_form, str(target_folder))
         if "auto_map" not in config:  # code is not run to find out
@@ -132,7 +136,7 @@ def _place_drafter(source: Path, folder: Path, copy: bool) -> None:
 
     folder.mkdir()
     code = Path(str(dflash.model.__file__)).parent.glob("*_dflash.py")
-    for path in (*code, source / "config.json", *source.glob("*.safetensors*"), *source.glob("training.json")):
+    for path in (*code, *source.glob("*.safetensors"), *source.glob("*.json"), *source.glob(CARD)):
         _place(path, folder / path.name, copy)
 
 

@@ -186,13 +186,13 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
     return made
 
 
-def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter") -> str:
-    """The README.md of a pair that is loaded by `name`; its two models are ids on the Hub or folders."""
+def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter", licence: str = "") -> str:
+    """The README.md of a pair that is loaded by `name`; its two models are ids or folders, `licence` is front matter."""
     is_id = target is not None and not Path(target).expanduser().is_dir()
     shown = [f"`{Path(one).name if Path(one).expanduser().is_dir() else one}`" for one in (target or "", drafter)]
     what = f"{shown[0] if target else 'A target'} with {shown[1] if target else drafter}"
     base = f"base_model: {target}\n" if is_id else ""
-    return PAIR_CARD.format(base=base, title=name.split("/")[-1], what=what, name=name)
+    return PAIR_CARD.format(base=base + licence, title=name.split("/")[-1], what=what, name=name)
 
 
 def drafter_of(pair: Path) -> str:

@@ -1,6 +1,7 @@
 """`dflash pair`: a target and its drafter as one folder, which every tool can load."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +41,8 @@ def pair(
             chosen[name] = value
     target, drafter = checkpoint(target, "TARGET"), checkpoint(drafter, "DRAFTER")
     hide_loading_bars()
-    from dflash.checkpoints import make_pair
+    from dflash.checkpoints import licence_lines, make_pair
 
     folder = make_pair(target, drafter, out, copy, chosen, on_error)
+    print(*licence_lines("pair", drafter, target), sep="\n", file=sys.stderr)
     print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)')

@@ -33,7 +33,7 @@ def publish(
     message: Annotated[str | None, hub_option(metavar="TEXT", help="The message of the commit.")] = None,
     accept_licence: AcceptLicence = False,
 ) -> None:
-    """Publishes a drafter or a pair on the Hub in one commit: weights, config, code and card, if `dflash check` says it works.
+    """Publishes a drafter or a pair on the Hub in one commit: weights, config, code, card; if `dflash check` says it works.
 
     With --target the pair is checked too, and a new card names the target.
     """
