@@ -41,8 +41,8 @@ def publish(
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target)
-    models = (publication.report.folder, folder) if publication.is_pair else (folder, target)
-    licences = licence_lines("publish", *models, accept_licence)
+    drafter, its_target = (publication.report.folder, str(folder)) if publication.is_pair else (folder, target)
+    licences = licence_lines("publish", drafter, its_target, accept_licence)
     if dry_run:
         _show(publication, has_card=(folder.expanduser() / "README.md").is_file())
         print(*licences, sep="\n")
