@@ -196,6 +196,7 @@ def trl(pair: Path) -> str:
     def reward(completions: Any, **_: Any) -> list[float]:
         return [float(sum(map(str.isdigit, completion[0]["content"]))) for completion in completions]
 
+    torch.set_grad_enabled(True)  # lighteval switches it off in the whole process
     taus: list[float] = []
 
     class Log(transformers.TrainerCallback):
