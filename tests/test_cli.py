@@ -506,7 +506,7 @@ def test_every_command_stands_in_its_panel(width: int, monkeypatch: pytest.Monke
         "Decode": ["generate"],
         "Measure": ["bench", "doctor", "eval", "report"],
         "Train": ["regenerate", "train"],
-        "Checkpoints": ["check", "convert", "export", "publish"],
+        "Checkpoints": ["check", "convert", "export", "pair", "publish"],
         "Servers": ["serve", "canary"],
     }
 

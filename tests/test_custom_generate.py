@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import greedy, make_drafter, make_prompt
-from transformers import AutoModel, LogitsProcessorList, PreTrainedModel, TextStreamer
+from transformers import AutoModel, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, TextStreamer
 
 from dflash.checkpoints import save_checkpoint
 
@@ -43,6 +44,19 @@ def test_a_checkpoint_opens_the_targets_generate(checkpoint: Path, tiny_target: 
     assert streamer.token_ids == [*truth[0].tolist(), -1]
     by_name = tiny_target.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **doors, **options)
     assert torch.equal(by_name, truth)
+
+
+def test_the_door_in_a_targets_folder_takes_positional_ids(
+    checkpoint: Path, tmp_path: Path, tiny_target: PreTrainedModel
+) -> None:
+    """Promise: bound by transformers as the model's own `generate`, it takes the prompt first, as `generate` does."""
+    folder = save_checkpoint(tiny_target, tmp_path / "target")
+    shutil.copytree(checkpoint / "custom_generate", folder / "custom_generate")
+    target = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    drafter = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+    prompt = make_prompt()
+    text = target.generate(prompt, drafter=drafter, max_new_tokens=9, do_sample=False)
+    assert torch.equal(text, greedy(tiny_target, prompt, max_new_tokens=9))
 
 
 def test_without_a_drafter_it_says_what_to_pass(checkpoint: Path, tiny_target: PreTrainedModel) -> None:

@@ -27,11 +27,18 @@ SHIPPED_CODE = {path.name for path in (PACKAGE_ROOT / "dflash" / "model").glob("
 PUSHED = SHIPPED_CODE | {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
 WITH_PACKAGE = (PACKAGE_ROOT, Path(__file__).parent)
 
+PAIRS = ["me/tiny-pair", "me/whole-pair"]  # the drafter named with its commit, and a copy of it
+
 PUSH = """
-from dflash.checkpoints import load_embedded_pair
+from transformers import AutoModelForCausalLM
+from dflash.checkpoints import load_embedded_pair, make_pair
 drafter = load_embedded_pair()[1]
 drafter.push_to_hub(DRAFTER, commit_message="first")
 drafter.save_pretrained("again", push_to_hub=True, repo_id="me/again-DFlash")
+named, whole = (make_pair(TARGET, DRAFTER, name.split("/")[1], copy=name == PAIRS[1]) for name in PAIRS)
+AutoModelForCausalLM.from_pretrained(named, trust_remote_code=True).push_to_hub(PAIRS[0])
+model = AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=True)
+model.save_pretrained("saved", push_to_hub=True, repo_id=PAIRS[1])
 print("{}")
 """
 
@@ -61,7 +68,10 @@ def texts(draft):
     plain, forwards = target.generate(ids, **greedy), []
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
     door = target.generate(ids, custom_generate=DRAFTER, trust_remote_code=True, drafter=draft, **greedy)
+    pairs = [AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, dtype=torch.float32) for name in PAIRS]
     return {
+        "pairs": [pair.eval().generate(ids, **greedy)[0].tolist() for pair in pairs],
+        "pairs' tau": [pair.dflash_stats["tau"] for pair in pairs],
         "plain": plain[0].tolist(),
         "spec": spec.sequences[0].tolist(),
         "tau": spec.tau,
@@ -139,21 +149,23 @@ def push(hub: Hub, folder: Path, python: str = sys.executable) -> str:
     """The commit of the embedded drafter, pushed from `python` with its `push_to_hub`; the target lies there too."""
     hub.add(TARGET, embedded_path("tiny-target"))
     variables = environment(hub, folder / "home", "loopback-me")
-    run_script(PUSH, folder, python, WITH_PACKAGE, variables, DRAFTER=DRAFTER)
+    run_script(PUSH, folder, python, WITH_PACKAGE, variables, **names(hub))
     return hub.repos[DRAFTER].branches["main"]
 
 
 def names(hub: Hub) -> dict[str, Any]:
     """What the scripts read."""
-    return {"DRAFTER": DRAFTER, "TARGET": TARGET, "ENDPOINT": hub.url, "QUESTION": heldout_problems()[0].question}
+    question = heldout_problems()[0].question
+    return {"DRAFTER": DRAFTER, "TARGET": TARGET, "PAIRS": PAIRS, "ENDPOINT": hub.url, "QUESTION": question}
 
 
 def assert_is_the_targets_text(report: dict[str, Any]) -> None:
-    """The text of plain `generate` by both doors, really drafted, by the class out of the repository."""
+    """The text of plain `generate` by all doors, really drafted, by the class out of the repository."""
     assert len(report["plain"]) > 40
     assert report["spec"] == report["plain"]
     assert report["door"] == report["plain"]
-    assert report["tau"] > 3
+    assert report["pairs"] == [report["plain"]] * 2
+    assert min(report["tau"], *report["pairs' tau"]) > 3
     assert report["door forwards"] < len(report["plain"]) / 3
     assert report["module"].startswith("transformers_modules.")
 
@@ -171,6 +183,10 @@ def test_pushed_then_loaded_without_the_package_then_offline(tmp_path: Path) -> 
         for name in (DRAFTER, "me/again-DFlash"):
             assert set(hub.repos[name].head().files) == PUSHED | {".gitattributes"}, name
         assert [commit.message for commit in hub.repos[DRAFTER].commits.values()] == ["initial commit", "first"]
+        named, whole = (set(hub.repos[name].head().files) for name in PAIRS)
+        assert {"dflash.json", "custom_generate/generate.py"} <= named & whole
+        assert f'"revision": "{first}"'.encode() in hub.repos[PAIRS[0]].head().files["dflash.json"]
+        assert {f"drafter/{name}" for name in PUSHED if "generate" not in name} == whole - named
         card = files["README.md"].decode()
         assert f'AutoModel.from_pretrained("{DRAFTER}", trust_remote_code=True' in card
         assert "blocks of 16 tokens, target layers [1, 2, 3, 4, 5], mask token 3." in card

@@ -15,9 +15,9 @@ from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 from test_hub_protocol import USERS, WITH_PACKAGE, environment
 from test_remote_code import run_script
-from tiny_models import make_drafter
+from tiny_models import make_drafter, make_target
 
-from dflash.checkpoints import plan_publication
+from dflash.checkpoints import make_pair, plan_publication, save_checkpoint
 
 
 REPO = "me/tiny-DFlash"
@@ -64,7 +64,7 @@ def test_a_plain_save_gets_a_card_and_the_door(folder: Path, no_connection: None
     assert set(content) == {path.name for path in before} | {"README.md", "custom_generate/generate.py"}
     assert set(plan.written) == {"README.md", "custom_generate/generate.py"}
     assert f'from_pretrained("{REPO}", trust_remote_code=True' in content["README.md"].decode()
-    assert b"def generate(model" in content["custom_generate/generate.py"]
+    assert b"def generate(inputs" in content["custom_generate/generate.py"]
     assert sorted(folder.rglob("*")) == before
 
 
@@ -268,6 +268,7 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
     """
     changed = Path(shutil.copytree(folder, tmp_path / "changed" / folder.name))
     (changed / "training.json").write_text('{"steps": 2}')
+    pair = make_pair(save_checkpoint(make_target(), tmp_path / "target"), folder, tmp_path / "tiny-pair")
     with socket.socket() as unused:  # bound and never listening: nobody answers there
         unused.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -280,6 +281,7 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
                 ("loopback-me", hub.url, [str(folder), REPO]),
                 ("loopback-me", hub.url, [str(changed), REPO, "--revision", "v/2", "--message", "second"]),
                 ("loopback-me", hub.url, [str(folder), "me/former-DFlash"]),
+                ("loopback-me", hub.url, [str(pair), "me/tiny-pair"]),
                 (None, hub.url, [str(folder), REPO]),
                 ("loopback-nobody", hub.url, [str(folder), REPO]),
                 ("loopback-you", hub.url, [str(folder), REPO]),
@@ -289,7 +291,7 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
             ]
             variables = environment(hub, tmp_path / "home")
             report = run_script(CALLS, tmp_path / "process", path=WITH_PACKAGE, variables=variables, CALLS=calls)
-            repo, public = hub.repos[REPO], hub.repos["me/public-DFlash"]
+            repo, public, paired = (hub.repos[name] for name in (REPO, "me/public-DFlash", "me/tiny-pair"))
 
     main, second = repo.branches["main"], repo.branches["v/2"]
     assert [commit.message for commit in repo.commits.values()] == [
@@ -301,11 +303,15 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
     assert repo.head("v/2").files["training.json"] == b'{"steps": 2}'
     assert set(hub.repos["me/former-DFlash"].head().files) == {*planned, "figure.png"}
     assert public.commits == {}
+    assert [commit.message for commit in paired.commits.values()][1:] == ["Upload a DFlash pair"]
+    for name in ("model.safetensors", "drafter/model.safetensors", "dflash.json", "custom_generate/generate.py"):
+        assert paired.head().files[name] == (pair / name).read_bytes()
 
     def load_line(commit: str) -> str:
         return f'AutoModel.from_pretrained("{REPO}", trust_remote_code=True, revision="{commit}")\n'
 
-    first, again, branch, _, *refusals = report["answers"]
+    first, again, branch, _, whole, *refusals = report["answers"]
+    assert 'AutoModelForCausalLM.from_pretrained("me/tiny-pair", trust_remote_code=True' in whole[1]
     assert (first[0], first[1]) == (0, f"{hub.url}/{REPO}\n{load_line(main)}")
     assert again[:2] == [0, f"Nothing has changed since the last commit.\n{hub.url}/{REPO}\n{load_line(main)}"]
     assert branch[:2] == [0, f"{hub.url}/{REPO}/tree/v/2\n{load_line(second)}"]

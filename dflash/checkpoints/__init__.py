@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
     from .licences import Card, Licence, licence_lines, read_card, read_licence
+    from .pairing import make_pair
     from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
@@ -45,6 +46,7 @@ __all__ = [
     "heldout_problems",
     "licence_lines",
     "load_embedded_pair",
+    "make_pair",
     "plan_publication",
     "publish",
     "read_card",

@@ -1,4 +1,4 @@
-"""A drafter's folder to the Hub in one commit: weights, config, code and card, and no other file."""
+"""A drafter's or a pair's folder to the Hub in one commit: weights, config, code and card, and no other file."""
 
 import json
 import re
@@ -15,7 +15,24 @@ from .folders import FILES
 from .rules import Report, check
 
 
-CARD, DOOR = "README.md", "custom_generate/generate.py"
+CARD, DOOR, PAIR = "README.md", "custom_generate/generate.py", "dflash.json"
+
+PAIR_CARD = """---
+library_name: transformers
+{base}pipeline_tag: text-generation
+tags: [dflash, speculative-decoding]
+---
+# {title}
+
+{what}: the target's own text, in fewer of its forwards.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+text_ids = model.generate(input_ids, max_new_tokens=256)  # dflash=False generates without drafts
+```
+"""
 
 # Files of a former checkpoint that would be read with the new one's, were they left in the repository.
 STALE = (
@@ -64,6 +81,7 @@ class Publication:
     written: tuple[str, ...]
     left_out: tuple[str, ...]
     report: Report
+    is_pair: bool = False
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -87,11 +105,13 @@ class Published:
     url: str
     commit: str
     is_new: bool
+    is_pair: bool = False
 
     @property
     def load_line(self) -> str:
         """The line of Python that loads exactly this."""
-        return f'AutoModel.from_pretrained("{self.repo_id}", trust_remote_code=True, revision="{self.commit}")'
+        loader = "AutoModelForCausalLM" if self.is_pair else "AutoModel"
+        return f'{loader}.from_pretrained("{self.repo_id}", trust_remote_code=True, revision="{self.commit}")'
 
 
 def plan_publication(folder: str | Path, repo_id: str, target: str | None = None) -> Publication:
@@ -101,7 +121,7 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
     card and the `custom_generate` file. In a card, the lines that load the folder load `repo_id` instead.
 
     Args:
-        folder: A drafter's checkpoint.
+        folder: A drafter's checkpoint, or a pair's folder, which is uploaded whole.
         repo_id: "namespace/name".
         target: Its target, a folder or an id on the Hub: the pair is checked, and a new card names it.
 
@@ -126,15 +146,8 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
         raise ValueError(f"{repo_id!r} says no namespace: {remedy}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
-    report = check(folder, target)
-    # What anybody runs who loads the checkpoint as its card says.
-    ours = next(verdict for verdict in report.verdicts if verdict.engine == "remote-code")
-    if ours.verdict == "fails":
-        first = ours.findings[0]
-        raise ValueError(
-            f"{first.field} keeps this checkpoint from working in {ours.name} ({first.why.rstrip('.')}): "
-            f"{first.fix.rstrip('.')}; `dflash check {folder.name}` says all."
-        )
+    is_pair = (folder / PAIR).is_file()
+    report = working_report(folder if not is_pair else drafter_of(folder), target if not is_pair else str(folder))
     taken, left_out = [], []
     code = _named_code(folder)
     for path in sorted(folder.iterdir()):
@@ -144,14 +157,18 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
         ):
             if any(map(path.match, patterns)):
                 raise ValueError(f"{path.name} {fault}: move it out of the folder before it is published.")
-        if path.is_file() and (any(map(path.match, FILES)) or path in code):
+        is_whole = is_pair and not path.name.startswith(".")
+        if path.is_file() and (any(map(path.match, FILES)) or path in code or is_whole):
             taken.append(File(path.name, path))
-        elif path.name != "custom_generate":
+        elif path.name not in ("custom_generate", *["drafter"] * is_pair):
             left_out.append(path.name + "/" * path.is_dir())
-    taken += [File(path.relative_to(folder).as_posix(), path) for path in sorted(folder.glob("custom_generate/*.py"))]
+    below = [*folder.glob("custom_generate/*.py"), *(folder.glob("drafter/*.*") if is_pair else ())]
+    taken += [File(path.relative_to(folder).as_posix(), path) for path in sorted(below)]
     files = {file.path: file for file in taken}
     written = {} if DOOR in files else {DOOR: custom_generate_source()}
-    if CARD not in files:
+    if CARD not in files and is_pair:
+        written[CARD] = pair_card(repo_id)
+    elif CARD not in files:
         written[CARD] = write_card(DFlashConfig.from_pretrained(folder), repo_id, target)
     else:
         text = files[CARD].read().decode()
@@ -164,16 +181,44 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
                 f"{file.path} holds what looks like a secret key: take it out, and revoke it if it is one."
             )
     in_order = tuple(files[name] for name in sorted(files))
-    made = Publication(repo_id, in_order, tuple(written), tuple(left_out), report)
+    made = Publication(repo_id, in_order, tuple(written), tuple(left_out), report, is_pair)
     made.card  # noqa: B018  (refused here rather than by the Hub)
     return made
+
+
+def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter", licence: str = "") -> str:
+    """The README.md of a pair that is loaded by `name`; its two models are ids or folders, `licence` is front matter."""
+    is_id = target is not None and not Path(target).expanduser().is_dir()
+    shown = [f"`{Path(one).name if Path(one).expanduser().is_dir() else one}`" for one in (target or "", drafter)]
+    what = f"{shown[0] if target else 'A target'} with {shown[1] if target else drafter}"
+    base = f"base_model: {target}\n" if is_id else ""
+    return PAIR_CARD.format(base=base + licence, title=name.split("/")[-1], what=what, name=name)
+
+
+def drafter_of(pair: Path) -> str:
+    """A pair's drafter: its folder, or its id on the Hub."""
+    named = json.loads((pair / PAIR).read_text(encoding="utf-8"))["drafter"]
+    return str(pair / named) if (pair / named).is_dir() else named
+
+
+def working_report(folder: str | Path, target: str | None = None) -> Report:
+    """What [`check`] finds; ValueError if transformers, which is what a card's snippet uses, cannot run the drafter."""
+    report = check(folder, target)
+    ours = next(verdict for verdict in report.verdicts if verdict.engine == "remote-code")
+    if ours.verdict == "fails":
+        first = ours.findings[0]
+        raise ValueError(
+            f"{first.field} keeps this checkpoint from working in {ours.name} ({first.why.rstrip('.')}): "
+            f"{first.fix.rstrip('.')}; `dflash check {Path(folder).name}` says all."
+        )
+    return report
 
 
 def publish(
     publication: Publication,
     private: bool = False,
     revision: str | None = None,
-    message: str = "Upload a DFlash drafter",
+    message: str | None = None,
 ) -> Published:
     """Uploads a publication in one commit; the repository and the branch are made if there are none.
 
@@ -215,12 +260,12 @@ def publish(
         done = api.create_commit(
             publication.repo_id,
             operations,
-            commit_message=message,
+            commit_message=message or f"Upload a DFlash {'pair' if publication.is_pair else 'drafter'}",
             revision=revision,
             parent_commit=before.sha,  # refused if somebody else has committed since
         )
     url = f"{api.endpoint}/{publication.repo_id}" + (f"/tree/{revision}" if revision else "")
-    return Published(publication.repo_id, url, done.oid, done.oid != before.sha)
+    return Published(publication.repo_id, url, done.oid, done.oid != before.sha, publication.is_pair)
 
 
 def _named_code(folder: Path) -> set[Path]:

@@ -21,6 +21,7 @@ from .eval import evaluate
 from .export import export
 from .export_demo import export_demo
 from .generate import generate
+from .pair import pair
 from .publish import publish
 from .regenerate import regenerate
 from .report import report
@@ -33,7 +34,7 @@ PANELS: dict[str, dict[str, Callable[..., Any]]] = {
     "Decode": {"generate": generate},
     "Measure": {"bench": bench, "doctor": doctor, "eval": evaluate, "report": report},
     "Train": {"regenerate": regenerate, "train": with_flags(train)},
-    "Checkpoints": {"check": check, "convert": convert, "export": export, "publish": publish},
+    "Checkpoints": {"check": check, "convert": convert, "export": export, "pair": pair, "publish": publish},
     "Servers": {"serve": serve, "canary": canary},
 }
 

@@ -1,4 +1,4 @@
-"""`dflash publish`: a drafter's folder to the Hub."""
+"""`dflash publish`: a drafter's or a pair's folder to the Hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ hub_option = panel("On the Hub")
 
 
 def publish(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The drafter's checkpoint.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The drafter's checkpoint, or a pair.")],
     repo_id: Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The repository on the Hub.")],
     target: TargetOfDrafter = None,
     dry_run: Annotated[
@@ -30,10 +30,10 @@ def publish(
     revision: Annotated[
         str | None, hub_option(metavar="NAME", help="The branch; made if there is none. Default: main.")
     ] = None,
-    message: Annotated[str, hub_option(metavar="TEXT", help="The message of the commit.")] = "Upload a DFlash drafter",
+    message: Annotated[str | None, hub_option(metavar="TEXT", help="The message of the commit.")] = None,
     accept_licence: AcceptLicence = False,
 ) -> None:
-    """Publishes a drafter on the Hub in one commit: weights, config, code and card, if `dflash check` says it works.
+    """Publishes a drafter or a pair on the Hub in one commit: weights, config, code, card; if `dflash check` says it works.
 
     With --target the pair is checked too, and a new card names the target.
     """
@@ -41,7 +41,8 @@ def publish(
     from dflash.checkpoints import publish as publish_it
 
     publication = plan_publication(folder, repo_id, target)
-    licences = licence_lines("publish", folder, target, accept_licence)
+    drafter, its_target = (publication.report.folder, str(folder)) if publication.is_pair else (folder, target)
+    licences = licence_lines("publish", drafter, its_target, accept_licence)
     if dry_run:
         _show(publication, has_card=(folder.expanduser() / "README.md").is_file())
         print(*licences, sep="\n")

@@ -27,7 +27,7 @@ from .attention_dflash import attention_of
 from .cache_dflash import LINEAR_TYPES
 from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_ahead, decode_blocks
 from .proposals_dflash import LatencyCurve, make_cutter
-from .step_dflash import Pair, check_pair, compiled_pair
+from .step_dflash import InexactError, Pair, check_pair, compiled_pair
 from .verification_dflash import VERIFICATIONS, PositionUniforms, Verifier
 
 
@@ -114,28 +114,27 @@ def _check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_sequence
         if attention_of(model) not in ("sdpa", "eager"):
             remedy = "load it with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree"
             given = f"The {name}'s attn_implementation={attention_of(model)!r}"
-            raise ValueError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
+            raise InexactError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = types - {"full_attention", "sliding_attention", *(() if draft_tree else LINEAR_TYPES)}
     if others:
-        given = (
-            f"{type(target).__name__} has layers of type {', '.join(sorted(others))}, which take no masks for {why}"
-        )
-        raise ValueError(f"{given}: pass one prompt at a time, and no draft_tree.")
+        named = ", ".join(sorted(others))
+        given = f"{type(target).__name__} has layers of type {named}, which take no masks for {why}"
+        raise InexactError(f"{given}: pass one prompt at a time, and no draft_tree.")
 
 
 def _check_tree(request: Request) -> None:
     """Refuses a draft tree that cannot be verified exactly."""
     rule, num_sequences = request.verification, len(request.input_ids)
     if num_sequences > 1:
-        raise ValueError(f"draft_tree takes one prompt at a time, not {num_sequences}: pass them one by one.")
+        raise InexactError(f"draft_tree takes one prompt at a time, not {num_sequences}: pass them one by one.")
     if rule not in ("auto", "match"):
         raise ValueError(f"verification={rule!r}: a draft_tree is verified by the target's own choices, use 'match'.")
     if request.drafter.config.selector_rank is not None:
         raise ValueError("draft_tree cannot be used, because this drafter has a candidate selector: leave it out.")
     if request.prompt_inputs:
         named = ", ".join(sorted(request.prompt_inputs))
-        raise ValueError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
+        raise InexactError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
 
 
 def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,11 +150,11 @@ def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> di
     named = ", ".join(sorted(inputs))
     if target.config.model_type not in IMAGE_FAMILIES:
         given = f"{type(target).__name__} was given more than token ids ({named})"
-        raise ValueError(f"{given}, and its text after that is not known to be exact: use target.generate.")
+        raise InexactError(f"{given}, and its text after that is not known to be exact: use target.generate.")
     if num_sequences > 1 or (mask is not None and not bool(mask.all())):
-        raise ValueError(f"{named} came with {num_sequences} prompts or with padding: pass one prompt, unpadded.")
+        raise InexactError(f"{named} came with {num_sequences} prompts or with padding: pass one prompt, unpadded.")
     if request.chunk_size is not None:
-        raise ValueError(f"{named} came with prefill_chunk_size: an image cannot be cut, leave the size out.")
+        raise InexactError(f"{named} came with prefill_chunk_size: an image cannot be cut, leave the size out.")
     if request.conversation is not None:
         raise ValueError(f"{named} came with a conversation, which supports only token ids: leave one of them out.")
     if model_inputs.get("position_ids") is not None:  # with three axes for images
@@ -186,7 +185,7 @@ def read_prompt(
         input_ids, mask = fields.pop("input_ids"), fields.pop("attention_mask", None)
         for name, values in fields.items():
             if name != "token_type_ids" or any(bool(torch.as_tensor(leaf).any()) for leaf in tree_leaves(values)):
-                raise ValueError(f"The prompt holds {name}, which this loop cannot feed to the target: leave it out.")
+                raise InexactError(f"The prompt holds {name}, which this loop cannot feed the target: leave it out.")
         # Lists are padded here, where their lengths are known.
         if attention_mask is None and isinstance(input_ids, torch.Tensor):
             attention_mask = mask
@@ -253,7 +252,7 @@ def _check_request(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any,
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"Token id {wrong} is outside the target's vocabulary of {vocab_size}: use its tokenizer.")
     if limit is not None and length >= limit:
-        raise ValueError(f"The prompt has {length} tokens, and the target only {limit} positions: shorten the prompt.")
+        raise InexactError(f"The prompt has {length} tokens, and the target {limit} positions: shorten the prompt.")
     _check_settings(kwargs)
     if kwargs.get("temperature") == 0 and kwargs.get("do_sample"):
         raise ValueError("temperature=0.0 asks for greedy decoding and do_sample=True for sampling: pass one of them.")
@@ -262,11 +261,11 @@ def _check_request(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any,
     _check_specials(target, prompt_ids, mask, kwargs)
     for name in NO_MEANING_HERE:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
+            raise InexactError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
     for name in ("prompt_lookup_num_tokens", "stop_strings"):  # `generate` would act on them itself
         configs = kwargs.get("generation_config"), target.generation_config
         if any(getattr(config, name, None) is not None for config in configs):
-            raise ValueError(f"A generation config holds {name}: pass it to spec_generate (strings with tokenizer=…).")
+            raise InexactError(f"A generation config holds {name}: pass it to spec_generate (strings: tokenizer=…).")
 
 
 def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]) -> None:
@@ -281,7 +280,7 @@ def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any
         inside = ((prompt_ids == pad) & is_text).nonzero()
         if len(inside):
             index, column = inside[0].tolist()
-            raise ValueError(
+            raise InexactError(
                 f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given, so generate "
                 "would mask that token: pass attention_mask (all ones if it is a token like others)."
             )
@@ -299,15 +298,15 @@ def _check_prepared(config: Any, request: Request) -> None:
     if request.conversation is not None and num_sequences > 1:
         raise ValueError(f"A conversation holds the caches of one prompt, not of {num_sequences}: give each its own.")
     if config.use_cache is False:
-        raise ValueError("use_cache=False: speculation needs cached keys and values; leave it out.")
+        raise InexactError("use_cache=False: speculation needs cached keys and values; leave it out.")
     for name, plain in OTHER_DECODING:
         value = getattr(config, name, None)
         if value is not None and value != plain:
-            raise ValueError(f"{name}={value!r} is not supported: leave it at {plain}, or use target.generate.")
+            raise InexactError(f"{name}={value!r} is not supported: leave it at {plain}, or use target.generate.")
     if block_size is not None and not (_whole(2)(block_size) and block_size <= largest):
         raise ValueError(f"block_size={block_size}: use 2 to {largest}, the block that the drafter was trained for.")
     if request.token_streamer is not None and num_sequences > 1:
-        raise ValueError(f"A streamer takes one prompt at a time, not {num_sequences}: read generate_blocks instead.")
+        raise InexactError(f"A streamer takes one prompt at a time, not {num_sequences}: read generate_blocks.")
     check_padding(request.attention_mask)
 
 
@@ -319,9 +318,9 @@ def check_padding(attention_mask: torch.Tensor | None) -> None:
     has_other, ends_in_padding = torch.stack([is_other.any(), (attention_mask[:, -1] == 0).any()]).tolist()
     if has_other:
         other = attention_mask[is_other][0].item()
-        raise ValueError(f"attention_mask holds {other}: use 1 for tokens and 0 for padding.")
+        raise InexactError(f"attention_mask holds {other}: use 1 for tokens and 0 for padding.")
     if ends_in_padding:
-        raise ValueError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
+        raise InexactError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
 
 
 @dataclass
@@ -569,7 +568,7 @@ def custom_generate(
     """
     request, num_sequences = Request.of(target, input_ids, generation_config, asked), len(input_ids)
     for name in STATEFUL_PROCESSORS & {type(processor).__name__ for processor in logits_processor}:
-        raise ValueError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
+        raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     request.max_new_tokens = longest - input_ids.shape[1]
     uniforms = PositionUniforms(num_sequences, request.uniforms_generator) if generation_config.do_sample else None
@@ -646,7 +645,7 @@ def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlash
     )
 
 
-def generate(model: Any, inputs: Any = None, drafter: Any = None, **kwargs: Any) -> Any:
+def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: Any) -> Any:
     """Runs the loop of the DFlash checkpoint that contains this file in a target's own `generate`.
 
         drafter = AutoModel.from_pretrained("org/drafter", trust_remote_code=True)
@@ -655,11 +654,11 @@ def generate(model: Any, inputs: Any = None, drafter: Any = None, **kwargs: Any)
     `drafter` is the model of that checkpoint; all other arguments are those of `generate`. Raises ValueError if the drafter is
     missing or the request cannot be exact.
     """
+    if kwargs.get("custom_generate") is not None:  # the loop, where a target's folder holds this file
+        return type(model).generate(model, inputs, drafter=drafter, **kwargs)
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    input_ids = given.pop("input_ids", inputs)
-    return drafter.spec_generate(input_ids=input_ids, target=model, **given)
+    return drafter.spec_generate(kwargs.pop("input_ids", inputs), target=model, **kwargs)
 
 
 def custom_generate_source() -> str:

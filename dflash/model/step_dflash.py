@@ -343,6 +343,10 @@ class Loan:
     shelf: list[Loan]
 
 
+class InexactError(ValueError):
+    """A request that the loop cannot run exactly, and the target's own `generate` can."""
+
+
 class NotCompiledError(Exception):
     """A step cannot run compiled and has to run eagerly."""
 
@@ -938,18 +942,18 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
         raise ValueError("drafter and target are the same object: load the target by AutoModelForCausalLM.")
     name = type(target).__name__
     if getattr(getattr(target, "config", None), "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model: DFlash drafts for decoder-only causal models.")
+        raise InexactError(f"{name} is an encoder-decoder model: DFlash drafts for decoder-only causal models.")
     head = target.get_output_embeddings() if hasattr(target, "get_output_embeddings") else None
     if head is None or not hasattr(target, "generate"):
         raise ValueError(f"{name} is not a causal language model: load the target by AutoModelForCausalLM.")
     reason = _why_not_lossless(target)
     if reason is not None:
-        raise ValueError(f"{name} {reason}, so DFlash would not be lossless on it. Use target.generate.")
+        raise InexactError(f"{name} {reason}, so DFlash would not be lossless on it. Use target.generate.")
     if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(f"{name} has a prompt-learning adapter, whose tokens only its own generate adds: unload it.")
+        raise InexactError(f"{name} has a prompt-learning adapter, whose tokens only its generate adds: unload it.")
     # The property that says so has two names, one of which warns.
     if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
-        raise ValueError(f"{name} uses gradient checkpointing, which keeps no cache: call its eval() first.")
+        raise InexactError(f"{name} uses gradient checkpointing, which keeps no cache: call its eval() first.")
     own, config, num_layers = drafter.config, target.config.get_text_config(decoder=True), len(decoder_layers(target))
     for what, mine, theirs in (
         ("hidden_size", own.hidden_size, config.hidden_size),

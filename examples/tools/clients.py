@@ -1,0 +1,266 @@
+"""A pair's folder in tools that call `generate`, each beside the target alone: the same text, and drafted.
+
+    pip install "transformers[serving]" openai lm-eval lighteval trl
+    python examples/tools/clients.py            # or: … pipeline serve lm_eval lighteval trl
+
+It uses the embedded pair in float32, on a CPU and without a download. A tool that is not installed is skipped by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import torch
+
+from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
+
+
+TARGET = embedded_path(TARGET_NAME)
+OPTIONS: dict[str, Any] = {"trust_remote_code": True, "dtype": "float32"}
+CHATS = [[{"role": "user", "content": problem.question}] for problem in heldout_problems()[:8]]
+
+
+def same(drafted: Any, plain: Any) -> str:
+    """How many of two lists of texts are identical."""
+    equal = [one == other for one, other in zip(drafted, plain, strict=True)]
+    return f"{sum(equal)} of {len(equal)} texts identical"
+
+
+def pipeline(pair: Path) -> str:
+    """Chats one by one and in padded batches of four."""
+    from transformers import pipeline as make
+
+    told = []
+    for batch_size in (1, 4):
+        written, taus = [], []
+        for folder in (pair, TARGET):
+            writer = make("text-generation", str(folder), **OPTIONS)
+            writer.tokenizer.padding_side = "left"
+            written.append(writer(CHATS, batch_size=batch_size, max_new_tokens=96, do_sample=False))
+            taus.append(getattr(writer.model, "dflash_stats", {}).get("tau"))
+        told.append(f"batches of {batch_size}: {same(*written)}, tau of the last {taus[0]:.2f}")
+    return "; ".join(told)
+
+
+def serve(pair: Path) -> str:
+    """`transformers serve` and the openai client: plain, streamed, two at once, one that cannot be drafted, the target."""
+    import openai
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = Serve(trust_remote_code=True, device="cpu", dtype="float32", port=port, non_blocking=True)
+    client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=20)
+
+    def ask(chat: Any, folder: Path = pair, **options: Any) -> str:
+        asked = {"messages": chat, "max_tokens": 96, "temperature": 0.0, **options}
+        return client.chat.completions.create(model=str(folder), **asked).choices[0].message.content
+
+    def stream(chat: Any) -> str:
+        asked: dict[str, Any] = {"messages": chat, "max_tokens": 96, "temperature": 0.0, "stream": True}
+        chunks = client.chat.completions.create(model=str(pair), **asked)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+    try:
+        drafted, streamed = [ask(chat) for chat in CHATS], [stream(chat) for chat in CHATS]
+        with ThreadPoolExecutor(2) as two:
+            at_once = list(two.map(ask, CHATS))
+        tau = server._model_manager.loaded_models[f"{pair}@main"].model.dflash_stats["tau"]
+        beams = json.dumps({"num_beams": 2, "max_new_tokens": 96})
+        undrafted = [ask(chat, extra_body={"generation_config": beams}) for chat in CHATS[:2]]
+        plain = [ask(chat, TARGET) for chat in CHATS]
+        wide = [ask(chat, TARGET, extra_body={"generation_config": beams}) for chat in CHATS[:2]]
+        again = [ask(chat) for chat in CHATS]
+    finally:
+        server.kill_server()
+    told = {"plain": drafted, "streamed": streamed, "two at once": at_once, "after another model": again}
+    return "; ".join(f"{name}: {same(texts, plain)}" for name, texts in told.items()) + (
+        f"; beams: {same(undrafted, wide)}; tau of the last {tau:.2f}"
+    )
+
+
+def lm_eval(pair: Path) -> str:
+    """A generation task from local files: the same texts and the same score."""
+    import lm_eval as harness
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder = Path(tempfile.mkdtemp())
+    rows = [{"question": one.question, "final": one.answer.rpartition("#### ")[2]} for one in heldout_problems()[:12]]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "problems",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "problems.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{final}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 96, "do_sample": False},
+        "filter_list": [
+            {
+                "name": "final",
+                "filter": [{"function": "regex", "regex_pattern": "#### (\\S+)"}, {"function": "take_first"}],
+            }
+        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "problems.yaml").write_text(json.dumps(task))  # JSON is YAML
+    scores, texts, tau = [], [], 0.0
+    for name in (pair, TARGET):
+        model = HFLM(pretrained=str(name), device="cpu", batch_size=1, **OPTIONS)
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        options: dict[str, Any] = {"apply_chat_template": True, "log_samples": True, "bootstrap_iters": 0}
+        done = harness.simple_evaluate(model=model, tasks=["problems"], task_manager=manager, **options)
+        scores.append(done["results"]["problems"]["exact_match,final"])
+        texts.append([sample["resps"] for sample in done["samples"]["problems"]])
+        tau = getattr(model.model, "dflash_stats", {"tau": tau})["tau"]
+    return f"{same(*texts)}; scores {scores[0]:.3f} and {scores[1]:.3f}; tau of the last {tau:.2f}"
+
+
+LIGHTEVAL_TASK = """
+from lighteval.metrics.metrics import Metrics
+from lighteval.tasks.lighteval_task import LightevalTaskConfig
+from lighteval.tasks.requests import Doc
+
+
+def prompt(line, task_name=None):
+    return Doc(task_name=task_name, query=line["question"], choices=[line["answer"]], gold_index=0)
+
+
+TASKS_TABLE = [
+    LightevalTaskConfig(
+        name="problems", prompt_function=prompt, hf_repo=FOLDER, hf_subset="default", metrics=[Metrics.expr_gold_metric],
+        hf_avail_splits=["test"], evaluation_splits=["test"], generation_size=96,
+    )
+]
+"""
+
+
+def lighteval(pair: Path) -> str:
+    """The problems as a custom task: the same texts and the same score."""
+    from lighteval.logging.evaluation_tracker import EvaluationTracker
+    from lighteval.models.transformers.transformers_model import TransformersModelConfig
+    from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
+    from lighteval.tasks.registry import Registry
+
+    # Its own tasks, all of which it imports, connect to the Hub with an argument that huggingface_hub 2 does not know.
+    Registry.load_all_task_configs = staticmethod(
+        lambda custom_tasks, **_: {
+            one.name: one for one in Registry.create_custom_tasks_module(custom_tasks).TASKS_TABLE
+        }
+    )
+    folder = Path(tempfile.mkdtemp())
+    rows = [{"question": one.question, "answer": one.answer.rpartition("#### ")[2]} for one in heldout_problems()[:8]]
+    (folder / "data").mkdir()
+    (folder / "data" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = folder / "problems.py"
+    task.write_text(f"FOLDER = {str(folder / 'data')!r}\n{LIGHTEVAL_TASK}")
+    texts, scores, taus = [], [], []
+    target = shutil.copytree(TARGET, folder / "target")  # it writes its cache into a model's folder
+    for name in (pair, target):
+        run = Pipeline(
+            tasks="problems|0",
+            pipeline_parameters=PipelineParameters(ParallelismManager.ACCELERATE, custom_tasks_directory=str(task)),
+            evaluation_tracker=EvaluationTracker(output_dir=str(folder / "out")),
+            model_config=TransformersModelConfig(model_name=str(name), device="cpu", batch_size=1, **OPTIONS),
+        )
+        model = run.model.model
+        run.evaluate()
+        taus.append(getattr(model, "dflash_stats", {}).get("tau"))
+        scores.append(run.get_results()["results"]["all"]["extractive_match"])
+        texts.append([row.model_response.text for row in next(iter(run.get_details().values()))])
+    return f"{same(*texts)}; scores {scores[0]:.3f} and {scores[1]:.3f}; tau of the last {taus[0]:.2f}"
+
+
+def trl(pair: Path) -> str:
+    """Two steps of GRPO: the target's weights change, its text stays its own."""
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: Any, **_: Any) -> list[float]:
+        return [float(sum(map(str.isdigit, completion[0]["content"]))) for completion in completions]
+
+    torch.set_grad_enabled(True)  # lighteval switches it off in the whole process
+    taus: list[float] = []
+
+    class Log(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+            taus.append(model.dflash_stats["tau"])
+
+    folder = tempfile.mkdtemp()
+    config = GRPOConfig(
+        folder,
+        max_steps=2,
+        learning_rate=1e-3,
+        temperature=1.5,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=64,
+        model_init_kwargs=OPTIONS,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+    )
+    data = Dataset.from_list([{"prompt": chat} for chat in CHATS])
+    trainer = GRPOTrainer(str(pair), reward, args=config, train_dataset=data, callbacks=[Log()])
+    before = trainer.model.get_output_embeddings().weight.detach().clone()
+    trainer.train()
+    change = (trainer.model.get_output_embeddings().weight - before).abs().max()
+    trainer.save_model(folder)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved = AutoModelForCausalLM.from_pretrained(folder, **OPTIONS).eval()
+    tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
+    for is_drafted in (True, False):
+        texts.append([])
+        for chat in CHATS:
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, return_tensors="pt")
+            texts[-1].append(saved.generate(**ids, max_new_tokens=96, do_sample=False, dflash=is_drafted)[0].tolist())
+    return (
+        f"weights changed by up to {change:.4f}; tau of the steps {', '.join(f'{tau:.2f}' for tau in taus)}; saved and "
+        f"loaded again: {same(*texts)}, tau of the last {saved.dflash_stats['tau']:.2f}"
+    )
+
+
+TOOLS = {
+    "pipeline": ("transformers", pipeline),
+    "serve": ("openai", serve),
+    "lm_eval": ("lm_eval", lm_eval),
+    "lighteval": ("lighteval", lighteval),
+    "trl": ("trl", trl),
+}
+
+
+def main() -> None:
+    """Prints a row of the table for each tool."""
+    torch.manual_seed(0)
+    pair = make_pair(TARGET, embedded_path(DRAFTER_NAME), Path(tempfile.mkdtemp()) / "tiny-pair")
+    for name in sys.argv[1:] or TOOLS:
+        package, run = TOOLS[name]
+        try:
+            print(f"| {name} | {package} {version(package)} | {run(pair)} |", flush=True)
+        except ImportError as error:
+            print(f"| {name} | not installed: {error} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,544 @@
+"""A pair's folder: loaded as the target by anything, it drafts, and what cannot be drafted is the target's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import shutil
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import disk_offload
+from safetensors.torch import save as safetensors_bytes
+from tiny_models import counted_forwards, make_drafter, make_target
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    TorchAoConfig,
+    pipeline,
+)
+
+from dflash.checkpoints import (
+    DRAFTER_NAME,
+    TARGET_NAME,
+    embedded_path,
+    heldout_problems,
+    make_pair,
+    plan_publication,
+    save_checkpoint,
+)
+from dflash.model.generation_dflash import GENERATES_OWN, KEYWORDS
+
+
+TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32, **options).eval()
+
+
+def door_of(model: Any) -> Any:
+    """The module that holds the model's `generate`."""
+    return sys.modules[model.generate.func.__module__]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded pair as one folder; read-only."""
+    return make_pair(TARGET, DRAFTER, tmp_path_factory.mktemp("pairs") / "pair")
+
+
+@pytest.fixture
+def own_folder(folder: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(folder, tmp_path / "own", symlinks=True))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    """Loaded where the package cannot be imported; read-only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "dflash", None)
+        loaded = load(folder)
+        loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+        return loaded
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TARGET, padding_side="left")
+
+
+@pytest.fixture(scope="module")
+def inputs(tokenizer: Any) -> Any:
+    """Two prompts of different lengths."""
+    chats = [[{"role": "user", "content": problem.question}] for problem in heldout_problems()[:2]]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return tokenizer(texts, return_tensors="pt", padding=True)
+
+
+@pytest.fixture(scope="module")
+def one(inputs: Any) -> torch.Tensor:
+    row = int(inputs["attention_mask"].all(dim=1).nonzero()[0, 0])
+    return inputs["input_ids"][row : row + 1]
+
+
+@pytest.fixture(scope="module")
+def truth(target: Any, one: torch.Tensor) -> torch.Tensor:
+    """What plain `generate` writes to `one`."""
+    return target.generate(one, **GREEDY)
+
+
+class Streamer:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.token_ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.token_ids.append(-1)
+
+
+# It drafts.
+
+
+def test_generate_writes_the_targets_text_in_fewer_forwards(
+    model: Any, target: Any, inputs: Any, one: torch.Tensor, truth: torch.Tensor
+) -> None:
+    """Promise: positional ids, keywords, a padded batch, a streamer and a dict of outputs, without a change of the call."""
+    streamer = Streamer()
+    with counted_forwards(model) as forwards:
+        assert torch.equal(model.generate(one, **GREEDY), truth)
+    assert len(forwards) < 8
+    assert model.dflash_stats["tau"] > 3
+    assert torch.equal(model.generate(one, GenerationConfig(**GREEDY)), truth)
+    assert torch.equal(model.generate(input_ids=one, streamer=streamer, **GREEDY), truth)
+    assert streamer.token_ids == [*truth[0].tolist(), -1]
+    output = model.generate(one, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    assert torch.equal(output.sequences, truth)
+    assert len(output.logits) == truth.shape[1] - one.shape[1]
+    assert (
+        output.past_key_values.get_seq_length() == 0
+    )  # a server of transformers 4 asks, and gives it with the next turn
+    model.dflash_stats = None
+    assert torch.equal(model.generate(one, past_key_values=output.past_key_values, **GREEDY), truth)
+    assert model.dflash_stats["tau"] > 3
+    assert torch.equal(model.generate(**inputs, **GREEDY), target.generate(**inputs, **GREEDY))
+    assert len(model.dflash_stats["acceptance_lengths"]) == 2
+
+
+def test_pipelines_draft(folder: Path, target: Any, tokenizer: Any) -> None:
+    """Promise: a chat, and a batch with padding, by the folder's name alone."""
+    chats = [[{"role": "user", "content": problem.question}] for problem in heldout_problems()[:2]]
+    writers = [
+        pipeline("text-generation", str(folder), trust_remote_code=True, dtype=torch.float32),
+        pipeline("text-generation", target, tokenizer=tokenizer),
+    ]
+    drafted, plain = ([writer(chat, **GREEDY) for chat in chats] for writer in writers)
+    assert drafted == plain
+    assert writers[0].model.dflash_stats["tau"] > 3
+    for writer in writers:
+        writer.tokenizer.pad_token = writer.tokenizer.pad_token or writer.tokenizer.eos_token
+        writer.tokenizer.padding_side = "left"
+    drafted, plain = (writer(chats, batch_size=2, **GREEDY) for writer in writers)
+    assert drafted == plain
+
+
+def test_sampling_is_asked_for_as_in_generate(model: Any, one: torch.Tensor, truth: torch.Tensor) -> None:
+    """Promise: a temperature alone does not sample, as in `generate`; a seed gives its text again."""
+    assert torch.equal(model.generate(one, temperature=4.0, max_new_tokens=16), truth)
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        texts.append(model.generate(one, do_sample=True, temperature=4.0, max_new_tokens=16))
+    assert torch.equal(*texts)
+    assert not torch.equal(texts[0][:, : truth.shape[1]], truth)
+
+
+def test_a_servers_stop_strings_are_drafted(model: Any, target: Any, one: torch.Tensor, tokenizer: Any) -> None:
+    """Promise: in a generation config beside a tokenizer, as `transformers serve` gives them."""
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, stop_strings=["="])
+    plain = target.generate(one, generation_config=config, tokenizer=tokenizer)
+    assert one.shape[1] + 1 < plain.shape[1] < one.shape[1] + 16
+    model.dflash_stats = {}
+    assert torch.equal(model.generate(one, generation_config=config, tokenizer=tokenizer), plain)
+    assert model.dflash_stats["tau"] > 3
+    assert config.stop_strings == ["="]
+
+
+def test_without_trust_it_is_the_target(folder: Path, one: torch.Tensor) -> None:
+    """Promise: the same class and weights. transformers 4 runs the `generate` of a local folder without being asked."""
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(plain).__module__.startswith("transformers.models.")
+    assert plain.generate(one, **GREEDY).shape[1] > one.shape[1]
+
+
+# What cannot be drafted.
+
+
+def test_what_the_loop_refuses_is_generated_plainly(
+    model: Any, target: Any, one: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: the target's text, and one warning however often it is asked; keywords of the loop do not reach `generate`."""
+    door_of(model)._warned.clear()
+    looking_up = copy.deepcopy(target.generation_config)
+    looking_up.prompt_lookup_num_tokens = 3
+    short = {**GREEDY, "max_new_tokens": 4}
+    options: tuple[dict[str, Any], ...] = ({"num_beams": 2}, {"use_cache": False}, {"generation_config": looking_up})
+    for asked in options:
+        plain = target.generate(one, **asked, **short)
+        assert torch.equal(model.generate(one, draft_tree=4, **asked, **short), plain)
+    model.generate(one, num_beams=3, **short)
+    said = [record.message for record in caplog.records if "Generated without drafts" in record.message]
+    assert len(said) == len(options)
+    assert "num_beams=2 is not supported" in said[0]
+
+
+def test_plain_text_can_be_asked_for(
+    model: Any, one: torch.Tensor, truth: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with counted_forwards(model) as forwards:
+        assert torch.equal(model.generate(one, dflash=False, block_size=4, **GREEDY), truth)
+    assert len(forwards) == truth.shape[1] - one.shape[1]
+    assert not caplog.records
+
+
+def test_a_mistake_is_an_error(model: Any, one: torch.Tensor) -> None:
+    """Promise: what no request can have is not generated plainly."""
+    with pytest.raises(ValueError, match="block_size=99"):
+        model.generate(one, block_size=99, **GREEDY)
+    with pytest.raises(ValueError, match="outside the target's vocabulary"):
+        model.generate(one + 10**6, **GREEDY)
+
+
+def test_every_keyword_of_the_loop_is_known(model: Any) -> None:
+    """Guards `OWN`: a keyword that plain `generate` does not know would be an error there."""
+    assert set(door_of(model).OWN) == {*KEYWORDS, "stop_token_ids"}
+    assert not set(GENERATES_OWN) & set(door_of(model).OWN)
+
+
+def test_settings_are_defaults(own_folder: Path, one: Any, inputs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: dflash.json says how every request is drafted; a keyword wins; a request that cannot have it does without."""
+    said = json.loads((own_folder / "dflash.json").read_text())
+    (own_folder / "dflash.json").write_text(json.dumps({**said, "settings": {"draft_tree": 8, "block_size": 4}}))
+    pair = load(own_folder)
+    pair.generate(one, **GREEDY)
+    assert max(pair.dflash_stats["acceptance_lengths"][0]) == 4
+    pair.generate(one, draft_tree=0, block_size=8, **GREEDY)
+    assert max(pair.dflash_stats["acceptance_lengths"][0]) > 4
+    pair.generate(**inputs, **GREEDY)
+    assert len(pair.dflash_stats["acceptance_lengths"]) == 2
+    assert "Drafted without the settings of dflash.json: draft_tree takes one prompt" in caplog.text
+
+
+class Together(StoppingCriteria):
+    """Ends all texts together, as that of lm-eval: it keeps for each whether it has stopped."""
+
+    def __init__(self, num_texts: int) -> None:
+        self.has_stopped = [False] * num_texts
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        self.has_stopped = [
+            was or 31 in row[-4:] for was, row in zip(self.has_stopped, input_ids.tolist(), strict=True)
+        ]
+        return all(self.has_stopped)
+
+
+def test_criteria_that_look_at_all_texts(model: Any, target: Any, one: Any, inputs: Any) -> None:
+    """Promise: one text is drafted with them, and a batch is the target's own."""
+    for asked, num_texts in (({"input_ids": one}, 1), (inputs, 2)):
+        model.dflash_stats = None
+        texts = [
+            each.generate(**asked, stopping_criteria=[Together(num_texts)], max_new_tokens=24, do_sample=False)
+            for each in (model, target)
+        ]
+        assert torch.equal(*texts)
+        assert (model.dflash_stats is None) == (num_texts == 2)
+
+
+# Models that are moved, copied, deleted, and more than one.
+
+
+def test_the_drafter_follows_its_target(folder: Path, one: torch.Tensor, truth: torch.Tensor) -> None:
+    """Promise: cast, copied and pickled, each with a drafter of its own; all of it is freed with the model."""
+    pair = load(folder)
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    drafters = door_of(pair)._of_models
+    copies = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
+    for other in copies:
+        assert other.generate.keywords["model"] is other
+        assert torch.equal(other.generate(one, **GREEDY), truth)
+        assert other.dflash_stats["tau"] > 3
+    assert len({id(drafters[each].drafter) for each in (pair, *copies)}) == 3
+    pair.to(torch.bfloat16)
+    pair.generate(one, **GREEDY)
+    assert drafters[pair].drafter.dtype == torch.bfloat16
+    assert drafters[copies[0]].drafter.dtype == torch.float32
+    freed = [weakref.ref(each) for each in (pair, *copies, *(drafters[each].drafter for each in (pair, *copies)))]
+    del pair, copies, other
+    gc.collect()
+    assert [reference() for reference in freed] == [None] * 6
+
+
+def test_an_offloaded_target(folder: Path, one: torch.Tensor, truth: torch.Tensor, tmp_path: Path) -> None:
+    """Promise: the drafter is where the target computes."""
+    pair = load(folder)
+    disk_offload(pair, tmp_path / "weights", execution_device=torch.device("cpu"))
+    assert pair.get_input_embeddings().weight.device.type == "meta"
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert pair.dflash_stats["tau"] > 3
+
+
+def test_a_quantised_target(folder: Path, one: torch.Tensor) -> None:
+    """Promise: its own text, drafted in the dtype that it computes in."""
+    torchao = pytest.importorskip("torchao.quantization")
+    small = load(folder, quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig()))
+    assert torch.equal(small.generate(one, **GREEDY), small.generate(one, dflash=False, **GREEDY))
+    assert small.dflash_stats["tau"] > 3
+
+
+def test_two_pairs_in_one_process(model: Any, one: torch.Tensor, truth: torch.Tensor, tmp_path: Path) -> None:
+    """Promise: each model drafts with its own drafter, whichever was loaded last."""
+    small = make_target("qwen3")
+    save_checkpoint(small, tmp_path / "target")
+    save_checkpoint(make_drafter(), tmp_path / "drafter")
+    other = load(make_pair(tmp_path / "target", tmp_path / "drafter", tmp_path / "pair"))  # the same name
+    prompt = torch.tensor([[5, 6, 7]])
+    for _ in range(2):
+        assert torch.equal(model.generate(one, **GREEDY), truth)
+        assert torch.equal(other.generate(prompt, **GREEDY), small.generate(prompt, **GREEDY))
+    assert model.dflash_stats["tau"] > 3
+    assert other.dflash_stats["tau"] < 2
+
+
+# Saved.
+
+
+def test_a_saved_pair_is_a_pair(
+    folder: Path, target: Any, one: torch.Tensor, truth: torch.Tensor, tmp_path: Path
+) -> None:
+    """Promise: saved before any request, loaded where the first folder is gone, saved again; other models are not touched."""
+    shutil.copytree(folder, tmp_path / "first", symlinks=True)
+    load(tmp_path / "first").save_pretrained(save_directory=tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    again = load(tmp_path / "second")
+    assert torch.equal(again.generate(one, **GREEDY), truth)
+    assert again.dflash_stats["tau"] > 3
+    again.save_pretrained(tmp_path / "third")
+    assert (tmp_path / "third" / "drafter" / "model.safetensors").is_file()
+    assert not any(path.is_symlink() for path in (tmp_path / "third").rglob("*"))
+    target.save_pretrained(tmp_path / "target")
+    (tmp_path / "adapter").mkdir()
+    again.generate.func.keep_pair(again, tmp_path / "adapter")  # as after adapters alone were saved
+    assert not any((tmp_path / name / "custom_generate").exists() for name in ("target", "adapter"))
+
+
+def test_saving_over_a_pair_leaves_the_targets_own_weights(
+    own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a pair's weights are links, and what is saved into its folder does not go through them."""
+
+    def in_place(tensors: dict[str, torch.Tensor], path: str, metadata: Any = None) -> None:  # safetensors before 0.8
+        Path(path).write_bytes(safetensors_bytes(tensors, metadata))
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", in_place)
+    theirs = Path(shutil.copyfile(TARGET / "model.safetensors", tmp_path / "theirs.safetensors"))
+    (own_folder / "model.safetensors").unlink()
+    (own_folder / "model.safetensors").symlink_to(theirs)
+    before = theirs.read_bytes()
+    pair = load(own_folder)
+    pair.get_input_embeddings().weight.data.zero_()
+    pair.save_pretrained(own_folder)
+    assert theirs.read_bytes() == before
+    assert not load(own_folder).get_input_embeddings().weight.any()
+
+
+def test_a_checkpoint_is_saved_though_the_drafter_is_gone(
+    own_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: hours of training are not lost to it."""
+    pair = load(own_folder)
+    shutil.rmtree(own_folder)
+    pair.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+    assert "holds the target alone" in caplog.text
+
+
+# Bad input.
+
+
+def _drafter_gone(folder: Path) -> None:
+    shutil.rmtree(folder / "drafter")
+
+
+def _of_another_target(folder: Path) -> None:
+    shutil.rmtree(folder / "drafter")
+    save_checkpoint(make_drafter(), folder / "drafter")
+
+
+def _not_trusted(folder: Path) -> None:
+    _drafter_gone(folder)
+    (folder / "dflash.json").write_text('{"drafter": "org/my-DFlash", "revision": "main"}')
+
+
+def _no_json(folder: Path) -> None:
+    (folder / "dflash.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (_drafter_gone, "is no folder"),
+        (_of_another_target, "drafter's hidden_size is 32"),
+        (_not_trusted, "trusted at a commit alone"),
+        (_no_json, "Expecting property name"),
+    ],
+    ids=["gone", "another target", "not trusted", "no JSON"],
+)
+def test_a_broken_pair_says_so(broken: Any, said: str, own_folder: Path, one: torch.Tensor) -> None:
+    """Promise: one sentence with the remedy, at each request; plain text can still be asked for."""
+    broken(own_folder)
+    pair = load(own_folder)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said) as told:
+            pair.generate(one, **GREEDY)
+        assert "\n" not in str(told.value)
+        assert "run `dflash pair` again" in str(told.value)
+    assert pair.generate(one, dflash=False, **GREEDY).shape[1] > one.shape[1]
+
+
+def test_a_broken_pair_may_write_plain_text(
+    own_folder: Path, truth: torch.Tensor, one: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: with "on_error": "plain" the target's text, and one warning."""
+    said = json.loads((own_folder / "dflash.json").read_text())
+    (own_folder / "dflash.json").write_text(json.dumps({**said, "on_error": "plain"}))
+    _drafter_gone(own_folder)
+    pair = load(own_folder)
+    for _ in range(2):
+        assert torch.equal(pair.generate(one, block_size=4, **GREEDY), truth)
+    assert caplog.text.count("has no drafter that can be used") == 1
+
+
+# Written.
+
+
+def test_a_pair_links_weights_and_copies_the_rest(folder: Path, tmp_path: Path) -> None:
+    """Promise: no gigabytes twice; nothing else of the target's can be changed through the pair; `copy` links nothing."""
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink()} == {
+        "model.safetensors",
+        "drafter/model.safetensors",
+    }
+    copied = make_pair(TARGET, DRAFTER, tmp_path / "copied", copy=True, settings={"draft_tree": 16}, on_error="plain")
+    assert not any(path.is_symlink() for path in copied.rglob("*"))
+    assert json.loads((copied / "dflash.json").read_text()) == {
+        "drafter": "drafter",
+        "settings": {"draft_tree": 16},
+        "on_error": "plain",
+    }
+    assert (copied / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
+    card = (copied / "README.md").read_text()
+    assert "base_model" not in card
+    assert 'license: "apache-2.0"\n' in card
+
+
+def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
+    """Promise: one sentence before the folder is there."""
+    save_checkpoint(make_drafter(), tmp_path / "drafter")
+    out = tmp_path / "out"
+    for arguments, options, said in (
+        ((TARGET, DRAFTER, folder), {}, "exists: name a folder that does not"),
+        ((DRAFTER, TARGET, out), {}, "is a drafter, and stands second"),
+        ((folder, DRAFTER, out), {}, "is a pair already: give its target"),
+        ((TARGET, tmp_path / "drafter", out), {}, "hidden_size keeps this checkpoint from working"),
+        ((TARGET, tmp_path / "nothing", out), {}, "is no folder and cannot be fetched"),
+        ((TARGET, DRAFTER, out), {"settings": {"width": 3}}, "'width' is no setting of a pair: use adaptive, "),
+        ((TARGET, DRAFTER, out), {"settings": {"block_size": 99}}, "block_size=99 cannot be a setting"),
+        ((TARGET, DRAFTER, out), {"on_error": "ignore"}, "on_error='ignore': use raise or plain"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_pair(*arguments, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_drafter_of_the_hub_is_named_with_its_commit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: with this library's code it stays there, at the commit that was checked; `copy` brings it."""
+    snapshot = Path(shutil.copytree(folder / "drafter", tmp_path / "snapshots" / ("a" * 40)))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+    pair = make_pair(TARGET, "org/my-DFlash", tmp_path / "pair")
+    said = json.loads((pair / "dflash.json").read_text())
+    assert (said["drafter"], said["revision"]) == ("org/my-DFlash", "a" * 40)
+    assert not (pair / "drafter").exists()
+    assert (make_pair(TARGET, "org/my-DFlash", tmp_path / "two", copy=True) / "drafter" / "config.json").is_file()
+
+
+def test_a_drafter_of_another_layout_is_converted(tmp_path: Path, one: torch.Tensor, truth: torch.Tensor) -> None:
+    """Promise: the pair runs without the code that the drafter came with."""
+    theirs = Path(shutil.copytree(DRAFTER, tmp_path / "theirs"))
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}))
+    (theirs / "dflash.py").write_text("raise ImportError\n")
+    pair = load(make_pair(TARGET, theirs, tmp_path / "pair"))
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert pair.dflash_stats["tau"] > 3
+
+
+def test_publish_takes_a_pair(folder: Path, dflash_command: Any) -> None:
+    """Promise: the target, the door, the settings and the drafter; the card loads the repository."""
+    plan = plan_publication(folder, "you/my-pair")
+    content = {file.path: file.read() for file in plan.files}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "dflash.json", "custom_generate/generate.py"} <= set(
+        content
+    )
+    assert {"drafter/config.json", "drafter/model.safetensors", "drafter/modeling_dflash.py"} <= set(content)
+    assert b'AutoModelForCausalLM.from_pretrained("you/my-pair", trust_remote_code=True)' in content["README.md"]
+    status, out, err = dflash_command("publish", folder, "you/my-pair", "--dry-run")
+    assert (status, err) == (0, "")
+    assert "drafter/config.json" in out
+
+
+def test_the_command_writes_a_pair(dflash_command: Any, tmp_path: Path) -> None:
+    out = tmp_path / "pair"
+    words = (
+        "pair",
+        TARGET,
+        DRAFTER,
+        out,
+        "--set",
+        "draft_tree=16",
+        "--set",
+        "verification=match",
+        "--on-error",
+        "plain",
+    )
+    status, printed, err = dflash_command(*words)
+    assert status == 0
+    assert "Licence: drafter apache-2.0" in err
+    assert f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)' in printed
+    said = json.loads((out / "dflash.json").read_text())
+    assert said["settings"] == {"draft_tree": 16, "verification": "match"}
+    for words, told in (
+        ((TARGET, DRAFTER, out), "exists: name a folder that does not"),
+        ((TARGET, DRAFTER, tmp_path / "two", "--set", "draft_tree"), "--set draft_tree is no NAME=VALUE"),
+        ((tmp_path / "no", DRAFTER, tmp_path / "two"), "is no folder"),
+    ):
+        status, _, err = dflash_command("pair", *words)
+        assert (status, told in err) == (1, True), err
