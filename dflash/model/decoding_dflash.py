@@ -43,7 +43,7 @@ class Block:
         num_accepted (`int`): Number of accepted proposals, before the cut.
         is_prefill (`bool`, defaults to `False`): Whether the token comes from the prompt's forward, not from a verify step.
         sequence (`int`, defaults to 0): Index of the sequence in the batch.
-        is_lookup (`bool`, defaults to `False`): Whether the proposals come from the text itself (`prompt_lookup_num_tokens`).
+        is_lookup (`bool`, defaults to `False`): Whether proposals come from the text itself (`prompt_lookup_num_tokens`).
         scores (`torch.Tensor` of shape `(tokens, V)`, *optional*): Processed scores of the tokens, with `output_scores=True`.
         logits (`torch.Tensor` of shape `(tokens, V)`, *optional*): The target's logits, with `output_logits=True`.
 
@@ -94,6 +94,7 @@ class Conversation:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_reused = 0
+        self.draft_window: tuple[int, int] | None = None  # of the drafter's cache
         self.waiting: list[Context] = []  # context that the drafter has not read, oldest first
         self.loan: Loan | None = None  # of the caches, if a compiled pair has lent them
         self._num_read = 0  # tokens whose context the drafter's cache holds
@@ -105,8 +106,11 @@ class Conversation:
         """The target's and the drafter's cache."""
         return self.target_cache, self.draft_cache
 
-    def check(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        """Raises ValueError if the caches belong to other models."""
+    def check(self, target: PreTrainedModel, drafter: PreTrainedModel, draft_window: tuple[int, int] | None) -> None:
+        """Raises ValueError if the caches belong to other models, or hold another window of the text."""
+        if self._models is not None and self.draft_window != draft_window:
+            raise ValueError(f"The conversation was begun with draft_window={self.draft_window}: pass the same.")
+        self.draft_window = draft_window
         if self._models is not None and (self._models[0] is not target or self._models[1] is not drafter):
             name = type(self._models[0]).__name__
             raise ValueError(f"The conversation was begun with another {name} or another drafter: start a new one.")
@@ -147,7 +151,10 @@ class Conversation:
         else:
             self.close(has_failed=False)
             self.target_cache = pair.new_cache(length, num_sequences)
+            if self.draft_window is not None:  # room for an eighth more, and for context of the same length
+                length = min(length, 3 * sum(self.draft_window))
             self.draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, length, num_sequences)
+        self.draft_cache.window = self.draft_window
 
     def close(self, has_failed: bool) -> None:
         """Returns lent caches. After a failure they are dropped, because they may contain NaN."""
@@ -220,6 +227,20 @@ class Conversation:
             self.waiting = [context.first(0)]
         return self.waiting[0]
 
+    def keep_window(self, pair: Pair) -> None:
+        """Drops the keys that the drafter's window does not reach. A context longer than it is read in pieces."""
+        cache = self.draft_cache
+        cache.drop()
+        if cache.window is None or (context := self.next_context()).features.shape[1] <= cache.window[1]:
+            return
+        size = cache.window[1]
+        for begin in range(0, context.features.shape[1], size):
+            num_real = [min(max(real - begin, 0), size) for real in context.num_real]
+            pair.absorb(Context(context.features[:, begin : begin + size], num_real), cache)
+            cache.drop()
+        self.mark_read()
+        self.waiting = [context.first(0)]
+
     def mark_read(self) -> list[int]:
         """Marks the context as read by the drafter; returns its length for each sequence."""
         num_real = self.waiting.pop().num_real
@@ -243,10 +264,10 @@ class Proposer:
     ) -> None:
         self.pair, self.conversation, self.request = pair, conversation, request
         self.uniforms_of = uniforms_of
-        most = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
-        self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, most)  # of a whole block
-        self._num_nodes: Any = min(request.draft_tree, most)
-        self._lookup = PromptLookup(request.num_looked_up, request.ngram_size) if request.num_looked_up else None
+        self._most: Any = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
+        self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, self._most)  # of a whole block
+        self._num_nodes: Any = min(request.draft_tree, self._most)
+        self._lookups: dict[int, PromptLookup] = {}  # by index of the sequence
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
         self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked already
@@ -254,13 +275,32 @@ class Proposer:
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """At most `num_wanted` tokens, or a tree of that depth, after the anchors [B, 1]."""
-        nothing, num_wanted = Proposals(anchors[:, :0]), min(num_wanted, self.num_proposals)
+        proposals, num_wanted = Proposals(anchors[:, :0]), min(num_wanted, self._most)
         if not num_wanted:
-            return nothing
-        found = self._lookup.propose(sequences) if self._lookup is not None else {}
-        if len(found) == len(sequences):
-            token_ids = to_device(torch.tensor(list(found.values())), anchors.device)
-            return Proposals(token_ids, looked_up=tuple(found)).first(num_wanted)
+            return proposals
+        lookups = {index: self._lookups[sequences[index].index] for index in self.repeating(sequences)}
+        found = {index: ids for index, lookup in lookups.items() if (ids := lookup.propose())}
+        if len(found) == _num_live(sequences):
+            self.forget_ahead()
+        else:
+            proposals = self._propose_drafts(sequences, anchors, min(num_wanted, self.num_proposals))
+            lookups = {index: lookup for index, lookup in lookups.items() if index not in found}
+            if lookups and proposals.tree is None and proposals.token_ids.shape[1]:
+                drafted = to_host(proposals.token_ids)()
+                found |= {index: ids for index, lookup in lookups.items() if (ids := lookup.propose(drafted[index]))}
+        return proposals.with_lookups(found).first(num_wanted) if found else proposals
+
+    def repeating(self, sequences: list[TextSequence]) -> list[int]:
+        """Indices of the sequences that are looked up in their own text, because it has repeated itself lately."""
+        size, repeating = self.request.num_looked_up, list[int]()
+        for index, sequence in enumerate(sequences):
+            if size and not sequence.is_done:
+                lookup = self._lookups.setdefault(sequence.index, PromptLookup(size, self.request.ngram_size))
+                repeating += [index] if lookup.read(sequence) else []
+        return repeating
+
+    def _propose_drafts(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
+        """The drafter's proposals; none while they do not pay."""
         drafted, is_wanted = self._ahead, self._is_wanted
         self.forget_ahead()
         if drafted is not None:
@@ -269,15 +309,14 @@ class Proposer:
             if self._pacer is not None and is_wanted is None:
                 is_wanted = self._pacer.wants_draft(_num_live(sequences))
             if is_wanted is False:
-                return nothing
+                return Proposals(anchors[:, :0])
             drafted = self._draft(sequences, anchors)
-        proposals = self._choose(drafted, anchors, num_wanted)
-        return proposals.with_lookups(found) if found else proposals
+        return self._choose(drafted, anchors, num_wanted)
 
     def propose_ahead(self, step: Step, sequences: list[TextSequence]) -> None:
         """Launches the draft after a step that the host has not read. Raises NotCompiledError if it needs the host."""
         request, pacer, conversation, verdict = self.request, self._pacer, self.conversation, step.verdict
-        if self._lookup is not None or self.uniforms_of is not None or request.draft_tree or pacer is None:
+        if self.uniforms_of is not None or request.draft_tree or pacer is None or self.repeating(sequences):
             raise NotCompiledError
         self._is_wanted = pacer.wants_draft(_num_live(sequences))
         # After a pause the drafter has more context to read than this step's.
@@ -302,9 +341,9 @@ class Proposer:
         """Adds the blocks of a step to the lookup, pacing and acceptance statistics; warns if drafts are never accepted."""
         num_accepted = sum(block.num_accepted for block in blocks)
         self._num_accepted += num_accepted
-        if self._lookup is not None:
-            for block in blocks:
-                self._lookup.record(block.is_lookup, block.num_accepted)
+        for block in blocks:
+            if block.sequence in self._lookups:
+                self._lookups[block.sequence].record(block.num_accepted)
         num_proposals = proposals.token_ids.shape[1]
         if self._pacer is not None and proposals.looked_up:
             self._pacer.begin_step()  # says nothing about drafts
@@ -463,6 +502,7 @@ class Decoder:
             num_real = is_token.sum(dim=1).tolist()
             logits, features = self.pair.forward(chunk, conversation.target_cache, 1, is_token, num_real)
             conversation.waiting.append(_packed(features, is_token, num_real))
+            conversation.keep_window(self.pair)
             conversation.token_ids += chunk[0].tolist()
         # Without features: they are in `waiting` already.
         return self.commit(self.accept(Proposals(request.input_ids[:, :0]), logits, features[:, :0]))
@@ -539,8 +579,10 @@ class Decoder:
         compiled, request, proposer = self.pair.compiled, self.request, self.proposer
         if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
             return False
-        if request.num_looked_up or request.adaptive or request.draft_tree or proposer.uniforms_of is not None:
+        if request.adaptive or request.draft_tree or proposer.uniforms_of is not None:
             return False  # other proposals than the drafter's block may be verified
+        if proposer.repeating(self.sequences):
+            return False
         if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
             if self.verifier.uniforms_of is not None or proposer.num_proposals < columns - 1:
@@ -588,6 +630,7 @@ class Decoder:
         length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
         length += 4 * self.pair.num_columns(self.request.block_size)
         self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
+        self.conversation.keep_window(self.pair)
 
     def launch_ahead(self, step: Step) -> Step | None:
         """Launches the next step, or its draft, before the host has read this one, on a device with a queue."""
@@ -600,6 +643,8 @@ class Decoder:
         num_left = request.max_new_tokens - num_written - width
         length = max(self.conversation.target_cache.lengths) + 4 * self.pair.num_columns(request.block_size)
         if num_left <= 0 or self.num_wanted < 2 * width or loan is None or length > loan.capacity:
+            return None
+        if any(self.conversation.draft_cache.excess):  # moved before the next step is launched
             return None
         with suppress(NotCompiledError):
             if self.is_fused:

@@ -27,7 +27,7 @@ from .attention_dflash import attention_of
 from .cache_dflash import LINEAR_TYPES
 from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_ahead, decode_blocks
 from .proposals_dflash import LatencyCurve, make_cutter
-from .step_dflash import Pair, check_pair, compiled_pair
+from .step_dflash import WIDTH_CLASSES, Pair, check_pair, compiled_pair
 from .verification_dflash import VERIFICATIONS, PositionUniforms, Verifier
 
 
@@ -85,12 +85,21 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
-    "prompt_lookup_num_tokens": (_whole(1), "use at least 1, or leave it out"),
+    "prompt_lookup_num_tokens": (
+        lambda value: _whole(1)(value) and value < WIDTH_CLASSES[-1],
+        f"use 1 to {WIDTH_CLASSES[-1] - 1}, or leave it out",
+    ),
     "max_matching_ngram_size": (_whole(1), "use at least 1, or leave it out"),
     "max_draft_tokens": (_whole(0), "use a number of tokens, or 0 to draft nothing"),
     "draft_tree": (
         lambda value: isinstance(value, bool) or (_whole(0)(value) and value <= MOST_NODES),
         f"use a number of nodes up to {MOST_NODES}, or True for as many as pay",
+    ),
+    "draft_window": (
+        lambda value: (
+            isinstance(value, tuple | list) and len(value) == 2 and _whole(0)(value[0]) and _whole(1)(value[1])
+        ),
+        "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
     "token_streamer": (lambda value: hasattr(value, "put"), "pass a streamer of transformers"),
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
@@ -136,6 +145,21 @@ def _check_tree(request: Request) -> None:
     if request.prompt_inputs:
         named = ", ".join(sorted(request.prompt_inputs))
         raise ValueError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
+
+
+def _read_window(request: Request) -> tuple[int, int] | None:
+    """The drafter's window. Refuses one that is shorter than a block, and one for layers that have a window of their own."""
+    config, window = request.drafter.config, request.draft_window
+    if window is None:
+        window = getattr(config, "draft_window", None)
+        _check_settings({"draft_window": window})
+    if window is None:
+        return None
+    if window[1] < config.block_size:
+        raise ValueError(f"draft_window={window!r}: the newest tokens are at least a block of {config.block_size}.")
+    if any(config.layer_window(layer) is not None for layer in range(config.num_hidden_layers)):
+        raise ValueError(f"draft_window={window!r}: this drafter has sliding layers, leave it out.")
+    return int(window[0]), int(window[1])
 
 
 def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,12 +435,16 @@ def generate_blocks(
             - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
+            - **draft_window** (`(int, int)`): A drafter with full attention reads only the first and the newest of so many
+              tokens, and keeps no other keys (up to an eighth more new ones). The text does not depend on it. Default: the
+              drafter's config, else all.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
               to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes. A pair
               that was compiled once is also compiled under "auto" for new kinds of shapes, such as two prompts after one.
               What cannot be compiled runs eagerly, and one warning gives the reason.
-            - **prompt_lookup_num_tokens** (`int`): Length of proposals from the text itself, which compete with the
-              drafter's. **max_matching_ngram_size** (`int`, defaults to 3) tokens have to match.
+            - **prompt_lookup_num_tokens** (`int`): Proposals of a step, at most 63, where the text repeats itself. After the
+              last tokens, or those and the first that the drafter proposes, what followed them earlier is proposed.
+              **max_matching_ngram_size** (`int`, defaults to 8) of them have to match.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
@@ -484,9 +512,10 @@ class Request:
     adaptive: bool = False
     latency_curve: LatencyCurve | None = None
     draft_tree: int | bool = False  # nodes; 0: none
+    draft_window: Any = None  # positions that the drafter reads: the first and the newest; by default its config's
     compile: bool | str = "auto"
     num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
-    ngram_size: int = 3  # its `max_matching_ngram_size`
+    ngram_size: int = 8  # its `max_matching_ngram_size`
     uniforms_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
     noise_generator: Any = None  # deprecated name of `uniforms_generator`
     token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit
@@ -527,9 +556,10 @@ class Request:
             _check_masks(target, drafter, num_sequences, draft_tree)
         if request.latency_curve is not None:
             request.latency_curve.check(target, drafter, bool(draft_tree))
-        if request.conversation is not None:
-            request.conversation.check(target, drafter)
         request.block_size = request.block_size or drafter.config.block_size
+        request.draft_window = _read_window(request)
+        if request.conversation is not None:
+            request.conversation.check(target, drafter, request.draft_window)
         request.adaptive = request.adaptive or request.latency_curve is not None or draft_tree is True
         request.draft_tree = LARGEST_TREE if draft_tree is True else int(draft_tree)
         depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s", drafter.name_or_path or "The drafter"
@@ -578,6 +608,7 @@ def custom_generate(
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)
     conversation = request.conversation or Conversation()
+    conversation.draft_window = request.draft_window
     decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), conversation)
     blocks = _guarded(decode_blocks(decoder) if compiled is None else decode_ahead(decoder), request, conversation)
     return blocks if request.as_blocks else _collect(blocks, request)
