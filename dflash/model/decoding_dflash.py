@@ -94,7 +94,7 @@ class Conversation:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_reused = 0
-        self.draft_window: tuple[int, int] | None = None  # of the drafter's cache
+        self.draft_window: tuple[int, int] | None = None  # of new caches
         self.waiting: list[Context] = []  # context that the drafter has not read, oldest first
         self.loan: Loan | None = None  # of the caches, if a compiled pair has lent them
         self._num_read = 0  # tokens whose context the drafter's cache holds
@@ -106,11 +106,8 @@ class Conversation:
         """The target's and the drafter's cache."""
         return self.target_cache, self.draft_cache
 
-    def check(self, target: PreTrainedModel, drafter: PreTrainedModel, draft_window: tuple[int, int] | None) -> None:
-        """Raises ValueError if the caches belong to other models, or hold another window of the text."""
-        if self._models is not None and self.draft_window != draft_window:
-            raise ValueError(f"The conversation was begun with draft_window={self.draft_window}: pass the same.")
-        self.draft_window = draft_window
+    def check(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
+        """Raises ValueError if the caches belong to other models."""
         if self._models is not None and (self._models[0] is not target or self._models[1] is not drafter):
             name = type(self._models[0]).__name__
             raise ValueError(f"The conversation was begun with another {name} or another drafter: start a new one.")
@@ -129,7 +126,7 @@ class Conversation:
             self._num_read = min(self._num_read, self.num_reused)
             self.draft_cache.truncate(self._num_read)
             num_waiting = self.num_reused - self._num_read
-            self.waiting = [self.next_context().first(num_waiting)] if num_waiting else []
+            self.waiting = [self.next_context().part(0, num_waiting)] if num_waiting else []
             self.make_room(pair, length, [0])
         else:
             self.waiting, self._num_read = [], 0
@@ -151,8 +148,7 @@ class Conversation:
         else:
             self.close(has_failed=False)
             self.target_cache = pair.new_cache(length, num_sequences)
-            if self.draft_window is not None:  # room for an eighth more, and for context of the same length
-                length = min(length, 3 * sum(self.draft_window))
+            length = length if self.draft_window is None else sum(self.draft_window)
             self.draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, length, num_sequences)
         self.draft_cache.window = self.draft_window
 
@@ -218,28 +214,19 @@ class Conversation:
             self.waiting = [_packed(features, is_real, num_real)]
         return self.waiting[0]
 
-    def step_context(self, pair: Pair, block_size: int) -> Context:
-        """`next_context` for a compiled step. If it has too many columns, the drafter reads them now, without a block."""
-        context = self.next_context()
-        if context.features.shape[1] > pair.num_columns(block_size) or not any(self.draft_cache.lengths):
-            pair.absorb(context, self.draft_cache)
-            self.mark_read()
-            self.waiting = [context.first(0)]
-        return self.waiting[0]
-
-    def keep_window(self, pair: Pair) -> None:
-        """Drops the keys that the drafter's window does not reach. A context longer than it is read in pieces."""
-        cache = self.draft_cache
+    def step_context(self, pair: Pair, most: float = float("inf")) -> Context:
+        """`next_context` of at most `most` columns. The drafter reads a longer one now, without a block, and by its window."""
+        context, cache = self.next_context(), self.draft_cache
+        num_columns = context.features.shape[1]
+        size = num_columns if cache.window is None else cache.window[1]
         cache.drop()
-        if cache.window is None or (context := self.next_context()).features.shape[1] <= cache.window[1]:
-            return
-        size = cache.window[1]
-        for begin in range(0, context.features.shape[1], size):
-            num_real = [min(max(real - begin, 0), size) for real in context.num_real]
-            pair.absorb(Context(context.features[:, begin : begin + size], num_real), cache)
-            cache.drop()
-        self.mark_read()
-        self.waiting = [context.first(0)]
+        if num_columns > min(most, size) or (most < float("inf") and not any(cache.lengths)):
+            for begin in range(0, num_columns, size):
+                pair.absorb(context.part(begin, begin + size), cache)
+                cache.drop()
+            self.mark_read()
+            self.waiting = [context.part(0, 0)]
+        return self.waiting[0]
 
     def mark_read(self) -> list[int]:
         """Marks the context as read by the drafter; returns its length for each sequence."""
@@ -278,26 +265,30 @@ class Proposer:
         proposals, num_wanted = Proposals(anchors[:, :0]), min(num_wanted, self._most)
         if not num_wanted:
             return proposals
-        lookups = {index: self._lookups[sequences[index].index] for index in self.repeating(sequences)}
+        lookups = self.lookups(sequences)
         found = {index: ids for index, lookup in lookups.items() if (ids := lookup.propose())}
         if len(found) == _num_live(sequences):
             self.forget_ahead()
         else:
             proposals = self._propose_drafts(sequences, anchors, min(num_wanted, self.num_proposals))
-            lookups = {index: lookup for index, lookup in lookups.items() if index not in found}
-            if lookups and proposals.tree is None and proposals.token_ids.shape[1]:
+            if len(found) < len(lookups) and proposals.tree is None:
                 drafted = to_host(proposals.token_ids)()
-                found |= {index: ids for index, lookup in lookups.items() if (ids := lookup.propose(drafted[index]))}
-        return proposals.with_lookups(found).first(num_wanted) if found else proposals
+                for index in lookups.keys() - found:
+                    if ids := lookups[index].propose(drafted[index]):
+                        found[index] = ids
+        if not found:
+            return proposals
+        proposals = proposals if proposals.token_ids.shape[1] else Proposals(anchors)
+        return proposals.with_lookups(found).first(num_wanted)
 
-    def repeating(self, sequences: list[TextSequence]) -> list[int]:
-        """Indices of the sequences that are looked up in their own text, because it has repeated itself lately."""
-        size, repeating = self.request.num_looked_up, list[int]()
-        for index, sequence in enumerate(sequences):
-            if size and not sequence.is_done:
-                lookup = self._lookups.setdefault(sequence.index, PromptLookup(size, self.request.ngram_size))
-                repeating += [index] if lookup.read(sequence) else []
-        return repeating
+    def lookups(self, sequences: list[TextSequence]) -> dict[int, PromptLookup]:
+        """The lookups of the sequences whose text has repeated itself lately, by index."""
+        if not (size := self.request.num_looked_up):
+            return {}
+        for sequence in sequences:
+            self._lookups.setdefault(sequence.index, PromptLookup(size, self.request.ngram_size))
+        both = [(self._lookups[sequence.index], sequence) for sequence in sequences]
+        return {i: lookup for i, (lookup, one) in enumerate(both) if not one.is_done and lookup.read(one)}
 
     def _propose_drafts(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """The drafter's proposals; none while they do not pay."""
@@ -316,7 +307,7 @@ class Proposer:
     def propose_ahead(self, step: Step, sequences: list[TextSequence]) -> None:
         """Launches the draft after a step that the host has not read. Raises NotCompiledError if it needs the host."""
         request, pacer, conversation, verdict = self.request, self._pacer, self.conversation, step.verdict
-        if self.uniforms_of is not None or request.draft_tree or pacer is None or self.repeating(sequences):
+        if self.uniforms_of is not None or request.draft_tree or pacer is None or self.lookups(sequences):
             raise NotCompiledError
         self._is_wanted = pacer.wants_draft(_num_live(sequences))
         # After a pause the drafter has more context to read than this step's.
@@ -363,7 +354,8 @@ class Proposer:
         """Runs the drafter once. Its cache then holds only context."""
         request, pair, conversation = self.request, self.pair, self.conversation
         is_compiled = pair.compiled is not None and pair.compiled.is_active
-        context = conversation.step_context(pair, request.block_size) if is_compiled else conversation.next_context()
+        most = pair.num_columns(request.block_size) if is_compiled else float("inf")
+        context = conversation.step_context(pair, most)
         hidden_states = pair.draft(anchors, context, conversation.draft_cache, request.block_size)
         conversation.mark_read()
         if request.adaptive and self._pacer is None:  # now that the drafter's cache holds the text, as in later steps
@@ -502,7 +494,8 @@ class Decoder:
             num_real = is_token.sum(dim=1).tolist()
             logits, features = self.pair.forward(chunk, conversation.target_cache, 1, is_token, num_real)
             conversation.waiting.append(_packed(features, is_token, num_real))
-            conversation.keep_window(self.pair)
+            if conversation.draft_cache.window is not None:
+                conversation.step_context(self.pair)
             conversation.token_ids += chunk[0].tolist()
         # Without features: they are in `waiting` already.
         return self.commit(self.accept(Proposals(request.input_ids[:, :0]), logits, features[:, :0]))
@@ -581,7 +574,7 @@ class Decoder:
             return False
         if request.adaptive or request.draft_tree or proposer.uniforms_of is not None:
             return False  # other proposals than the drafter's block may be verified
-        if proposer.repeating(self.sequences):
+        if proposer.lookups(self.sequences):
             return False
         if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
@@ -605,7 +598,7 @@ class Decoder:
         is_live = to_device(torch.tensor([not sequence.is_done for sequence in self.sequences]), device)
         if after is None:
             self._make_room()
-            context = conversation.step_context(pair, request.block_size)
+            context = conversation.step_context(pair, pair.num_columns(request.block_size))
             state = context.state(self.anchors, conversation.target_cache.lengths)
         elif after.whole is None:
             raise NotCompiledError
@@ -630,7 +623,6 @@ class Decoder:
         length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
         length += 4 * self.pair.num_columns(self.request.block_size)
         self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
-        self.conversation.keep_window(self.pair)
 
     def launch_ahead(self, step: Step) -> Step | None:
         """Launches the next step, or its draft, before the host has read this one, on a device with a queue."""

@@ -148,18 +148,13 @@ def _check_tree(request: Request) -> None:
 
 
 def _read_window(request: Request) -> tuple[int, int] | None:
-    """The drafter's window. Refuses one that is shorter than a block, and one for layers that have a window of their own."""
-    config, window = request.drafter.config, request.draft_window
-    if window is None:
-        window = getattr(config, "draft_window", None)
-        _check_settings({"draft_window": window})
-    if window is None:
-        return None
-    if window[1] < config.block_size:
-        raise ValueError(f"draft_window={window!r}: the newest tokens are at least a block of {config.block_size}.")
-    if any(config.layer_window(layer) is not None for layer in range(config.num_hidden_layers)):
+    """The request's window or the drafter's. Refuses one for layers that have a window of their own."""
+    config = request.drafter.config
+    window = getattr(config, "draft_window", None) if request.draft_window is None else request.draft_window
+    _check_settings({"draft_window": window})
+    if window is not None and any(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
         raise ValueError(f"draft_window={window!r}: this drafter has sliding layers, leave it out.")
-    return int(window[0]), int(window[1])
+    return None if window is None else (int(window[0]), int(window[1]))
 
 
 def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,16 +430,16 @@ def generate_blocks(
             - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
-            - **draft_window** (`(int, int)`): A drafter with full attention reads only the first and the newest of so many
-              tokens, and keeps no other keys (up to an eighth more new ones). The text does not depend on it. Default: the
-              drafter's config, else all.
+            - **draft_window** (`(int, int)`): How many of the first and of the newest tokens a drafter with full attention
+              reads (up to an eighth more). It keeps no other keys, and a conversation keeps its window. Default: that in the
+              drafter's config, or all tokens.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
               to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes. A pair
               that was compiled once is also compiled under "auto" for new kinds of shapes, such as two prompts after one.
               What cannot be compiled runs eagerly, and one warning gives the reason.
             - **prompt_lookup_num_tokens** (`int`): Proposals of a step, at most 63, where the text repeats itself. After the
               last tokens, or those and the first that the drafter proposes, what followed them earlier is proposed.
-              **max_matching_ngram_size** (`int`, defaults to 8) of them have to match.
+              **max_matching_ngram_size** (`int`, defaults to 10) of them have to match.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
@@ -515,7 +510,7 @@ class Request:
     draft_window: Any = None  # positions that the drafter reads: the first and the newest; by default its config's
     compile: bool | str = "auto"
     num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
-    ngram_size: int = 8  # its `max_matching_ngram_size`
+    ngram_size: int = 10  # its `max_matching_ngram_size`
     uniforms_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
     noise_generator: Any = None  # deprecated name of `uniforms_generator`
     token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit
@@ -559,7 +554,7 @@ class Request:
         request.block_size = request.block_size or drafter.config.block_size
         request.draft_window = _read_window(request)
         if request.conversation is not None:
-            request.conversation.check(target, drafter, request.draft_window)
+            request.conversation.check(target, drafter)
         request.adaptive = request.adaptive or request.latency_curve is not None or draft_tree is True
         request.draft_tree = LARGEST_TREE if draft_tree is True else int(draft_tree)
         depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s", drafter.name_or_path or "The drafter"

@@ -245,9 +245,9 @@ class Context:
         """Which columns are valid, [B, C]."""
         return torch.arange(self.features.shape[1], device=self.features.device) < self.counts[:, None]
 
-    def first(self, count: int) -> Context:
-        """At most the first `count` columns of each sequence."""
-        return Context(self.features[:, :count], [min(count, real) for real in self.num_real])
+    def part(self, begin: int, end: int) -> Context:
+        """Columns `begin` to `end` of each sequence, as far as it has them."""
+        return Context(self.features[:, begin:end], [max(min(end, real) - begin, 0) for real in self.num_real])
 
     def of_sequences(self, sequences: list[int]) -> Context:
         """The context of these sequences of the batch."""

@@ -95,25 +95,25 @@ class Proposals:
         return replace(self, **{name: part[:, :count] for name in names if (part := getattr(self, name)) is not None})
 
     def with_lookups(self, found: dict[int, tuple[int, list[int]]]) -> Proposals:
-        """The proposals with `found` tokens, after some of the drafter's, by index of their sequence. Their q is one token.
+        """The proposals with `found` tokens after a number of them, by index of the sequence. Their q is one token.
 
-        If more were found than drafted, sequences without a lookup get token 0.
+        Where more were found than drafted, the other sequences get token 0.
         """
-        num_drafted = self.token_ids.shape[1]
+        num_drafted, device = self.token_ids.shape[1], self.token_ids.device
         width = max(num_drafted, *(count + len(token_ids) for count, token_ids in found.values()))
         looked_up = torch.full((len(self.token_ids), width), -1, device="cpu")
         looked_up[:, num_drafted:] = 0
         for index, (count, token_ids) in found.items():
             looked_up[index, count : count + len(token_ids)] = torch.tensor(token_ids)
-        looked_up = to_device(looked_up, self.token_ids.device)
+        looked_up, columns = (
+            to_device(looked_up, device),
+            torch.arange(width, device=device).clamp(max=num_drafted - 1),
+        )
         is_found = looked_up >= 0
-        chosen = torch.where(is_found, looked_up, functional.pad(self.token_ids, (0, width - num_drafted)))
+        chosen = torch.where(is_found, looked_up, self.token_ids[:, columns])
         candidate_ids, probabilities = self.candidate_ids, self.probabilities
         if candidate_ids is not None and probabilities is not None:
-            candidate_ids, probabilities = (
-                torch.cat([part, part[:, -1:].expand(-1, width - num_drafted, -1)], dim=1)
-                for part in (candidate_ids, probabilities)
-            )
+            candidate_ids, probabilities = candidate_ids[:, columns], probabilities[:, columns]
             # Replaces the equal candidate, or the first one, so that no candidate occurs twice.
             slot = (candidate_ids == chosen[..., None]).long().argmax(dim=-1, keepdim=True)
             candidate_ids = candidate_ids.scatter(-1, slot, chosen[..., None])
