@@ -258,7 +258,7 @@ class Proposer:
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
         self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked already
-        self._num_steps = self._num_accepted = 0
+        self._num_steps = self._num_accepted = self._size = 0
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """At most `num_wanted` tokens, or a tree of that depth, after the anchors [B, 1]."""
@@ -358,7 +358,11 @@ class Proposer:
         context = conversation.step_context(pair, most)
         hidden_states = pair.draft(anchors, context, conversation.draft_cache, request.block_size)
         conversation.mark_read()
-        if request.adaptive and self._pacer is None:  # now that the drafter's cache holds the text, as in later steps
+        size = max(conversation.target_cache.lengths).bit_length()
+        if request.adaptive and (self._pacer is None or (size > self._size and request.latency_curve is None)):
+            self._size = (
+                size  # measured now that the drafter's cache holds the text, and again when that is twice as long
+            )
             widths = WIDTH_CLASSES if pair.compiled is not None and pair.compiled.is_static else ()
             curve, num_sequences = request.latency_curve or self._measure(anchors, widths), _num_live(sequences)
             self._pacer = Pacer(curve, num_sequences, Habits.of(pair.drafter), widths)

@@ -67,8 +67,8 @@ MOST_NODES = 1024  # of a draft tree: its mask grows with their square
 COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 # For each setting: whether a value is valid, and the remedy.
@@ -86,19 +86,17 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
     "prompt_lookup_num_tokens": (
-        lambda value: _whole(1)(value) and value < WIDTH_CLASSES[-1],
+        _whole(1, WIDTH_CLASSES[-1] - 1),
         f"use 1 to {WIDTH_CLASSES[-1] - 1}, or leave it out",
     ),
     "max_matching_ngram_size": (_whole(1), "use at least 1, or leave it out"),
     "max_draft_tokens": (_whole(0), "use a number of tokens, or 0 to draft nothing"),
     "draft_tree": (
-        lambda value: isinstance(value, bool) or (_whole(0)(value) and value <= MOST_NODES),
+        lambda value: isinstance(value, bool) or _whole(0, MOST_NODES)(value),
         f"use a number of nodes up to {MOST_NODES}, or True for as many as pay",
     ),
     "draft_window": (
-        lambda value: (
-            isinstance(value, tuple | list) and len(value) == 2 and _whole(0)(value[0]) and _whole(1)(value[1])
-        ),
+        lambda value: isinstance(value, tuple | list) and [*map(_whole(0), value)] == [True] * 2 and value[1] > 0,
         "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
     "token_streamer": (lambda value: hasattr(value, "put"), "pass a streamer of transformers"),
@@ -145,16 +143,6 @@ def _check_tree(request: Request) -> None:
     if request.prompt_inputs:
         named = ", ".join(sorted(request.prompt_inputs))
         raise ValueError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
-
-
-def _read_window(request: Request) -> tuple[int, int] | None:
-    """The request's window or the drafter's. Refuses one for layers that have a window of their own."""
-    config = request.drafter.config
-    window = getattr(config, "draft_window", None) if request.draft_window is None else request.draft_window
-    _check_settings({"draft_window": window})
-    if window is not None and any(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
-        raise ValueError(f"draft_window={window!r}: this drafter has sliding layers, leave it out.")
-    return None if window is None else (int(window[0]), int(window[1]))
 
 
 def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -551,10 +539,14 @@ class Request:
             _check_masks(target, drafter, num_sequences, draft_tree)
         if request.latency_curve is not None:
             request.latency_curve.check(target, drafter, bool(draft_tree))
-        request.block_size = request.block_size or drafter.config.block_size
-        request.draft_window = _read_window(request)
         if request.conversation is not None:
             request.conversation.check(target, drafter)
+        if request.draft_window is None:
+            request.draft_window = getattr(drafter.config, "draft_window", None)
+            _check_settings({"draft_window": request.draft_window})
+        if request.draft_window and any(map(drafter.config.layer_window, range(drafter.config.num_hidden_layers))):
+            raise ValueError(f"draft_window={request.draft_window}: this drafter has sliding layers, leave it out.")
+        request.block_size = request.block_size or drafter.config.block_size
         request.adaptive = request.adaptive or request.latency_curve is not None or draft_tree is True
         request.draft_tree = LARGEST_TREE if draft_tree is True else int(draft_tree)
         depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s", drafter.name_or_path or "The drafter"
