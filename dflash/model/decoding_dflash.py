@@ -576,10 +576,9 @@ class Decoder:
         compiled, request, proposer = self.pair.compiled, self.request, self.proposer
         if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
             return False
-        if request.adaptive or request.draft_tree or proposer.uniforms_of is not None:
+        is_drawn = proposer.uniforms_of is not None
+        if request.adaptive or request.draft_tree or is_drawn or proposer.lookups(self.sequences):
             return False  # other proposals than the drafter's block may be verified
-        if proposer.lookups(self.sequences):
-            return False
         if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
             if self.verifier.uniforms_of is not None or proposer.num_proposals < columns - 1:
