@@ -70,7 +70,8 @@ def main() -> None:
         summary.append(
             row | {"ms_draft": round(median(taken[2:]), 4), "over_shortest": round(median(taken[2:]) / first, 4)}
         )
-    decoding = {"shape": args.shape, "window": args.window, "repeats": args.repeats, "is_simulated": True}
+    models = dict.fromkeys(("target", "drafter"), f"random weights, shape {args.shape}")
+    decoding = {**models, "window": f"{window[0]} + {window[1]} tokens", "repeats": args.repeats}
     finish(args.output, "draft_window", (target, drafter), decoding=decoding, summary=summary)
 
 
