@@ -175,18 +175,33 @@ def test_a_wrong_q_fails_the_distribution_test(rule: str) -> None:
     assert text_p_value(write(judge, is_drawn=True)[0]) < 1e-6
 
 
+@pytest.mark.parametrize("depends_on_kept", [True, False], ids=["kept", "replaced"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_lookups_after_drawn_proposals_keep_the_distribution(rule: str, depends_on_kept: bool) -> None:
+    """Promise: what is looked up may depend on the drawn proposals before it. The test of the test: not on the one it replaces."""
+
+    def verify(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+        read = proposals.token_ids[:, 0 if depends_on_kept else 1]
+        found = {row: (1, [3, 1]) for row in (read == 1).nonzero().flatten().tolist()}
+        proposals = proposals.with_lookups(found)
+        behind = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
+        return RULES[rule](proposals, TARGET[behind].log(), generator)
+
+    assert (text_p_value(write(verify, is_drawn=True)[0]) > 1e-3) == depends_on_kept
+
+
 def test_rows_whose_proposals_were_looked_up_have_a_q_of_one_token() -> None:
     """Promise: `with_lookups` leaves the other rows as they were drawn."""
     drawn = Proposals(
         torch.tensor([[1, 2], [0, 3]]), torch.arange(VOCAB).expand(2, 2, VOCAB), torch.full((2, 2, VOCAB), 0.25)
     )
-    assert drawn.with_lookups({0: [2]}).token_ids.tolist() == [[2, 2], [0, 3]]  # what is found may be shorter
-    mixed = drawn.with_lookups({1: [3, 3, 3]})
-    assert mixed.token_ids.tolist() == [[1, 2], [3, 3]]
+    assert drawn.with_lookups({0: (0, [2])}).token_ids.tolist() == [[2, 2], [0, 3]]  # what is found may be shorter
+    mixed = drawn.with_lookups({1: (1, [2, 1])})
+    assert mixed.token_ids.tolist() == [[1, 2, 0], [0, 2, 1]]
     assert mixed.looked_up == (1,)
     assert mixed.probabilities is not None
     assert mixed.candidate_ids is not None
-    q = torch.zeros(2, 2, VOCAB).scatter_add(-1, mixed.candidate_ids, mixed.probabilities)
-    assert q[0].tolist() == [[0.25] * 4, [0.25] * 4]
-    assert q[1].tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    q = torch.zeros(2, 3, VOCAB).scatter_add(-1, mixed.candidate_ids, mixed.probabilities)
+    assert q[0].tolist() == [[0.25] * 4, [0.25] * 4, [1, 0, 0, 0]]
+    assert q[1].tolist() == [[0.25] * 4, [0, 0, 1, 0], [0, 1, 0, 0]]
     assert (mixed.candidate_ids.sort(dim=-1).values == torch.arange(VOCAB)).all(), "no candidate stands there twice"

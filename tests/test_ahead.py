@@ -612,7 +612,7 @@ def test_the_host_waits_once_per_step(
     "asked",
     [
         {"repetition_penalty": 1.3},
-        {"prompt_lookup_num_tokens": 3},
+        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1},
         {"draft_tree": 6},
         {"temperature": 0.5, "verification": "rejection"},
         {"output_scores": True},

@@ -246,8 +246,11 @@ def test_the_call_after_an_error_in_mid_step_is_right(recorded: Recorded, where:
 @pytest.mark.parametrize(
     ("mode", "most"), [("adaptive", 3), ("lookup", 3), ("tree", 2), ("sampled", 1)], ids=lambda value: str(value)
 )
-def test_other_texts_record_few_graphs_too(recorded: Recorded, mode: str, most: int) -> None:
+def test_other_texts_record_few_graphs_too(
+    recorded: Recorded, mode: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Promise: a draft, and the target's forward in the classes' widths, once each; a second text records nothing."""
+    monkeypatch.setattr(proposals_dflash, "LONGEST_MATCH", 1)  # look up also after lookups that failed
     pair = recorded
     kinds: dict[str, dict[str, Any]] = {
         "adaptive": {"latency_curve": curve_of(pair)},
@@ -517,11 +520,15 @@ def test_a_draft_after_a_pause_has_read_everything(
 
 
 @pytest.mark.parametrize("lengths", [[17], FOUR], ids=["one", "four"])
-def test_what_is_looked_up_costs_no_further_wait(late: Late, lengths: list[int]) -> None:
-    """Promise: what the host finds in the text is copied as everything else is."""
+def test_what_is_looked_up_costs_no_further_wait(
+    late: Late, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: what the host finds in the text is copied as everything else is; drafted tokens are waited for once."""
+    monkeypatch.setattr(proposals_dflash, "LONGEST_MATCH", 1)  # also after lookups that failed
     steps = late.steps(lengths, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
     assert late.device.faults == []
-    assert {step.count("wait") for step in steps} == {1}
+    assert {step.count("wait") for step in steps} <= {1, 2}
+    assert all(step.count("wait") == 1 for step in steps if step.count("graph") == 1)
     assert any(step.count("graph") == 1 for step in steps) or len(lengths) > 1, "all of a block was looked up"
 
 

@@ -6,54 +6,105 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ScriptedDrafter, counted_forwards, greedy, make_drafter, make_prompt, make_target
+from tiny_models import (
+    BLOCK_SIZE,
+    SMALL,
+    ScriptedDrafter,
+    counted_forwards,
+    greedy,
+    make_drafter,
+    make_prompt,
+    make_target,
+)
+from transformers import PreTrainedModel
 
 from dflash import generate_blocks, spec_generate
-from dflash.model.proposals_dflash import RETRY_AFTER, PromptLookup, TextSequence
+from dflash.model.proposals_dflash import REACH, PromptLookup, TextSequence
 
 
-def row_of(prompt: list[int], new: list[int] | None = None) -> TextSequence:
-    return TextSequence(0, torch.tensor(prompt), new or [])
+OPTIONS: dict[str, Any] = {"max_new_tokens": 50, "temperature": 0.0, "max_matching_ngram_size": 4}
 
 
-def test_it_proposes_what_followed_the_latest_earlier_occurrence() -> None:
-    """Promise: the latest occurrence of the last `ngram_size` tokens counts, and the end itself does not."""
-    lookup = PromptLookup(num_tokens=2, ngram_size=2)
-    assert lookup.propose([row_of([1, 2, 7, 1, 2, 8, 9, 1, 2])]) == {0: [8, 9]}
-    assert PromptLookup(2, 2).propose([row_of([1, 2, 3, 4, 5])]) == {}
-    assert PromptLookup(2, 3).propose([row_of([5, 5])]) == {}
+def lookup_of(text: list[int], num_tokens: int, ngram_size: int, new: list[int] | None = None) -> PromptLookup:
+    lookup = PromptLookup(num_tokens, ngram_size)
+    lookup.read(TextSequence(0, torch.tensor(text), new or []))
+    return lookup
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ([1, 2, 7, 1, 2, 8, 9, 1, 2], [8, 9]),  # the newest
+        ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], [7, 6]),  # the longest before the newest
+        ([1, 2, 3, 4, 5], None),
+        ([5], None),
+    ],
+    ids=str,
+)
+def test_it_proposes_what_followed_the_longest_then_the_newest_earlier_occurrence(
+    text: list[int], found: list[int] | None
+) -> None:
+    assert lookup_of(text, 2, 2).propose() == (None if found is None else (0, found))
 
 
 def test_a_period_is_continued_past_the_end_of_the_text() -> None:
     """Promise: a text that repeats with a period shorter than the proposals is continued with that period."""
-    assert PromptLookup(5, 2).propose([row_of([9, 1, 2, 3, 1, 2])]) == {0: [3, 1, 2, 3, 1]}
+    assert lookup_of([9, 1, 2, 3, 1, 2], 5, 2).propose() == (0, [3, 1, 2, 3, 1])
+    assert lookup_of([9, 1, 2, 3, 8, 1], 5, 2).propose([2]) == (1, [3, 8, 1, 2])
 
 
-def test_it_reads_on_as_the_row_grows() -> None:
+def test_it_reads_on_as_the_sequence_grows() -> None:
     """Promise: what was written since the last call is found too."""
-    lookup, row = PromptLookup(1, 2), row_of([1, 2, 3])
-    assert lookup.propose([row]) == {}
-    row.new_ids += [4, 1, 2]
-    assert lookup.propose([row]) == {0: [3]}
-    row.new_ids += [6, 1, 2]
-    assert lookup.propose([row]) == {0: [6]}
+    lookup, sequence = PromptLookup(1, 2), TextSequence(0, torch.tensor([1, 2, 3]), [])
+    lookup.read(sequence)
+    assert lookup.propose() is None
+    for new, found in (([4, 1, 2], [3]), ([6, 1, 2], [6])):
+        sequence.new_ids += new
+        lookup.read(sequence)
+        assert lookup.propose() == (0, found)
 
 
-def test_it_stays_silent_where_the_drafter_is_better() -> None:
-    """Promise: off unless it pays; a loser is tried again once in a while."""
-    lookup, row = PromptLookup(2, 2), row_of([1, 2, 7, 1, 2])
-    assert lookup.propose([row])
-    lookup.record(is_lookup=True, num_accepted=0)
-    lookup.record(is_lookup=False, num_accepted=4)
-    tries = [bool(lookup.propose([row])) for _ in range(3 * RETRY_AFTER)]
-    assert sum(tries) == 3
-    lookup.record(is_lookup=True, num_accepted=40)
-    assert lookup.propose([row])
+def test_the_drafters_own_proposals_are_looked_up() -> None:
+    """Promise: the first proposals after which the text is found are kept, and what followed comes after them."""
+    lookup = lookup_of([1, 2, 3, 4, 5, 6, 7, 8], 4, 2)
+    assert lookup.propose([9, 2, 3, 4, 9]) == (3, [4])
+    assert lookup.propose([3, 4, 9]) == (2, [5, 6])
+    assert lookup.propose([9, 9, 9]) is None
+
+
+def test_a_text_repeats_itself_for_a_while_after_it_did() -> None:
+    """Promise: a text that never repeats is not looked up: its steps are those without lookups."""
+    lookup, sequence = PromptLookup(4, 3), TextSequence(0, torch.arange(200), [])
+    assert not lookup.read(sequence)
+    sequence.new_ids += [5, 6, 7]
+    assert lookup.read(sequence)
+    sequence.new_ids += range(300, 300 + REACH)
+    assert lookup.read(sequence)
+    sequence.new_ids += [999]
+    assert not lookup.read(sequence)
+
+
+def test_more_tokens_have_to_match_after_lookups_that_failed() -> None:
+    """Promise: twice as many after a lookup of which nothing was accepted, half as many after others."""
+    lookup = lookup_of([*range(10), 50, *range(10)], 4, 3)
+    sizes = []
+    for num_accepted in (0, 0, 0, None, None, 4):
+        found = lookup.propose()
+        sizes.append(None if found is None else lookup._num_matching)
+        lookup.record(num_accepted or 0)
+    assert sizes == [3, 6, None, None, None, None]
+    lookup._first, lookup._num_matching = 0, 12
+    lookup.record(2)
+    assert lookup.propose() is not None
+    lookup.propose([1])
+    lookup._first = 3  # of the drafter's own proposals fewer were accepted: that says nothing about the lookup
+    lookup.record(2)
+    assert lookup._num_matching == 6
 
 
 @pytest.mark.parametrize("script", [[0], [5], [2, 0, 4]], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("num_tokens", [2, 7])
+@pytest.mark.parametrize("num_tokens", [2, 11])
 def test_text_equals_greedy_with_lookups(script: list[int], num_rows: int, num_tokens: int) -> None:
     """Promise: verified like any proposal, so lossless, in batches too."""
     target = make_target()
@@ -67,21 +118,49 @@ def test_text_equals_greedy_with_lookups(script: list[int], num_rows: int, num_t
         assert torch.equal(text[-truth.shape[1] :], truth[0])
 
 
+def repeating(prompt_seed: int) -> tuple[PreTrainedModel, torch.Tensor, torch.Tensor]:
+    """A target whose text comes to repeat itself, a prompt that does, and both together."""
+    target = make_target("qwen3", seed=11, num_hidden_layers=2)
+    prompt = torch.cat([make_prompt(8, seed=prompt_seed)] * 2, dim=1)
+    return target, prompt, greedy(target, prompt, max_new_tokens=60)
+
+
 def test_a_text_that_repeats_is_looked_up_and_not_drafted() -> None:
     """Promise: where the text's past is right, steps cost no forward of the drafter and more than a block is accepted."""
-    target = make_target("qwen3", seed=11)
-    prompt = make_prompt(6)
-    once = greedy(target, prompt, max_new_tokens=60)
-    # What the target writes, as its own prompt: whatever repeats of it is found.
-    truth = greedy(target, once, max_new_tokens=40)
-    drafter = make_drafter()
-    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0, "max_matching_ngram_size": 2}
+    target, prompt, truth = repeating(1)
+    drafter = make_drafter(**SMALL)
     with counted_forwards(drafter) as drafts:
-        blocks = list(generate_blocks(drafter, target, once, prompt_lookup_num_tokens=9, **options))
-    assert [t for block in blocks for t in block.token_ids] == truth[0, once.shape[1] :].tolist()
+        blocks = list(generate_blocks(drafter, target, prompt, prompt_lookup_num_tokens=12, **OPTIONS))
+    assert [t for block in blocks for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
     looked_up = [block for block in blocks if block.is_lookup]
-    assert looked_up
-    assert len(drafts) == len(blocks) - 1 - len(looked_up) - sum(b.num_proposals == 0 for b in blocks[1:])
+    assert max(block.num_accepted for block in looked_up) == 12 > BLOCK_SIZE
+    assert len(drafts) == sum(block.num_proposals == BLOCK_SIZE - 1 for block in blocks)
+    assert {block.num_proposals for block in blocks[1:]} <= {0, BLOCK_SIZE - 1, 12}, "one wider width"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_a_lookup_fills_the_tail_of_a_draft(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the drafter's first proposals are kept, and what followed them earlier is accepted in the same step."""
+    target, prompt, truth = repeating(2)
+    drafter, kept, propose = (
+        ScriptedDrafter(target, [truth] * num_sequences, [5], **SMALL),
+        set[int](),
+        PromptLookup.propose,
+    )
+
+    def noted(lookup: PromptLookup, drafted: Any = ()) -> Any:
+        found = propose(lookup, drafted)
+        kept.update([found[0]] if found else [])
+        return found
+
+    monkeypatch.setattr(PromptLookup, "propose", noted)
+    prompts = torch.cat([prompt] * num_sequences)
+    blocks = list(generate_blocks(drafter, target, prompts, prompt_lookup_num_tokens=12, **OPTIONS))
+    for index in range(num_sequences):
+        mine = [block for block in blocks if block.sequence == index]
+        assert [t for block in mine for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
+        assert any(block.is_lookup and BLOCK_SIZE - 1 < block.num_accepted < 12 for block in mine)
+    assert len(kept) > 2
 
 
 def test_sampled_text_is_the_seeds_with_lookups_too() -> None:
@@ -107,6 +186,7 @@ def test_sampled_text_is_the_seeds_with_lookups_too() -> None:
     ("options", "message"),
     [
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0"),
+        ({"prompt_lookup_num_tokens": 64}, "prompt_lookup_num_tokens=64: use 1 to 63"),
         ({"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 0}, "max_matching_ngram_size=0"),
         ({"max_matching_ngram_size": 2}, "belongs to a prompt lookup"),
     ],

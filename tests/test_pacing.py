@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BLOCK_SIZE, SMALL, counted_forwards, greedy, make_prompt
+from tiny_models import BLOCK_SIZE, SMALL, PlacedDrafter, counted_forwards, greedy, make_prompt
 from tiny_models import ScriptedDrafter as AnyScriptedDrafter
 from tiny_models import make_drafter as any_drafter
 from tiny_models import make_target as any_target
@@ -263,6 +263,48 @@ def test_a_useless_drafter_seldom_runs() -> None:
         )
     assert len(drafts) <= 8
     assert len(forwards) > 150
+
+
+def test_both_costs_are_measured_again_where_the_text_is_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a drafter that helps in a short text and costs more than it gives in a long one is left aside there."""
+    target, prompt, measured = make_target(), make_prompt(14), list[int]()
+    truth = greedy(target, prompt, max_new_tokens=110, eos_token_id=None)
+    drafter = ScriptedDrafter(target, truth, [2])
+
+    def measure(proposer: Any, *_: Any) -> LatencyCurve:
+        measured.append(max(proposer.conversation.target_cache.lengths))
+        return FREE if measured[-1] < 64 else replace(DEAR, draft_ms=40.0)
+
+    monkeypatch.setattr(decoding_dflash.Proposer, "_measure", measure)
+    asked: dict[str, Any] = {"max_new_tokens": 100, "temperature": 0.0, "stop_token_ids": [], "adaptive": True}
+    blocks = list(generate_blocks(drafter, target, prompt, **asked))
+    assert [t for block in blocks for t in block.token_ids] == truth[0, 14:114].tolist()
+    assert [length.bit_length() for length in measured] == [4, 5, 6, 7]
+    ends = list(itertools.accumulate((len(block.token_ids) for block in blocks), initial=14))
+    early, late = (
+        [b.num_proposals > 0 for b, end in zip(blocks, ends, strict=False) if (end < 60) == short]
+        for short in (True, False)
+    )
+    assert sum(early) == len(early) - 1, "the prompt's block has none"
+    assert sum(late) < len(late) / 8
+
+
+def test_a_drafter_that_fails_from_some_position_on_is_left_aside_there() -> None:
+    target, prompt = make_target(num_hidden_layers=2), make_prompt(14)
+    truth = greedy(target, prompt, max_new_tokens=210, eos_token_id=None)
+    drafter = PlacedDrafter(target, **SMALL)
+    drafter.follow([truth], [BLOCK_SIZE - 1] * 80 + [0] * 400)
+    curve = replace(USUAL, machine=machine(target, drafter))
+    asked: dict[str, Any] = {"max_new_tokens": 200, "temperature": 0.0, "stop_token_ids": [], "latency_curve": curve}
+    drafts: list[int] = []
+    handle = drafter.register_forward_pre_hook(lambda *_: drafts.append(sum(len(b.token_ids) for b in blocks)))
+    blocks: list[Any] = []
+    for block in generate_blocks(drafter, target, prompt, **asked):
+        blocks.append(block)
+    handle.remove()
+    assert [t for block in blocks for t in block.token_ids] == truth[0, 14:214].tolist()
+    assert len([written for written in drafts if written < 66]) >= 10
+    assert len([written for written in drafts if written >= 100]) <= 10, "of 100 steps"
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])

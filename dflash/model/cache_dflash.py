@@ -196,6 +196,8 @@ class PreallocatedCache(Cache):
     ) -> None:
         super().__init__(layers=[PreallocatedLayer(capacity, num_sequences) for _ in range(num_layers)])
         self._lengths = [0] * batch_size
+        self.window: tuple[int, int] | None = None  # the first and the newest positions that `drop` keeps; None: all
+        self.dropped = [0] * batch_size  # positions between these two whose keys are gone
         self._running = {index: RunningState(mixer) for index, mixer in (mixers or {}).items()}
         for index, running in self._running.items():
             self.layers[index] = running.layer
@@ -220,6 +222,33 @@ class PreallocatedCache(Cache):
     def lengths(self) -> list[int]:
         """Valid positions of each sequence."""
         return list(self._lengths) if self.is_ragged else [self.get_seq_length()]
+
+    @property
+    def text_lengths(self) -> list[int]:
+        """Positions of each sequence's text, with those that were dropped."""
+        return [held + dropped for held, dropped in zip(self.lengths, self.dropped, strict=True)]
+
+    def positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """The positions of new columns in `slots` [B, S]."""
+        return slots if self.window is None else slots + to_device(torch.tensor(self.dropped), slots.device)[:, None]
+
+    @property
+    def excess(self) -> list[int]:
+        """How many keys of each sequence `drop` drops: all beyond the window, once they are an eighth of it."""
+        first, newest = self.window or (0, float("inf"))
+        return [int(count) if 8 * (count := held - first - newest) > newest else 0 for held in self.lengths]
+
+    def drop(self) -> None:
+        """Drops the keys between each sequence's first and newest positions, and moves these together."""
+        if self.window is None or not any(counts := self.excess):
+            return
+        sink, lengths = self.window[0], self.lengths
+        for layer in self._storage():
+            for states in (layer.keys, layer.values):
+                for of_sequence, held, count in zip(states, lengths, counts, strict=False):
+                    of_sequence[:, sink : held - count] = of_sequence[:, sink + count : held].clone()
+        self.dropped = [dropped + count for dropped, count in zip(self.dropped, counts, strict=True)]
+        self.set_lengths([held - count for held, count in zip(lengths, counts, strict=True)])
 
     def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
         """Slots, which are positions too, of the next forward's columns. Appends those that is_real [B, S] marks."""
@@ -290,6 +319,7 @@ class PreallocatedCache(Cache):
             for i, source in enumerate(sequences):
                 layer.keys[i, :, used] = theirs.keys[source, :, used]
                 layer.values[i, :, used] = theirs.values[source, :, used]
+        self.window, self.dropped = other.window, [other.dropped[i] for i in sequences]
         self.set_lengths(lengths)
 
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
@@ -315,6 +345,7 @@ class PreallocatedCache(Cache):
             running.forget()
             running.layer.reorder_cache(torch.tensor(sequences))
         self._num_recorded = None if self._num_recorded is None else 0
+        self.dropped = [self.dropped[i] for i in sequences]
         self.set_lengths([self.lengths[i] for i in sequences])
 
     def reusable(self, length: int) -> int:
@@ -326,7 +357,10 @@ class PreallocatedCache(Cache):
         """Keeps a single sequence's first `length` positions, also after a failed forward; ValueError if not `reusable`."""
         if self.reusable(length) != length:
             raise ValueError(f"Running states of {self.lengths} positions cannot go back to {length}: use a new one.")
-        self.set_lengths([length])
+        # Of a text cut where keys were dropped, the first ones are left.
+        held = max(length - self.dropped[0], min(length, self.window[0] if self.window else 0))
+        self.dropped = [length - held]
+        self.set_lengths([held])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Block:
         num_accepted (`int`): Number of accepted proposals, before the cut.
         is_prefill (`bool`, defaults to `False`): Whether the token comes from the prompt's forward, not from a verify step.
         sequence (`int`, defaults to 0): Index of the sequence in the batch.
-        is_lookup (`bool`, defaults to `False`): Whether the proposals come from the text itself (`prompt_lookup_num_tokens`).
+        is_lookup (`bool`, defaults to `False`): Whether proposals come from the text itself (`prompt_lookup_num_tokens`).
         scores (`torch.Tensor` of shape `(tokens, V)`, *optional*): Processed scores of the tokens, with `output_scores=True`.
         logits (`torch.Tensor` of shape `(tokens, V)`, *optional*): The target's logits, with `output_logits=True`.
 
@@ -94,6 +94,7 @@ class Conversation:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_reused = 0
+        self.draft_window: tuple[int, int] | None = None  # of new caches
         self.waiting: list[Context] = []  # context that the drafter has not read, oldest first
         self.loan: Loan | None = None  # of the caches, if a compiled pair has lent them
         self._num_read = 0  # tokens whose context the drafter's cache holds
@@ -125,7 +126,7 @@ class Conversation:
             self._num_read = min(self._num_read, self.num_reused)
             self.draft_cache.truncate(self._num_read)
             num_waiting = self.num_reused - self._num_read
-            self.waiting = [self.next_context().first(num_waiting)] if num_waiting else []
+            self.waiting = [self.next_context().part(0, num_waiting)] if num_waiting else []
             self.make_room(pair, length, [0])
         else:
             self.waiting, self._num_read = [], 0
@@ -147,7 +148,9 @@ class Conversation:
         else:
             self.close(has_failed=False)
             self.target_cache = pair.new_cache(length, num_sequences)
+            length = length if self.draft_window is None else sum(self.draft_window)
             self.draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, length, num_sequences)
+        self.draft_cache.window = self.draft_window
 
     def close(self, has_failed: bool) -> None:
         """Returns lent caches. After a failure they are dropped, because they may contain NaN."""
@@ -211,13 +214,18 @@ class Conversation:
             self.waiting = [_packed(features, is_real, num_real)]
         return self.waiting[0]
 
-    def step_context(self, pair: Pair, block_size: int) -> Context:
-        """`next_context` for a compiled step. If it has too many columns, the drafter reads them now, without a block."""
-        context = self.next_context()
-        if context.features.shape[1] > pair.num_columns(block_size) or not any(self.draft_cache.lengths):
-            pair.absorb(context, self.draft_cache)
+    def step_context(self, pair: Pair, most: float = float("inf")) -> Context:
+        """`next_context` of at most `most` columns. The drafter reads a longer one now, without a block, and by its window."""
+        context, cache = self.next_context(), self.draft_cache
+        num_columns = context.features.shape[1]
+        size = num_columns if cache.window is None else cache.window[1]
+        cache.drop()
+        if num_columns > min(most, size) or (most < float("inf") and not any(cache.lengths)):
+            for begin in range(0, num_columns, size):
+                pair.absorb(context.part(begin, begin + size), cache)
+                cache.drop()
             self.mark_read()
-            self.waiting = [context.first(0)]
+            self.waiting = [context.part(0, 0)]
         return self.waiting[0]
 
     def mark_read(self) -> list[int]:
@@ -243,24 +251,47 @@ class Proposer:
     ) -> None:
         self.pair, self.conversation, self.request = pair, conversation, request
         self.uniforms_of = uniforms_of
-        most = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
-        self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, most)  # of a whole block
-        self._num_nodes: Any = min(request.draft_tree, most)
-        self._lookup = PromptLookup(request.num_looked_up, request.ngram_size) if request.num_looked_up else None
+        self._most: Any = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
+        self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, self._most)  # of a whole block
+        self._num_nodes: Any = min(request.draft_tree, self._most)
+        self._lookups: dict[int, PromptLookup] = {}  # by index of the sequence
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
         self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked already
-        self._num_steps = self._num_accepted = 0
+        self._num_steps = self._num_accepted = self._size = 0
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """At most `num_wanted` tokens, or a tree of that depth, after the anchors [B, 1]."""
-        nothing, num_wanted = Proposals(anchors[:, :0]), min(num_wanted, self.num_proposals)
+        proposals, num_wanted = Proposals(anchors[:, :0]), min(num_wanted, self._most)
         if not num_wanted:
-            return nothing
-        found = self._lookup.propose(sequences) if self._lookup is not None else {}
-        if len(found) == len(sequences):
-            token_ids = to_device(torch.tensor(list(found.values())), anchors.device)
-            return Proposals(token_ids, looked_up=tuple(found)).first(num_wanted)
+            return proposals
+        lookups = self.lookups(sequences)
+        found = {index: ids for index, lookup in lookups.items() if (ids := lookup.propose())}
+        if len(found) == _num_live(sequences):
+            self.forget_ahead()
+        else:
+            proposals = self._propose_drafts(sequences, anchors, min(num_wanted, self.num_proposals))
+            if len(found) < len(lookups) and proposals.tree is None:
+                drafted = to_host(proposals.token_ids)()
+                for index in lookups.keys() - found:
+                    if ids := lookups[index].propose(drafted[index]):
+                        found[index] = ids
+        if not found:
+            return proposals
+        proposals = proposals if proposals.token_ids.shape[1] else Proposals(anchors)
+        return proposals.with_lookups(found).first(num_wanted)
+
+    def lookups(self, sequences: list[TextSequence]) -> dict[int, PromptLookup]:
+        """The lookups of the sequences whose text has repeated itself lately, by index."""
+        if not (size := self.request.num_looked_up):
+            return {}
+        for sequence in sequences:
+            self._lookups.setdefault(sequence.index, PromptLookup(size, self.request.ngram_size))
+        both = [(self._lookups[sequence.index], sequence) for sequence in sequences]
+        return {i: lookup for i, (lookup, one) in enumerate(both) if not one.is_done and lookup.read(one)}
+
+    def _propose_drafts(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
+        """The drafter's proposals; none while they do not pay."""
         drafted, is_wanted = self._ahead, self._is_wanted
         self.forget_ahead()
         if drafted is not None:
@@ -269,15 +300,14 @@ class Proposer:
             if self._pacer is not None and is_wanted is None:
                 is_wanted = self._pacer.wants_draft(_num_live(sequences))
             if is_wanted is False:
-                return nothing
+                return Proposals(anchors[:, :0])
             drafted = self._draft(sequences, anchors)
-        proposals = self._choose(drafted, anchors, num_wanted)
-        return proposals.with_lookups(found) if found else proposals
+        return self._choose(drafted, anchors, num_wanted)
 
     def propose_ahead(self, step: Step, sequences: list[TextSequence]) -> None:
         """Launches the draft after a step that the host has not read. Raises NotCompiledError if it needs the host."""
         request, pacer, conversation, verdict = self.request, self._pacer, self.conversation, step.verdict
-        if self._lookup is not None or self.uniforms_of is not None or request.draft_tree or pacer is None:
+        if self.uniforms_of is not None or request.draft_tree or pacer is None or self.lookups(sequences):
             raise NotCompiledError
         self._is_wanted = pacer.wants_draft(_num_live(sequences))
         # After a pause the drafter has more context to read than this step's.
@@ -302,9 +332,9 @@ class Proposer:
         """Adds the blocks of a step to the lookup, pacing and acceptance statistics; warns if drafts are never accepted."""
         num_accepted = sum(block.num_accepted for block in blocks)
         self._num_accepted += num_accepted
-        if self._lookup is not None:
-            for block in blocks:
-                self._lookup.record(block.is_lookup, block.num_accepted)
+        for block in blocks:
+            if block.sequence in self._lookups:
+                self._lookups[block.sequence].record(block.num_accepted)
         num_proposals = proposals.token_ids.shape[1]
         if self._pacer is not None and proposals.looked_up:
             self._pacer.begin_step()  # says nothing about drafts
@@ -324,10 +354,15 @@ class Proposer:
         """Runs the drafter once. Its cache then holds only context."""
         request, pair, conversation = self.request, self.pair, self.conversation
         is_compiled = pair.compiled is not None and pair.compiled.is_active
-        context = conversation.step_context(pair, request.block_size) if is_compiled else conversation.next_context()
+        most = pair.num_columns(request.block_size) if is_compiled else float("inf")
+        context = conversation.step_context(pair, most)
         hidden_states = pair.draft(anchors, context, conversation.draft_cache, request.block_size)
         conversation.mark_read()
-        if request.adaptive and self._pacer is None:  # now that the drafter's cache holds the text, as in later steps
+        size = max(conversation.target_cache.lengths).bit_length()
+        if request.adaptive and (self._pacer is None or (size > self._size and request.latency_curve is None)):
+            self._size = (
+                size  # measured now that the drafter's cache holds the text, and again when that is twice as long
+            )
             widths = WIDTH_CLASSES if pair.compiled is not None and pair.compiled.is_static else ()
             curve, num_sequences = request.latency_curve or self._measure(anchors, widths), _num_live(sequences)
             self._pacer = Pacer(curve, num_sequences, Habits.of(pair.drafter), widths)
@@ -463,6 +498,8 @@ class Decoder:
             num_real = is_token.sum(dim=1).tolist()
             logits, features = self.pair.forward(chunk, conversation.target_cache, 1, is_token, num_real)
             conversation.waiting.append(_packed(features, is_token, num_real))
+            if conversation.draft_cache.window is not None:
+                conversation.step_context(self.pair)
             conversation.token_ids += chunk[0].tolist()
         # Without features: they are in `waiting` already.
         return self.commit(self.accept(Proposals(request.input_ids[:, :0]), logits, features[:, :0]))
@@ -539,7 +576,8 @@ class Decoder:
         compiled, request, proposer = self.pair.compiled, self.request, self.proposer
         if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
             return False
-        if request.num_looked_up or request.adaptive or request.draft_tree or proposer.uniforms_of is not None:
+        is_drawn = proposer.uniforms_of is not None
+        if request.adaptive or request.draft_tree or is_drawn or proposer.lookups(self.sequences):
             return False  # other proposals than the drafter's block may be verified
         if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
@@ -563,7 +601,7 @@ class Decoder:
         is_live = to_device(torch.tensor([not sequence.is_done for sequence in self.sequences]), device)
         if after is None:
             self._make_room()
-            context = conversation.step_context(pair, request.block_size)
+            context = conversation.step_context(pair, pair.num_columns(request.block_size))
             state = context.state(self.anchors, conversation.target_cache.lengths)
         elif after.whole is None:
             raise NotCompiledError
@@ -600,6 +638,8 @@ class Decoder:
         num_left = request.max_new_tokens - num_written - width
         length = max(self.conversation.target_cache.lengths) + 4 * self.pair.num_columns(request.block_size)
         if num_left <= 0 or self.num_wanted < 2 * width or loan is None or length > loan.capacity:
+            return None
+        if any(self.conversation.draft_cache.excess):  # moved before the next step is launched
             return None
         with suppress(NotCompiledError):
             if self.is_fused:

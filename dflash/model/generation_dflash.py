@@ -27,7 +27,7 @@ from .attention_dflash import attention_of
 from .cache_dflash import LINEAR_TYPES
 from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_ahead, decode_blocks
 from .proposals_dflash import LatencyCurve, make_cutter
-from .step_dflash import InexactError, Pair, check_pair, compiled_pair
+from .step_dflash import WIDTH_CLASSES, InexactError, Pair, check_pair, compiled_pair
 from .verification_dflash import VERIFICATIONS, PositionUniforms, Verifier
 
 
@@ -67,8 +67,8 @@ MOST_NODES = 1024  # of a draft tree: its mask grows with their square
 COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 # For each setting: whether a value is valid, and the remedy.
@@ -85,12 +85,19 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
-    "prompt_lookup_num_tokens": (_whole(1), "use at least 1, or leave it out"),
+    "prompt_lookup_num_tokens": (
+        _whole(1, WIDTH_CLASSES[-1] - 1),
+        f"use 1 to {WIDTH_CLASSES[-1] - 1}, or leave it out",
+    ),
     "max_matching_ngram_size": (_whole(1), "use at least 1, or leave it out"),
     "max_draft_tokens": (_whole(0), "use a number of tokens, or 0 to draft nothing"),
     "draft_tree": (
-        lambda value: isinstance(value, bool) or (_whole(0)(value) and value <= MOST_NODES),
+        lambda value: isinstance(value, bool) or _whole(0, MOST_NODES)(value),
         f"use a number of nodes up to {MOST_NODES}, or True for as many as pay",
+    ),
+    "draft_window": (
+        lambda value: isinstance(value, tuple | list) and [*map(_whole(0), value)] == [True] * 2 and value[1] > 0,
+        "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
     "token_streamer": (lambda value: hasattr(value, "put"), "pass a streamer of transformers"),
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
@@ -410,12 +417,16 @@ def generate_blocks(
             - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
+            - **draft_window** (`(int, int)`): How many of the first and of the newest tokens a drafter with full attention
+              reads (up to an eighth more). It keeps no other keys, and a conversation keeps its window. Default: that in the
+              drafter's config, or all tokens.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
               to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes. A pair
               that was compiled once is also compiled under "auto" for new kinds of shapes, such as two prompts after one.
               What cannot be compiled runs eagerly, and one warning gives the reason.
-            - **prompt_lookup_num_tokens** (`int`): Length of proposals from the text itself, which compete with the
-              drafter's. **max_matching_ngram_size** (`int`, defaults to 3) tokens have to match.
+            - **prompt_lookup_num_tokens** (`int`): Proposals of a step, at most 63, where the text repeats itself. After the
+              last tokens, or those and the first that the drafter proposes, what followed them earlier is proposed.
+              **max_matching_ngram_size** (`int`, defaults to 10) of them have to match.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
@@ -483,9 +494,10 @@ class Request:
     adaptive: bool = False
     latency_curve: LatencyCurve | None = None
     draft_tree: int | bool = False  # nodes; 0: none
+    draft_window: Any = None  # positions that the drafter reads: the first and the newest; by default its config's
     compile: bool | str = "auto"
     num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
-    ngram_size: int = 3  # its `max_matching_ngram_size`
+    ngram_size: int = 10  # its `max_matching_ngram_size`
     uniforms_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
     noise_generator: Any = None  # deprecated name of `uniforms_generator`
     token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit
@@ -528,6 +540,11 @@ class Request:
             request.latency_curve.check(target, drafter, bool(draft_tree))
         if request.conversation is not None:
             request.conversation.check(target, drafter)
+        if request.draft_window is None:
+            request.draft_window = getattr(drafter.config, "draft_window", None)
+            _check_settings({"draft_window": request.draft_window})
+        if request.draft_window and any(map(drafter.config.layer_window, range(drafter.config.num_hidden_layers))):
+            raise ValueError(f"draft_window={request.draft_window}: this drafter has sliding layers, leave it out.")
         request.block_size = request.block_size or drafter.config.block_size
         request.adaptive = request.adaptive or request.latency_curve is not None or draft_tree is True
         request.draft_tree = LARGEST_TREE if draft_tree is True else int(draft_tree)
@@ -577,6 +594,7 @@ def custom_generate(
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)
     conversation = request.conversation or Conversation()
+    conversation.draft_window = request.draft_window
     decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), conversation)
     blocks = _guarded(decode_blocks(decoder) if compiled is None else decode_ahead(decoder), request, conversation)
     return blocks if request.as_blocks else _collect(blocks, request)

@@ -133,46 +133,67 @@ def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence
     return tree
 
 
-RECENT = 0.25  # weight of the latest block in the running mean
-RETRY_AFTER = 16  # a lookup that pays less than drafts is tried every 16th time
+LONGEST_MATCH = 64  # tokens of an earlier occurrence that are compared, at most
+MOST_OCCURRENCES = 32  # newest ones that are compared
+REACH = 64  # tokens after a repeated one in which a text counts as repeating itself
 
 
 class PromptLookup:
-    """Proposes the tokens that followed the last `ngram_size` tokens where they last occurred, while these are accepted."""
+    """Proposes what followed the longest, then the newest, earlier occurrence of a sequence's last tokens.
+
+    At least `ngram_size` tokens have to match. After each lookup of which no token was accepted, twice as many.
+    """
 
     def __init__(self, num_tokens: int, ngram_size: int) -> None:
         self.num_tokens, self.ngram_size = num_tokens, ngram_size
-        # For each sequence its text, and for each n-gram, except the last one, the index of the token after it.
-        self._read: dict[int, tuple[list[int], dict[tuple[int, ...], int]]] = {}
-        self._mean_accepted: dict[bool, float] = {}  # of lookups (True) and of the drafter's blocks (False)
-        self._num_passed = 0
+        self._text: list[int] = []
+        # For each n-gram, where the tokens after it begin, oldest first. The text's last n-gram is added with its next token.
+        self._begins: dict[tuple[int, ...], list[int]] = {}
+        self._num_matching = ngram_size
+        self._repeated = -REACH - 1  # length of the text after the last n-gram that had occurred before
+        self._first: int | None = None  # proposal of this step that was looked up first
 
-    def propose(self, sequences: list[TextSequence]) -> dict[int, list[int]]:
-        """Proposals by index in `sequences`, for those whose last tokens occurred before, while lookups pay."""
-        found = {index: ids for index, sequence in enumerate(sequences) if (ids := self._continue(sequence))}
-        if not found or self._mean_accepted.get(True, math.inf) >= self._mean_accepted.get(False, 0.0):
-            return found
-        self._num_passed = (self._num_passed + 1) % RETRY_AFTER
-        return {} if self._num_passed else found
-
-    def record(self, is_lookup: bool, num_accepted: int) -> None:
-        """Adds a block's accepted tokens to the mean of its kind."""
-        mean = self._mean_accepted.get(is_lookup, float(num_accepted))
-        self._mean_accepted[is_lookup] = mean + RECENT * (num_accepted - mean)
-
-    def _continue(self, sequence: TextSequence) -> list[int] | None:
-        """The tokens after the latest earlier occurrence of the last n-gram, repeated where the text ends."""
-        text, indices = self._read.setdefault(sequence.index, ([], {}))
-        first_end = max(len(text), self.ngram_size)
+    def read(self, sequence: TextSequence) -> bool:
+        """Reads what was written since the last call; returns whether the text has repeated itself lately."""
+        text, size, num_read = self._text, self.ngram_size, len(self._text)
         prompt_ids, new_ids = sequence.prompt_ids, sequence.new_ids
-        text += new_ids[len(text) - len(prompt_ids) :] if text else prompt_ids.tolist() + new_ids
-        for end in range(first_end, len(text)):
-            indices[tuple(text[end - self.ngram_size : end])] = end
-        begin = indices.get(tuple(text[-self.ngram_size :]))
-        if begin is None:
-            return None
-        period = len(text) - begin
-        return [text[begin + i % period] for i in range(self.num_tokens)]
+        text += new_ids[num_read - len(prompt_ids) :] if text else prompt_ids.tolist() + new_ids
+        for end in range(max(num_read, size), len(text) + 1):
+            begins = self._begins.setdefault(tuple(text[end - size : end]), [])
+            if begins:
+                self._repeated = end
+            if end < len(text):
+                begins.append(end)
+        return len(text) - self._repeated <= REACH
+
+    def propose(self, drafted: Sequence[int] = ()) -> tuple[int, list[int]] | None:
+        """The number of drafted tokens to keep, and what is found after them; `None`: nothing after any of them."""
+        text = [*self._text[-LONGEST_MATCH:], *drafted]
+        for count in range(min(len(drafted), self.num_tokens - 1) + 1):
+            begin = self._find(text[: len(text) - len(drafted) + count])
+            if begin is not None:
+                self._first = count
+                found = [*self._text[begin : begin + self.num_tokens], *drafted[:count]]
+                return count, [found[i % len(found)] for i in range(self.num_tokens - count)]
+        return None
+
+    def record(self, num_accepted: int) -> None:
+        """Adapts the number of tokens that have to match to the accepted ones of a step."""
+        if self._first is not None and num_accepted >= self._first:
+            factor = 2.0 if num_accepted == self._first else 0.5
+            self._num_matching = int(min(max(factor * self._num_matching, self.ngram_size), LONGEST_MATCH))
+        self._first = None
+
+    def _find(self, last: list[int]) -> int | None:
+        """Where the text goes on after the best earlier occurrence of `last`."""
+        best, most = None, self._num_matching - 1
+        for begin in reversed(self._begins.get(tuple(last[-self.ngram_size :]), [])[-MOST_OCCURRENCES:]):
+            length = self.ngram_size
+            while length < min(begin, len(last)) and self._text[begin - length - 1] == last[-length - 1]:
+                length += 1
+            if length > most:
+                best, most = begin, length
+        return best
 
 
 REPEATS, UNTIMED = 5, 3  # timed forwards, and warm-up forwards before them, which record and compare compiled ones

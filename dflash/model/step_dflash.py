@@ -245,9 +245,9 @@ class Context:
         """Which columns are valid, [B, C]."""
         return torch.arange(self.features.shape[1], device=self.features.device) < self.counts[:, None]
 
-    def first(self, count: int) -> Context:
-        """At most the first `count` columns of each sequence."""
-        return Context(self.features[:, :count], [min(count, real) for real in self.num_real])
+    def part(self, begin: int, end: int) -> Context:
+        """Columns `begin` to `end` of each sequence, as far as it has them."""
+        return Context(self.features[:, begin:end], [max(min(end, real) - begin, 0) for real in self.num_real])
 
     def of_sequences(self, sequences: list[int]) -> Context:
         """The context of these sequences of the batch."""
@@ -267,9 +267,12 @@ class Storage:
     values: list[torch.Tensor]
     index: torch.Tensor  # its length is the number of keys to read: a size that the compiler can leave open
     is_flex: bool
+    dropped: torch.Tensor | None = None  # positions that are not stored, [R]; None: all are
 
-    def place(self, slots: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor | None = None) -> Place:
+    def place(self, slots: torch.Tensor, positions: Any = None, ancestors: torch.Tensor | None = None) -> Place:
         """A `Place` for a forward at `positions`: a cache over this storage that writes new keys and values to `slots` [B, S]."""
+        if positions is None:
+            positions = slots if self.dropped is None else slots + self.dropped[:, None]
         num_keys, pairs = self.index.shape[0], zip(self.keys, self.values, strict=True)
         cache = Cache(layers=[PreallocatedLayer.lent(keys, values, slots, num_keys) for keys, values in pairs])
         return Place(positions, cache, num_keys, ancestors, self.is_flex)
@@ -287,9 +290,10 @@ def verify_lent(
 
 def draft_lent(drafter: Any, target: Any, block_size: int, state: State, storage: Storage) -> torch.Tensor:
     """`draft` of a block in lent storage, after the new context in `state`."""
-    slots = block_slots(state.starts - state.counts, state.counts, state.features.shape[1], block_size)
+    starts = state.starts if storage.dropped is None else state.starts - storage.dropped
+    slots = block_slots(starts - state.counts, state.counts, state.features.shape[1], block_size)
     noise_embeds = drafter.embed(block_ids(drafter, state.anchors, block_size), target.get_input_embeddings())
-    return draft(drafter, noise_embeds, state.features, state.starts, storage.place(slots, slots))
+    return draft(drafter, noise_embeds, state.features, starts, storage.place(slots))
 
 
 @dataclass(frozen=True)
@@ -441,6 +445,7 @@ class CompiledPair:
                 shelf.append(Loan(size, room, pair.new_cache(room, num_sequences, size), draft_cache, shelf))
             loan = shelf.pop()
         for cache in (loan.target_cache, loan.draft_cache):
+            cache.window, cache.dropped = None, [0] * num_sequences
             cache.set_lengths([0] * num_sequences)
         return loan
 
@@ -526,7 +531,11 @@ class CompiledPair:
                 _collector.reset(None)
 
     def storage(self, cache: PreallocatedCache, num_keys: int, is_eager: bool = False) -> Storage:
-        """The storage of a cache for a forward over `num_keys` keys."""
+        """The storage of a cache for a forward over the keys of the first `num_keys` positions."""
+        dropped: Any = None
+        if cache.window is not None:  # one more, for the same reason as below
+            num_keys += max(cache.lengths) - max(cache.text_lengths) + 1
+            dropped = self.inputs(cache, to_device(torch.tensor(cache.dropped), self._device))[0]
         if self.is_static:
             keys, values = cache.storage(num_keys)
             for tensor in (*keys, *values):
@@ -539,7 +548,7 @@ class CompiledPair:
                 torch._dynamo.mark_dynamic(tensor, [0, 2] if len(cache.lengths) > 1 else [2])
             index = keys[0].new_empty(1).expand(num_keys)
             torch._dynamo.mark_dynamic(index, 0)
-        return Storage(keys, values, index, self._is_flex and not is_eager)
+        return Storage(keys, values, index, self._is_flex and not is_eager, dropped)
 
     def inputs(self, cache: PreallocatedCache, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Tensors [B, ...] padded to the sequences of the storage, [R, ...], with varying sizes marked."""
@@ -695,22 +704,29 @@ class Pair:
     ) -> torch.Tensor:
         """The drafter's last hidden states [B, N, D] after anchors [B, 1]. Its cache then holds the context, but no block."""
         if self.compiled is not None and self.compiled.is_active:
-            starts = [held + waiting for held, waiting in zip(cache.lengths, context.num_real, strict=True)]
+            starts = [held + waiting for held, waiting in zip(cache.text_lengths, context.num_real, strict=True)]
             with suppress(NotCompiledError):
                 hidden_states = self.draft_compiled(context.state(anchors, starts), cache, block_size)
                 cache.advance(context.num_real)
                 return hidden_states
         drafter: Any = self.drafter
         noise_embeds, features = self.embed(block_ids(drafter, anchors, block_size)), context.features
-        if not cache.is_ragged:  # the drafter takes positions and mask from its cache
-            output = drafter(noise_embeds=noise_embeds, context_hidden_states=features, past_key_values=cache)
+        if not cache.is_ragged:  # the drafter takes the mask from its cache
+            start, length = cache.text_lengths[0], features.shape[1] + block_size
+            output = drafter(
+                noise_embeds=noise_embeds,
+                context_hidden_states=features,
+                position_ids=torch.arange(start, start + length, device=features.device)[None],
+                past_key_values=cache,
+            )
             cache.rollback(block_size)
             return output.last_hidden_state
         lengths, counts = to_device(torch.tensor(cache.lengths), features.device), context.counts
         slots = block_slots(lengths, counts, features.shape[1], block_size)
         num_keys = max(cache.lengths) + slots.shape[1]
         cache.place(slots, num_keys)
-        hidden_states = draft(drafter, noise_embeds, features, lengths + counts, Place(slots, cache, num_keys))
+        place = Place(cache.positions(slots), cache, num_keys)
+        hidden_states = draft(drafter, noise_embeds, features, lengths + counts, place)
         cache.advance(context.num_real)
         return hidden_states
 
@@ -724,7 +740,8 @@ class Pair:
             raise NotCompiledError
 
         def given(output: Any) -> tuple[Any, ...]:
-            storage = compiled.storage(cache, max(cache.lengths) + (2 + num_unread) * columns, output is not None)
+            num_keys = max(cache.text_lengths) + (2 + num_unread) * columns
+            storage = compiled.storage(cache, num_keys, output is not None)
             return self.drafter, self.target, block_size, compiled.taken(cache, state, columns), storage
 
         key = self._key("a draft", cache, block_size)
@@ -739,7 +756,7 @@ class Pair:
         slots = to_device(torch.tensor(cache.lengths), columns.device)[:, None] + columns
         if cache.is_ragged:
             cache.place(slots, max(cache.lengths) + len(columns))
-        drafter.absorb(context.features, slots, cache)
+        drafter.absorb(context.features, cache.positions(slots), cache)
         if cache.is_ragged:
             cache.advance(context.num_real)
 
@@ -763,7 +780,7 @@ class Pair:
             models = self.target, self.drafter, self.layout
             return models, taken, storages, shape, numbers, output
 
-        key = self._key("a step" if drawn is None else "a sampled step", caches[0], shape)
+        key = self._key("a step" if drawn is None else "a sampled step", caches[1], shape)
         outputs = compiled.run((self.target, self.drafter), key, whole_step, given)
         num_accepted, choices, proposed_ids, _, features, _ = (output[: len(state.anchors)] for output in outputs)
         return Verdict(num_accepted, choices), proposed_ids, features
@@ -817,6 +834,7 @@ class Pair:
         """The key of a compiled function; on devices with few shapes it includes them."""
         compiled: Any = self.compiled
         name = f"{kind} of {'one sequence' if len(cache.lengths) == 1 else 'sequences'}"
+        name += "" if cache.window is None else " in a window"
         if not compiled.is_static:
             return name, shape if isinstance(shape, Shape) else None
         keys = cache.storage(0)[0]

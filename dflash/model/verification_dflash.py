@@ -84,7 +84,7 @@ class Proposals:
     token_ids: torch.Tensor  # [B, n]
     candidate_ids: torch.Tensor | None = None  # [B, n, K], tokens that each was drawn from; None: q has one token
     probabilities: torch.Tensor | None = None  # [B, n, K], q of the candidates
-    looked_up: tuple[int, ...] = ()  # indices of the sequences whose proposals come from their own text
+    looked_up: tuple[int, ...] = ()  # indices of the sequences that have proposals from their own text
     confidences: torch.Tensor | None = None  # [B, n], the drafter's probability of each, given those before it
     tree: DraftTree | None = None  # the tokens of a single sequence as nodes; None: a chain
     is_finite: torch.Tensor | None = None  # [B], whether the drafter's logits were finite; None: not drafted
@@ -94,23 +94,32 @@ class Proposals:
         names = ("token_ids", "candidate_ids", "probabilities", "confidences")
         return replace(self, **{name: part[:, :count] for name in names if (part := getattr(self, name)) is not None})
 
-    def with_lookups(self, found: dict[int, list[int]]) -> Proposals:
-        """The proposals with `found` tokens, by index of their sequence, as the first ones. Their q is one token."""
-        width = self.token_ids.shape[1]
-        looked_up = torch.full(self.token_ids.shape, -1, device="cpu")
-        for index, token_ids in found.items():
-            looked_up[index, : len(token_ids)] = torch.tensor(token_ids[:width])
-        looked_up = to_device(looked_up, self.token_ids.device)
+    def with_lookups(self, found: dict[int, tuple[int, list[int]]]) -> Proposals:
+        """The proposals with `found` tokens after a number of them, by index of the sequence. Their q is one token.
+
+        Where more were found than drafted, the other sequences get token 0.
+        """
+        num_drafted, device = self.token_ids.shape[1], self.token_ids.device
+        width = max(num_drafted, *(count + len(token_ids) for count, token_ids in found.values()))
+        looked_up = torch.full((len(self.token_ids), width), -1, device="cpu")
+        looked_up[:, num_drafted:] = 0
+        for index, (count, token_ids) in found.items():
+            looked_up[index, count : count + len(token_ids)] = torch.tensor(token_ids)
+        looked_up, columns = (
+            to_device(looked_up, device),
+            torch.arange(width, device=device).clamp(max=num_drafted - 1),
+        )
         is_found = looked_up >= 0
-        chosen = torch.where(is_found, looked_up, self.token_ids)
+        chosen = torch.where(is_found, looked_up, self.token_ids[:, columns])
         candidate_ids, probabilities = self.candidate_ids, self.probabilities
         if candidate_ids is not None and probabilities is not None:
+            candidate_ids, probabilities = candidate_ids[:, columns], probabilities[:, columns]
             # Replaces the equal candidate, or the first one, so that no candidate occurs twice.
             slot = (candidate_ids == chosen[..., None]).long().argmax(dim=-1, keepdim=True)
             candidate_ids = candidate_ids.scatter(-1, slot, chosen[..., None])
             one_token = torch.zeros_like(probabilities).scatter(-1, slot, 1.0)
             probabilities = torch.where(is_found[..., None], one_token, probabilities)
-        return Proposals(chosen, candidate_ids, probabilities, tuple(found) if width else (), is_finite=self.is_finite)
+        return Proposals(chosen, candidate_ids, probabilities, tuple(found), is_finite=self.is_finite)
 
 
 @dataclass(frozen=True)

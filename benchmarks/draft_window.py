@@ -1,0 +1,79 @@
+"""Milliseconds of a draft by the length of the text, for a drafter that reads all of it and for one with a window.
+
+    python benchmarks/draft_window.py --output benchmarks/results/draft_window_small_cpu.json
+
+Random weights of a shape of `SHAPES`. Both drafters take turns; the text is random context of that length.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+from measuring import argument_parser, finish, parsed, turns
+from rich.progress import track
+
+from dflash.common.stopwatch import seconds_of
+from dflash.evaluation import SHAPES, scripted_pair
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.step_dflash import Context, Pair
+
+
+PIECE = 1024  # columns that the drafter reads at a time
+NUM_NEW = 6  # columns of context that each draft reads
+
+
+def cache_of(pair: Pair, length: int, window: tuple[int, int] | None) -> PreallocatedCache:
+    """The drafter's cache after a text of `length` tokens."""
+    config: Any = pair.drafter.config
+    cache = PreallocatedCache(config.num_hidden_layers, sum(window or (length, PIECE)))
+    cache.window = window
+    size = len(config.target_layer_ids) * config.hidden_size
+    for begin in range(0, length, PIECE):
+        count = min(PIECE, length - begin)
+        pair.absorb(Context(torch.randn(1, count, size), [count]), cache)
+        cache.drop()
+    return cache
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="small")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 32768])
+    parser.add_argument("--window", type=int, nargs=2, default=[64, 1024], help="first and newest tokens")
+    parser.add_argument("--repeats", type=int, default=25)
+    args = parsed(parser)
+    torch.manual_seed(0)
+    target, drafter = scripted_pair(args.shape, 6.5)
+    pair, anchors, window = Pair(target, drafter), torch.ones(1, 1, dtype=torch.long), tuple(args.window)
+    size = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
+    context = Context(torch.randn(1, NUM_NEW, size), [NUM_NEW])
+    caches = {
+        (length, name): cache_of(pair, length, kept)
+        for length in track(args.lengths, description="texts")
+        for name, kept in (("all", None), ("window", window))
+    }
+
+    def draft(key: Any) -> None:
+        pair.draft(anchors, context, caches[key], drafter.config.block_size)
+        caches[key].rollback(NUM_NEW)
+
+    times: dict[Any, list[float]] = {key: [] for key in caches}
+    for key in turns(list(caches), args.repeats + 2):
+        times[key].append(1e3 * seconds_of(lambda key=key: draft(key)))
+    summary = []
+    for (length, name), taken in times.items():
+        first = median(times[args.lengths[0], name][2:])
+        row = {"reads": name, "text_tokens": length, "keys": caches[length, name].lengths[0]}
+        summary.append(
+            row | {"ms_draft": round(median(taken[2:]), 4), "over_shortest": round(median(taken[2:]) / first, 4)}
+        )
+    models = dict.fromkeys(("target", "drafter"), f"random weights, shape {args.shape}")
+    decoding = {**models, "window": f"{window[0]} + {window[1]} tokens", "repeats": args.repeats}
+    finish(args.output, "draft_window", (target, drafter), decoding=decoding, summary=summary)
+
+
+if __name__ == "__main__":
+    main()
