@@ -437,11 +437,10 @@ def late(_late_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Late:
         finally:
             device.events.append("commit")
 
-    def launched_ahead(self: Decoder, step: Any) -> Any:
-        result = ahead(self, step)
-        if result is not None or self.proposer._ahead is not None:
+    def launched_ahead(self: Decoder, step: Any) -> None:
+        ahead(self, step)
+        if self._ahead is not None or self.proposer._ahead is not None:
             device.events.append("ahead")
-        return result
 
     monkeypatch.setattr(torch, "compile", as_it_is)
     monkeypatch.setattr(Decoder, "launch_ahead", launched_ahead)

@@ -308,8 +308,9 @@ class PreallocatedCache(Cache):
             layer.reserve(capacity)
         return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
 
-    def copy_sequences(self, other: PreallocatedCache, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Replaces the content by the first `lengths` positions of another cache's `sequences`."""
+    def copy_sequences(self, other: PreallocatedCache, sequences: Sequence[int]) -> None:
+        """Replaces the content by that of another cache's `sequences`."""
+        lengths = [other.lengths[i] for i in sequences]
         used = slice(max(lengths))
         for layer, theirs in zip(self._storage(), other._storage(), strict=True):
             if not theirs.is_initialized:

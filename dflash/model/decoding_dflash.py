@@ -1,17 +1,18 @@
 """The loop: propose a block, verify it in one forward of the target, accept a prefix, commit it.
 
-`decode_blocks` is the loop. `decode_ahead` runs the same four verbs where one compiled function does the first three; on a
-device with a queue it launches a step before the host has read the one before.
+`decode_blocks` is the loop. One compiled function may do its first three verbs, and on a device with a queue a step is launched
+before the host has read the one before.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -129,24 +130,20 @@ class Conversation:
             self.waiting = [self.next_context().part(0, num_waiting)] if num_waiting else []
             self.make_room(pair, length, [0])
         else:
-            self.waiting, self._num_read = [], 0
+            self.close(has_failed=False)
+            self._num_read = 0
             self._allocate(pair, len(token_ids), length)
         return self.num_reused
 
     def _allocate(self, pair: Pair, num_sequences: int, length: int) -> None:
-        """Makes new caches, or on devices with few shapes takes lent ones and returns those lent before."""
-        compiled, old = pair.compiled, self.loan
+        """Makes new caches, or on devices with few shapes takes lent ones."""
+        compiled = pair.compiled
         if compiled is not None and compiled.is_static and num_sequences <= SEQUENCE_CLASSES[-1]:
             self.loan = compiled.lend(pair, num_sequences, length)
             self.target_cache, self.draft_cache = self.loan.target_cache, self.loan.draft_cache
-            if self._return is not None:
-                self._return.detach()
-            if old is not None:
-                compiled.take_back(old)
             self._return = weakref.finalize(self, compiled.take_back, self.loan)
             self._return.atexit = False
         else:
-            self.close(has_failed=False)
             self.target_cache = pair.new_cache(length, num_sequences)
             length = length if self.draft_window is None else sum(self.draft_window)
             self.draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, length, num_sequences)
@@ -170,14 +167,12 @@ class Conversation:
         size = next(size for size in SEQUENCE_CLASSES if size >= len(sequences))
         if loan is not None and loan.num_sequences == size and loan.capacity >= length:
             return
-        old_caches = self.caches
-        lengths = [[cache.lengths[i] for i in sequences] for cache in old_caches]
-        self.loan = None  # returned below, after it was read
+        old_caches, give_back = self.caches, self._return
         self._allocate(pair, len(sequences), length if loan is None else max(length, loan.capacity))
-        for mine, old, held in zip(self.caches, old_caches, lengths, strict=True):
-            mine.copy_sequences(old, sequences, held)
-        if loan is not None:
-            compiled.take_back(loan)
+        for mine, old in zip(self.caches, old_caches, strict=True):
+            mine.copy_sequences(old, sequences)
+        if give_back is not None:
+            give_back()
 
     def keep_sequences(self, pair: Pair, sequences: list[int]) -> bool:
         """Drops the other sequences of the batch, in lent caches only if a smaller class fits; returns whether it did."""
@@ -254,7 +249,8 @@ class Proposer:
         self._most: Any = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
         self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, self._most)  # of a whole block
         self._num_nodes: Any = min(request.draft_tree, self._most)
-        self._lookups: dict[int, PromptLookup] = {}  # by index of the sequence
+        lookup = partial(PromptLookup, request.num_looked_up, request.ngram_size)
+        self._lookups: dict[int, PromptLookup] = defaultdict(lookup)  # by index of the sequence
         self._pacer: Pacer | None = None
         self._ahead: Drafted | None = None
         self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked already
@@ -283,12 +279,10 @@ class Proposer:
 
     def lookups(self, sequences: list[TextSequence]) -> dict[int, PromptLookup]:
         """The lookups of the sequences whose text has repeated itself lately, by index."""
-        if not (size := self.request.num_looked_up):
+        if not self.request.num_looked_up:
             return {}
-        for sequence in sequences:
-            self._lookups.setdefault(sequence.index, PromptLookup(size, self.request.ngram_size))
-        both = [(self._lookups[sequence.index], sequence) for sequence in sequences]
-        return {i: lookup for i, (lookup, one) in enumerate(both) if not one.is_done and lookup.read(one)}
+        live = [(i, self._lookups[one.index], one) for i, one in enumerate(sequences) if not one.is_done]
+        return {i: lookup for i, lookup, one in live if lookup.read(one)}
 
     def _propose_drafts(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """The drafter's proposals; none while they do not pay."""
@@ -360,9 +354,7 @@ class Proposer:
         conversation.mark_read()
         size = max(conversation.target_cache.lengths).bit_length()
         if request.adaptive and (self._pacer is None or (size > self._size and request.latency_curve is None)):
-            self._size = (
-                size  # measured now that the drafter's cache holds the text, and again when that is twice as long
-            )
+            self._size = size  # measured when the drafter's cache holds the text, and again when it is twice as long
             widths = WIDTH_CLASSES if pair.compiled is not None and pair.compiled.is_static else ()
             curve, num_sequences = request.latency_curve or self._measure(anchors, widths), _num_live(sequences)
             self._pacer = Pacer(curve, num_sequences, Habits.of(pair.drafter), widths)
@@ -467,6 +459,7 @@ class Decoder:
         self.proposer = Proposer(pair, conversation, request, verifier.uniforms_of if drawn else None)
         self.sequences: list[TextSequence] = []
         self.anchors = torch.empty(0)
+        self._ahead: Step | None = None  # launched before the host has read the last one
         self._began, self._num_steps = 0.0, 0
 
     @property
@@ -546,7 +539,7 @@ class Decoder:
         live = [index for index, sequence in enumerate(self.sequences) if not sequence.is_done]
         if len(live) < len(self.sequences) and (not live or self.conversation.keep_sequences(self.pair, live)):
             self.sequences = [self.sequences[index] for index in live]
-            self.anchors = chosen(self.anchors, 0, live)
+            self.anchors, self._ahead = chosen(self.anchors, 0, live), None
             self.proposer.forget_ahead()
         return blocks
 
@@ -560,15 +553,11 @@ class Decoder:
             conversation.draft_cache.advance(conversation.mark_read() if num_context is None else num_context)
             conversation.target_cache.advance([width] * len(self.sequences))
         conversation.commit(step.features, num_kept, self.sequences[0].new_ids, step.verdict.columns)
-        if compiled is None:
-            return
-        seconds = clock() - self._began
-        if compiled.is_active:
-            compiled.note_compiled_step(seconds)
-        else:
+        if compiled is not None:
             self._num_steps += 1
             num_written = max(len(sequence.new_ids) for sequence in self.sequences)
-            compiled.weigh(seconds, (self.request.max_new_tokens / num_written - 1) * self._num_steps)
+            num_left = (self.request.max_new_tokens / num_written - 1) * self._num_steps
+            compiled.weigh(clock() - self._began, num_left)
 
     @property
     def is_fused(self) -> bool:
@@ -585,13 +574,13 @@ class Decoder:
                 return False
         return self.num_wanted >= proposer.num_proposals and self.verifier.is_fusible(request.input_ids.device)
 
-    def launch(self) -> Step:
-        """Proposes, verifies and accepts, as one function where possible."""
-        if self.is_fused:
+    def launched(self) -> Step | None:
+        """The step that was launched ahead, or one launched now as one function; `None`: it has to run verb by verb."""
+        step, self._ahead = self._ahead, None
+        if step is None and self.is_fused:
             with suppress(NotCompiledError):
-                return self._launch_whole(None)
-        proposals = self.propose()
-        return self.accept(proposals, *self.verify(proposals))
+                step = self._launch_whole(None)
+        return step
 
     def _launch_whole(self, after: Step | None) -> Step:
         """Launches a fused step, possibly `after` one that the host has not read; NotCompiledError if that cannot be."""
@@ -627,25 +616,23 @@ class Decoder:
         length += 4 * self.pair.num_columns(self.request.block_size)
         self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
 
-    def launch_ahead(self, step: Step) -> Step | None:
+    def launch_ahead(self, step: Step) -> None:
         """Launches the next step, or its draft, before the host has read this one, on a device with a queue."""
         compiled, loan, request = self.pair.compiled, self.conversation.loan, self.request
         if compiled is None or not compiled.is_static or request.keeping or step.verdict.columns is not None:
-            return None
-        # Only if another step follows in any case, and in the same storage.
-        width = step.features.shape[1]
-        num_written = max(len(one.new_ids) for one in self.sequences if not one.is_done)
-        num_left = request.max_new_tokens - num_written - width
-        length = max(self.conversation.target_cache.lengths) + 4 * self.pair.num_columns(request.block_size)
-        if num_left <= 0 or self.num_wanted < 2 * width or loan is None or length > loan.capacity:
-            return None
-        if any(self.conversation.draft_cache.excess):  # moved before the next step is launched
-            return None
+            return
+        # Only if another step follows in any case, in the same storage, and without keys to drop before it.
+        width, (target_cache, draft_cache) = step.features.shape[1], self.conversation.caches
+        num_left = request.max_new_tokens - max(len(one.new_ids) for one in self.sequences if not one.is_done) - width
+        length = max(target_cache.lengths) + 4 * self.pair.num_columns(request.block_size)
+        has_room = loan is not None and length <= loan.capacity and not any(draft_cache.excess)
+        if num_left <= 0 or self.num_wanted < 2 * width or not has_room:
+            return
         with suppress(NotCompiledError):
             if self.is_fused:
-                return self._launch_whole(step)
-            self.proposer.propose_ahead(step, self.sequences)
-        return None
+                self._ahead = self._launch_whole(step)
+            else:
+                self.proposer.propose_ahead(step, self.sequences)
 
 
 @torch.inference_mode(False)
@@ -654,25 +641,13 @@ def decode_blocks(decoder: Decoder) -> Iterator[Block]:
     """Proposes, verifies, accepts and commits blocks until every sequence is done."""
     yield from decoder.read_prompt()
     while decoder.sequences:
-        proposals = decoder.propose()
-        logits, features = decoder.verify(proposals)
-        verdict = decoder.accept(proposals, logits, features)
-        yield from decoder.commit(verdict)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def decode_ahead(decoder: Decoder) -> Iterator[Block]:
-    """As `decode_blocks`, with the first three verbs launched together and, on a device with a queue, one step ahead."""
-    yield from decoder.read_prompt()
-    ahead: Step | None = None
-    while decoder.sequences:
-        step, sequences = ahead or decoder.launch(), decoder.sequences
-        ahead = decoder.launch_ahead(step)
-        blocks = decoder.commit(step)
-        if decoder.sequences is not sequences:
-            ahead = None  # launched for sequences that are done
-        yield from blocks
+        step = decoder.launched()
+        if step is None:
+            proposals = decoder.propose()
+            logits, features = decoder.verify(proposals)
+            step = decoder.accept(proposals, logits, features)
+        decoder.launch_ahead(step)
+        yield from decoder.commit(step)
 
 
 def _packed(features: torch.Tensor, is_real: torch.Tensor, num_real: list[int]) -> Context:

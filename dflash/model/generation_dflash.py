@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput, logging
 
 from .attention_dflash import attention_of
 from .cache_dflash import LINEAR_TYPES
-from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_ahead, decode_blocks
+from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_blocks
 from .proposals_dflash import LatencyCurve, make_cutter
 from .step_dflash import WIDTH_CLASSES, InexactError, Pair, check_pair, compiled_pair
 from .verification_dflash import VERIFICATIONS, PositionUniforms, Verifier
@@ -63,6 +63,7 @@ OTHER_DECODING = (
 )
 
 
+MOST_LOOKED_UP = WIDTH_CLASSES[-1] - 1  # tokens: compiled steps have no wider class
 MOST_NODES = 1024  # of a draft tree: its mask grows with their square
 COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
 
@@ -73,8 +74,7 @@ def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
 
 # For each setting: whether a value is valid, and the remedy.
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
-    "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
+    **dict.fromkeys(("max_new_tokens", "max_length"), (_whole(1), "ask for at least one new token, as a whole number")),
     "temperature": (
         lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
         f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
@@ -85,10 +85,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
-    "prompt_lookup_num_tokens": (
-        _whole(1, WIDTH_CLASSES[-1] - 1),
-        f"use 1 to {WIDTH_CLASSES[-1] - 1}, or leave it out",
-    ),
+    "prompt_lookup_num_tokens": (_whole(1, MOST_LOOKED_UP), f"use 1 to {MOST_LOOKED_UP}, or leave it out"),
     "max_matching_ngram_size": (_whole(1), "use at least 1, or leave it out"),
     "max_draft_tokens": (_whole(0), "use a number of tokens, or 0 to draft nothing"),
     "draft_tree": (
@@ -114,16 +111,17 @@ def _check_settings(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}: {remedy}.")
 
 
-def _check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_sequences: int, draft_tree: Any) -> None:
+def _check_masks(request: Request) -> None:
     """Refuses models that do not accept the masks of several sequences or of a draft tree."""
+    target, num_sequences = request.target, len(request.input_ids)
     why = f"{num_sequences} sequences of different lengths" if num_sequences > 1 else "a draft tree"
-    for name, model in (("target", target), ("drafter", drafter)) if num_sequences > 1 else (("target", target),):
+    for name, model in (("target", target), ("drafter", request.drafter))[: 2 if num_sequences > 1 else 1]:
         if attention_of(model) not in ("sdpa", "eager"):
             remedy = "load it with attn_implementation='sdpa', or pass one prompt at a time and no draft_tree"
             given = f"The {name}'s attn_implementation={attention_of(model)!r}"
             raise InexactError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
-    others = types - {"full_attention", "sliding_attention", *(() if draft_tree else LINEAR_TYPES)}
+    others = types - {"full_attention", "sliding_attention", *(() if request.draft_tree else LINEAR_TYPES)}
     if others:
         named = ", ".join(sorted(others))
         given = f"{type(target).__name__} has layers of type {named}, which take no masks for {why}"
@@ -528,21 +526,20 @@ class Request:
         request.chunk_size = getattr(config, "prefill_chunk_size", None)
         request.keeping = {name for name in ("scores", "logits") if getattr(config, f"output_{name}", False)}
         temperature = config.temperature if config.do_sample else None
-        _check_settings({**own, "prefill_chunk_size": request.chunk_size, "temperature": temperature})
+        request.draft_window = _first_given(request.draft_window, getattr(request.drafter.config, "draft_window", None))
+        own |= {"prefill_chunk_size": request.chunk_size, "temperature": temperature}
+        _check_settings({**own, "draft_window": request.draft_window})
         _check_prepared(config, request)
         request.prompt_inputs = _read_prompt_inputs(request, asked)
-        drafter, num_sequences, draft_tree = request.drafter, len(input_ids), request.draft_tree
+        drafter, draft_tree = request.drafter, request.draft_tree
         if draft_tree:
             _check_tree(request)
-        if draft_tree or num_sequences > 1:
-            _check_masks(target, drafter, num_sequences, draft_tree)
+        if draft_tree or len(input_ids) > 1:
+            _check_masks(request)
         if request.latency_curve is not None:
             request.latency_curve.check(target, drafter, bool(draft_tree))
         if request.conversation is not None:
             request.conversation.check(target, drafter)
-        if request.draft_window is None:
-            request.draft_window = getattr(drafter.config, "draft_window", None)
-            _check_settings({"draft_window": request.draft_window})
         if request.draft_window and any(map(drafter.config.layer_window, range(drafter.config.num_hidden_layers))):
             raise ValueError(f"draft_window={request.draft_window}: this drafter has sliding layers, leave it out.")
         request.block_size = request.block_size or drafter.config.block_size
@@ -596,7 +593,7 @@ def custom_generate(
     conversation = request.conversation or Conversation()
     conversation.draft_window = request.draft_window
     decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), conversation)
-    blocks = _guarded(decode_blocks(decoder) if compiled is None else decode_ahead(decoder), request, conversation)
+    blocks = _guarded(decode_blocks(decoder), request, conversation)
     return blocks if request.as_blocks else _collect(blocks, request)
 
 

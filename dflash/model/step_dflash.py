@@ -410,22 +410,20 @@ class CompiledPair:
     def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
         """Starts compiling under "auto" once compiling would have saved what it costs: at most twice the optimal time.
 
-        `seconds` is the duration of an eager step; `None`: a text begins. Within a text, `num_left` steps have to pay, too.
+        `seconds` is the duration of a step; `None`: a text begins. Within a text, `num_left` steps have to pay, too. Compiled
+        steps correct the measured saving, for the next pair on this kind of machine.
         """
         cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
-        if seconds is not None:
+        if seconds is not None and self.is_active:
+            if self._machine in self._measured and seconds < self._eager_seconds:
+                self._measured[self._machine] = cost, 0.9 * share + 0.1 * (1 - seconds / self._eager_seconds)
+        elif seconds is not None:
             self._eager_seconds = seconds if not self._eager_seconds else 0.9 * self._eager_seconds + 0.1 * seconds
             self._lost_seconds += share * seconds
         if self.is_active or self.reason is not None or self._lost_seconds < cost:
             return
         if num_left is None or num_left * share * self._eager_seconds >= cost:
             self.is_wanted = True
-
-    def note_compiled_step(self, seconds: float) -> None:
-        """Updates the measured saving by the duration of a compiled step, for the next pair on this kind of machine."""
-        if self._eager_seconds and self._machine in self._measured and seconds < self._eager_seconds:
-            cost, share = self._measured[self._machine]
-            self._measured[self._machine] = cost, 0.9 * share + 0.1 * (1 - seconds / self._eager_seconds)
 
     def give_up(self, reason: str) -> None:
         """Runs eagerly from now on, and warns once with the reason."""
