@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from dflash import Conversation, spec_generate
 from dflash.model.attention_dflash import target_sees, written_out
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.model.proposals_dflash import DraftTree, grow_tree
+from dflash.model.proposals_dflash import DraftTree
 
 
 NEW_TOKENS = 30
@@ -71,7 +71,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
     log_probs, token_ids = random_distributions(depth=3, width=6, seed=seed)
-    tree = grow_tree(log_probs, token_ids, budget)
+    tree = DraftTree.grown(log_probs, token_ids, budget)
     every = [
         (
             math.exp(sum(log_probs[d][r] for d, r in enumerate(ranks))),
@@ -87,8 +87,8 @@ def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
 
 def test_a_tree_ends_where_there_are_no_more_paths() -> None:
     log_probs, token_ids = random_distributions(depth=2, width=3, seed=0)
-    assert len(grow_tree(log_probs, token_ids, 100).token_ids) == 3 + 9
-    assert grow_tree([], [], 5).token_ids == []
+    assert len(DraftTree.grown(log_probs, token_ids, 100).token_ids) == 3 + 9
+    assert DraftTree.grown([], [], 5).token_ids == []
 
 
 def test_depths_children_chain_and_ancestors() -> None:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
-from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, TextSequence, clock, grow_tree
+from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, TextSequence, clock, measured_curve
 from .step_dflash import SEQUENCE_CLASSES, WIDTH_CLASSES, Context, Loan, NotCompiledError, Pair, Shape, State
 from .verification_dflash import DRAFTER_BROKE, PositionUniforms, Proposals, Verdict, Verifier
 
@@ -410,21 +410,43 @@ class Proposer:
         if any(value != value for of_position in best for value in of_position):
             raise _broken(self.pair, "drafter")
         token_ids = [list(map(int, of_position)) for of_position in token_ids]
-        return grow_tree(best[:num_wanted], token_ids, self._num_nodes)
+        return DraftTree.grown(best[:num_wanted], token_ids, self._num_nodes)
 
-    def _measure(self, anchors: torch.Tensor, classes: Sequence[int] | None) -> LatencyCurve:
-        """The pair's curve over widths of these `classes`; `None`: powers of two and the widest."""
-        block_size, draft_tree = self.request.block_size, self.request.draft_tree
-        proposing = self.pair.drafter.get_parameter("norm.weight").expand(1, block_size - 1, -1)
+    def _measure(self, anchors: torch.Tensor, classes: Sequence[int]) -> LatencyCurve:
+        """The pair's curve after this text, over widths of these `classes`, or over powers of two and the widest."""
+        pair, block_size, draft_tree = self.pair, self.request.block_size, self.request.draft_tree
+        (target_cache, draft_cache), num_sequences = self.conversation.caches, len(anchors)
+        length, weight = max(target_cache.lengths), pair.drafter.get_parameter("norm.weight")  # [D]
 
-        def grow(width: int) -> DraftTree:
-            return self._grow(self._begin_tree(proposing)(), block_size).first(width - 1)
+        def verify(width: int) -> torch.Tensor:
+            logits, _ = pair.verify(anchors.expand(-1, width), target_cache)
+            target_cache.rollback([width] * num_sequences)
+            return logits.argmax(dim=-1)
+
+        def verify_tree(width: int) -> torch.Tensor:
+            tree = self._grow(self._begin_tree(weight.expand(1, block_size - 1, -1))(), block_size).first(width - 1)
+            ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
+            logits, _ = pair.verify(ids, target_cache, tree)
+            columns = [0, *range(2, ids.shape[1], 2)]
+            target_cache.keep_columns(ids.shape[1], columns)
+            target_cache.rollback(len(columns))
+            return logits.argmax(dim=-1)
+
+        def draft() -> torch.Tensor:
+            count = min(block_size // 2 + 1, max(1, length))
+            size = len(pair.drafter.config.target_layer_ids) * len(weight)
+            context = Context(weight.new_zeros(num_sequences, count, size), [count] * num_sequences)
+            hidden_states = pair.draft(anchors, context, draft_cache, block_size)
+            draft_cache.rollback([count] * num_sequences)
+            return pair.head(hidden_states).argmax(dim=-1)
 
         widest = 1 + (draft_tree or self.num_proposals)
         widths = [width for width in classes or (1, 2, 4, 8, 16, 32, 64, 128) if width < widest]
-        widths.append(next((width for width in classes or () if width >= widest), widest))
-        trees = grow if draft_tree else None
-        return self.pair.measured_curve(anchors, self.conversation.caches, widths, block_size, trees)
+        widths.append(next((width for width in classes if width >= widest), widest))
+        is_compiled = pair.compiled is not None and pair.compiled.is_active
+        setting = num_sequences, (length - 1).bit_length(), block_size, is_compiled, bool(draft_tree)
+        trees = verify_tree if draft_tree else None
+        return measured_curve((pair.target, pair.drafter), setting, widths, verify, draft, trees)
 
 
 @dataclass

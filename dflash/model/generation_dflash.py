@@ -74,7 +74,8 @@ def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
 
 # For each setting: whether a value is valid, and the remedy.
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("max_new_tokens", "max_length"), (_whole(1), "ask for at least one new token, as a whole number")),
+    "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
+    "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
     "temperature": (
         lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
         f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
@@ -526,7 +527,8 @@ class Request:
         request.chunk_size = getattr(config, "prefill_chunk_size", None)
         request.keeping = {name for name in ("scores", "logits") if getattr(config, f"output_{name}", False)}
         temperature = config.temperature if config.do_sample else None
-        request.draft_window = _first_given(request.draft_window, getattr(request.drafter.config, "draft_window", None))
+        window_of_drafter = getattr(request.drafter.config, "draft_window", None)
+        request.draft_window = _first_given(request.draft_window, window_of_drafter)
         own |= {"prefill_chunk_size": request.chunk_size, "temperature": temperature}
         _check_settings({**own, "draft_window": request.draft_window})
         _check_prepared(config, request)

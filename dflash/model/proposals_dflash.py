@@ -77,6 +77,27 @@ class DraftTree:
     parents: list[int]  # columns
     probabilities: list[float]  # of each node's path under the drafter, in descending order
 
+    @classmethod
+    def grown(cls, log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
+        """The `budget` most probable paths over independent positions, best first (DDTree, algorithm 1); `log_probs` descend."""
+        tree = cls([], [], [])
+        # Negative log-probability of the path and of its parent's path, the parent's column, the position, the rank there.
+        frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
+        while frontier and len(tree.token_ids) < budget:
+            cost, cost_of_parent, parent, position, rank = heapq.heappop(frontier)
+            if cost == math.inf:  # outside the drafter's vocabulary
+                break
+            tree.token_ids.append(token_ids[position][rank])
+            tree.parents.append(parent)
+            tree.probabilities.append(math.exp(-cost))
+            if rank + 1 < len(log_probs[position]):
+                sibling = cost_of_parent - log_probs[position][rank + 1]
+                heapq.heappush(frontier, (sibling, cost_of_parent, parent, position, rank + 1))
+            if position + 1 < len(log_probs):
+                child = cost - log_probs[position + 1][0]
+                heapq.heappush(frontier, (child, cost, len(tree.token_ids), position + 1, 0))
+        return tree
+
     def first(self, count: int) -> DraftTree:
         """The `count` most probable nodes. They form a tree: no node is more probable than its parent."""
         return DraftTree(self.token_ids[:count], self.parents[:count], self.probabilities[:count])
@@ -110,27 +131,6 @@ class DraftTree:
         for column, parent in enumerate(self.parents, start=1):
             sees[column] |= sees[parent]
         return sees
-
-
-def grow_tree(log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
-    """The `budget` most probable paths over independent positions, best first (DDTree, algorithm 1); `log_probs` descend."""
-    tree = DraftTree([], [], [])
-    # Negative log-probability of the path and of its parent's path, the parent's column, the position, the rank there.
-    frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
-    while frontier and len(tree.token_ids) < budget:
-        cost, cost_of_parent, parent, position, rank = heapq.heappop(frontier)
-        if cost == math.inf:  # outside the drafter's vocabulary
-            break
-        tree.token_ids.append(token_ids[position][rank])
-        tree.parents.append(parent)
-        tree.probabilities.append(math.exp(-cost))
-        if rank + 1 < len(log_probs[position]):
-            sibling = cost_of_parent - log_probs[position][rank + 1]
-            heapq.heappush(frontier, (sibling, cost_of_parent, parent, position, rank + 1))
-        if position + 1 < len(log_probs):
-            child = cost - log_probs[position + 1][0]
-            heapq.heappush(frontier, (child, cost, len(tree.token_ids), position + 1, 0))
-    return tree
 
 
 LONGEST_MATCH = 64  # tokens of an earlier occurrence that are compared, at most
@@ -297,9 +297,7 @@ def measured_curve(
     if key not in of_pair:
         # A wider forward is never faster; a measurement that says so is an outlier.
         times = tuple(accumulate([_milliseconds(partial(verify, width)) for width in widths], max))
-        tree_ms = None
-        if verify_tree is not None:
-            tree_ms = max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
+        tree_ms = verify_tree and max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
         of_pair[key] = LatencyCurve(tuple(widths), times, _milliseconds(draft), machine(target, drafter), tree_ms)
     return of_pair[key]
 

@@ -40,7 +40,7 @@ from .cache_dflash import (
     linear_mixers,
     to_device,
 )
-from .proposals_dflash import DraftTree, LatencyCurve, clock, measured_curve
+from .proposals_dflash import DraftTree, clock
 from .verification_dflash import Sampler, Verdict, choose_greedy, verify_match
 
 
@@ -180,14 +180,20 @@ def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -
 
 
 def draft(
-    drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor, place: Place
+    drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor | None, place: Place
 ) -> torch.Tensor:
-    """Last hidden states [B, N, D] of blocks at starts [B], from noise_embeds [B, N, D] and new context [B, C, L * D]."""
+    """Last hidden states [B, N, D] of blocks, from noise_embeds [B, N, D] and new context [B, C, L * D].
+
+    Masks are made for blocks at starts [B] of the cache; `None`: the block of one sequence is at its end.
+    """
+    masks = (
+        None if starts is None else drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex)
+    )
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=features,
         position_ids=place.positions,
-        attention_mask=drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex),
+        attention_mask=masks,
         past_key_values=place.cache,
     ).last_hidden_state
 
@@ -655,18 +661,12 @@ class Pair:
             with suppress(NotCompiledError):
                 return self._verify_compiled(self.compiled, token_ids, cache, tree)
         (num_sequences, width), device = token_ids.shape, token_ids.device
-        start, num_keys, ancestors = cache.get_seq_length(), max(cache.lengths) + width, None
+        ancestors, depths = _tree_tensors(tree, width, device)
+        positions = to_device(torch.tensor(cache.lengths), device)[:, None] + depths
+        place = Place(positions, cache, max(cache.lengths) + width, None if tree is None else ancestors)
         if cache.is_ragged:
-            starts = to_device(torch.tensor(cache.lengths), device)
-            positions = starts[:, None] + torch.arange(width, device=device)
-            cache.place(positions, num_keys)
-        elif tree is None:
-            positions = torch.arange(start, start + width, device=device)[None]
-        else:
-            ancestors, depths = _tree_tensors(tree, width, device)
-            positions = (start + depths)[None]
+            cache.place(positions, place.num_keys)
         with cache.recording(width), step_attention(self.target):
-            place = Place(positions, cache, num_keys, ancestors)
             logits, features = verify(self.target, self.layout, token_ids, place)
         if cache.is_ragged:
             cache.advance([width] * num_sequences)
@@ -707,24 +707,16 @@ class Pair:
                 hidden_states = self.draft_compiled(context.state(anchors, starts), cache, block_size)
                 cache.advance(context.num_real)
                 return hidden_states
-        drafter: Any = self.drafter
-        noise_embeds, features = self.embed(block_ids(drafter, anchors, block_size)), context.features
-        if not cache.is_ragged:  # the drafter takes the mask from its cache
-            start, length = cache.text_lengths[0], features.shape[1] + block_size
-            output = drafter(
-                noise_embeds=noise_embeds,
-                context_hidden_states=features,
-                position_ids=torch.arange(start, start + length, device=features.device)[None],
-                past_key_values=cache,
-            )
-            cache.rollback(block_size)
-            return output.last_hidden_state
+        noise_embeds, features = self.embed(block_ids(self.drafter, anchors, block_size)), context.features
         lengths, counts = to_device(torch.tensor(cache.lengths), features.device), context.counts
         slots = block_slots(lengths, counts, features.shape[1], block_size)
-        num_keys = max(cache.lengths) + slots.shape[1]
-        cache.place(slots, num_keys)
-        place = Place(cache.positions(slots), cache, num_keys)
-        hidden_states = draft(drafter, noise_embeds, features, lengths + counts, place)
+        place = Place(cache.positions(slots), cache, max(cache.lengths) + slots.shape[1])
+        if not cache.is_ragged:  # the drafter takes the mask from its cache
+            hidden_states = draft(self.drafter, noise_embeds, features, None, place)
+            cache.rollback(block_size)
+            return hidden_states
+        cache.place(slots, place.num_keys)
+        hidden_states = draft(self.drafter, noise_embeds, features, lengths + counts, place)
         cache.advance(context.num_real)
         return hidden_states
 
@@ -786,47 +778,6 @@ class Pair:
     def num_columns(self, block_size: int) -> int:
         """Columns of a whole step: the anchor and the proposals of a block."""
         return block_size + bool(self.drafter.config.sample_from_anchor)
-
-    def measured_curve(
-        self,
-        anchors: torch.Tensor,
-        caches: tuple[PreallocatedCache, PreallocatedCache],
-        widths: Sequence[int],
-        block_size: int,
-        grow: Callable[[int], DraftTree] | None,
-    ) -> LatencyCurve:
-        """The pair's latency curve over `widths` after this text. `grow` makes a tree of a number of columns; `None`: no trees."""
-        (target_cache, draft_cache), num_sequences = caches, len(anchors)
-        length = max(target_cache.lengths)
-
-        def run(width: int) -> torch.Tensor:
-            logits, _ = self.verify(anchors.expand(-1, width), target_cache)
-            target_cache.rollback([width] * num_sequences)
-            return logits.argmax(dim=-1)
-
-        def run_tree(width: int) -> torch.Tensor:
-            assert grow is not None
-            tree = grow(width)
-            ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
-            logits, _ = self.verify(ids, target_cache, tree)
-            columns = [0, *range(2, ids.shape[1], 2)]
-            target_cache.keep_columns(ids.shape[1], columns)
-            target_cache.rollback(len(columns))
-            return logits.argmax(dim=-1)
-
-        def run_draft() -> torch.Tensor:
-            count = min(block_size // 2 + 1, max(1, length))
-            size = len(self.drafter.config.target_layer_ids) * self.drafter.config.hidden_size
-            weight = self.drafter.get_parameter("norm.weight")
-            context = Context(weight.new_zeros(num_sequences, count, size), [count] * num_sequences)
-            hidden_states = self.draft(anchors, context, draft_cache, block_size)
-            draft_cache.rollback([count] * num_sequences)
-            return self.head(hidden_states).argmax(dim=-1)
-
-        is_compiled = self.compiled is not None and self.compiled.is_active
-        setting = (num_sequences, (length - 1).bit_length(), block_size, is_compiled, grow is not None)
-        trees = None if grow is None else run_tree
-        return measured_curve((self.target, self.drafter), setting, widths, run, run_draft, trees)
 
     def _key(self, kind: str, cache: PreallocatedCache, shape: Any) -> tuple[Any, ...]:
         """The key of a compiled function; on devices with few shapes it includes them."""
