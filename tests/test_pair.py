@@ -27,6 +27,7 @@ from transformers import (
     pipeline,
 )
 
+from dflash import Conversation
 from dflash.checkpoints import (
     DRAFTER_NAME,
     TARGET_NAME,
@@ -233,12 +234,16 @@ def test_every_keyword_of_the_loop_is_known(model: Any) -> None:
     assert not set(GENERATES_OWN) & set(door_of(model).OWN)
 
 
-def test_settings_are_defaults(own_folder: Path, one: Any, inputs: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_are_defaults(
+    own_folder: Path, one: Any, truth: Any, inputs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Promise: dflash.json says how every request is drafted; a keyword wins; a request that cannot have it does without."""
     said = json.loads((own_folder / "dflash.json").read_text())
-    (own_folder / "dflash.json").write_text(json.dumps({**said, "settings": {"draft_tree": 8, "block_size": 4}}))
-    pair = load(own_folder)
-    pair.generate(one, **GREEDY)
+    settings = {"draft_tree": 8, "block_size": 4, "draft_window": [4, 16]}
+    (own_folder / "dflash.json").write_text(json.dumps({**said, "settings": settings}))
+    pair, conversation = load(own_folder), Conversation()
+    assert torch.equal(pair.generate(one, conversation=conversation, **GREEDY), truth)
+    assert conversation.draft_cache.lengths[0] < one.shape[1], "the newest of a longer prompt"
     assert max(pair.dflash_stats["acceptance_lengths"][0]) == 4
     pair.generate(one, draft_tree=0, block_size=8, **GREEDY)
     assert max(pair.dflash_stats["acceptance_lengths"][0]) > 4
@@ -517,24 +522,13 @@ def test_publish_takes_a_pair(folder: Path, dflash_command: Any) -> None:
 
 def test_the_command_writes_a_pair(dflash_command: Any, tmp_path: Path) -> None:
     out = tmp_path / "pair"
-    words = (
-        "pair",
-        TARGET,
-        DRAFTER,
-        out,
-        "--set",
-        "draft_tree=16",
-        "--set",
-        "verification=match",
-        "--on-error",
-        "plain",
-    )
-    status, printed, err = dflash_command(*words)
+    settings = ("--set", "draft_tree=16", "--set", "verification=match", "--set", "draft_window=[64, 1024]")
+    status, printed, err = dflash_command("pair", TARGET, DRAFTER, out, *settings, "--on-error", "plain")
     assert status == 0
     assert "Licence: drafter apache-2.0" in err
     assert f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)' in printed
     said = json.loads((out / "dflash.json").read_text())
-    assert said["settings"] == {"draft_tree": 16, "verification": "match"}
+    assert said["settings"] == {"draft_tree": 16, "verification": "match", "draft_window": [64, 1024]}
     for words, told in (
         ((TARGET, DRAFTER, out), "exists: name a folder that does not"),
         ((TARGET, DRAFTER, tmp_path / "two", "--set", "draft_tree"), "--set draft_tree is no NAME=VALUE"),
