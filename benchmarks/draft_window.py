@@ -7,6 +7,7 @@ Random weights of a shape of `SHAPES`. Both drafters take turns; the text is ran
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,15 +25,18 @@ PIECE = 1024  # columns that the drafter reads at a time
 NUM_NEW = 6  # columns of context that each draft reads
 
 
+def context_of(config: Any, count: int) -> Context:
+    """Random context of `count` tokens."""
+    return Context(torch.randn(1, count, len(config.target_layer_ids) * config.hidden_size), [count])
+
+
 def cache_of(pair: Pair, length: int, window: tuple[int, int] | None) -> PreallocatedCache:
     """The drafter's cache after a text of `length` tokens."""
     config: Any = pair.drafter.config
     cache = PreallocatedCache(config.num_hidden_layers, sum(window or (length, PIECE)))
     cache.window = window
-    size = len(config.target_layer_ids) * config.hidden_size
     for begin in range(0, length, PIECE):
-        count = min(PIECE, length - begin)
-        pair.absorb(Context(torch.randn(1, count, size), [count]), cache)
+        pair.absorb(context_of(config, min(PIECE, length - begin)), cache)
         cache.drop()
     return cache
 
@@ -47,31 +51,25 @@ def main() -> None:
     args = parsed(parser)
     torch.manual_seed(0)
     target, drafter = scripted_pair(args.shape, 6.5)
-    pair, anchors, window = Pair(target, drafter), torch.ones(1, 1, dtype=torch.long), tuple(args.window)
-    size = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
-    context = Context(torch.randn(1, NUM_NEW, size), [NUM_NEW])
-    caches = {
-        (length, name): cache_of(pair, length, kept)
-        for length in track(args.lengths, description="texts")
-        for name, kept in (("all", None), ("window", window))
-    }
+    pair, context = Pair(target, drafter), context_of(drafter.config, NUM_NEW)
+    windows = {"all": None, "window": tuple(args.window)}
+    lengths = track(args.lengths, description="texts")
+    caches = {(length, name): cache_of(pair, length, kept) for length in lengths for name, kept in windows.items()}
 
     def draft(key: Any) -> None:
-        pair.draft(anchors, context, caches[key], drafter.config.block_size)
+        pair.draft(torch.ones(1, 1, dtype=torch.long), context, caches[key], drafter.config.block_size)
         caches[key].rollback(NUM_NEW)
 
     times: dict[Any, list[float]] = {key: [] for key in caches}
     for key in turns(list(caches), args.repeats + 2):
-        times[key].append(1e3 * seconds_of(lambda key=key: draft(key)))
+        times[key].append(1e3 * seconds_of(partial(draft, key)))
     summary = []
     for (length, name), taken in times.items():
-        first = median(times[args.lengths[0], name][2:])
+        ms, first = (median(of_length[2:]) for of_length in (taken, times[args.lengths[0], name]))
         row = {"reads": name, "text_tokens": length, "keys": caches[length, name].lengths[0]}
-        summary.append(
-            row | {"ms_draft": round(median(taken[2:]), 4), "over_shortest": round(median(taken[2:]) / first, 4)}
-        )
+        summary.append(row | {"ms_draft": round(ms, 4), "over_shortest": round(ms / first, 4)})
     models = dict.fromkeys(("target", "drafter"), f"random weights, shape {args.shape}")
-    decoding = {**models, "window": f"{window[0]} + {window[1]} tokens", "repeats": args.repeats}
+    decoding = {**models, "window": "{} + {} tokens".format(*args.window), "repeats": args.repeats}
     finish(args.output, "draft_window", (target, drafter), decoding=decoding, summary=summary)
 
 
