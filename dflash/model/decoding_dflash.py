@@ -347,15 +347,14 @@ class Proposer:
     def _draft(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Drafted:
         """Runs the drafter once. Its cache then holds only context."""
         request, pair, conversation = self.request, self.pair, self.conversation
-        is_compiled = pair.compiled is not None and pair.compiled.is_active
-        most = pair.num_columns(request.block_size) if is_compiled else float("inf")
+        most = pair.num_columns(request.block_size) if pair.compiled and pair.compiled.is_active else float("inf")
         context = conversation.step_context(pair, most)
         hidden_states = pair.draft(anchors, context, conversation.draft_cache, request.block_size)
         conversation.mark_read()
         size = max(conversation.target_cache.lengths).bit_length()
         if request.adaptive and (self._pacer is None or (size > self._size and request.latency_curve is None)):
             self._size = size  # measured when the drafter's cache holds the text, and again when it is twice as long
-            widths = WIDTH_CLASSES if pair.compiled is not None and pair.compiled.is_static else ()
+            widths = WIDTH_CLASSES if pair.compiled and pair.compiled.is_static else ()
             curve, num_sequences = request.latency_curve or self._measure(anchors, widths), _num_live(sequences)
             self._pacer = Pacer(curve, num_sequences, Habits.of(pair.drafter), widths)
         return self._begin_choice(hidden_states, anchors, sequences)
@@ -443,7 +442,7 @@ class Proposer:
         widest = 1 + (draft_tree or self.num_proposals)
         widths = [width for width in classes or (1, 2, 4, 8, 16, 32, 64, 128) if width < widest]
         widths.append(next((width for width in classes if width >= widest), widest))
-        is_compiled = pair.compiled is not None and pair.compiled.is_active
+        is_compiled = bool(pair.compiled and pair.compiled.is_active)
         setting = num_sequences, (length - 1).bit_length(), block_size, is_compiled, bool(draft_tree)
         trees = verify_tree if draft_tree else None
         return measured_curve((pair.target, pair.drafter), setting, widths, verify, draft, trees)
@@ -458,7 +457,6 @@ class Step:
     verdict: Verdict
     wanted: dict[str, Any]  # "scores" and "logits" of the tokens, [B, 1 + n, V], if requested
     whole: tuple[State, torch.Tensor] | None = None  # of a fused step: the state before it, which sequences were live
-    num_context: list[int] | None = None  # columns that its draft read; None: those of the step before
 
     def __post_init__(self) -> None:
         verdict = self.verdict
@@ -521,8 +519,6 @@ class Decoder:
 
     def propose(self) -> Proposals:
         """The proposals of the next step."""
-        self._began = clock()
-        self._make_room()
         return self.proposer.propose(self.sequences, self.anchors, self.num_wanted)
 
     def verify(self, proposals: Proposals) -> tuple[torch.Tensor, torch.Tensor]:
@@ -571,8 +567,7 @@ class Decoder:
         if not width:
             return  # the prompt
         if step.whole is not None:
-            num_context = step.num_context
-            conversation.draft_cache.advance(conversation.mark_read() if num_context is None else num_context)
+            conversation.draft_cache.advance(conversation.mark_read())
             conversation.target_cache.advance([width] * len(self.sequences))
         conversation.commit(step.features, num_kept, self.sequences[0].new_ids, step.verdict.columns)
         if compiled is not None:
@@ -594,14 +589,19 @@ class Decoder:
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
             if self.verifier.uniforms_of is not None or proposer.num_proposals < columns - 1:
                 return False
-        return self.num_wanted >= proposer.num_proposals and self.verifier.is_fusible(request.input_ids.device)
+        return self.num_wanted >= proposer.num_proposals and self.verifier.is_fusible
 
     def launched(self) -> Step | None:
         """The step that was launched ahead, or one launched now as one function; `None`: it has to run verb by verb."""
         step, self._ahead = self._ahead, None
-        if step is None and self.is_fused:
-            with suppress(NotCompiledError):
-                step = self._launch_whole(None)
+        if step is None:
+            self._began = clock()
+            length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
+            length += 4 * self.pair.num_columns(self.request.block_size)
+            self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
+            if self.is_fused:
+                with suppress(NotCompiledError):
+                    step = self._launch_whole(None)
         return step
 
     def _launch_whole(self, after: Step | None) -> Step:
@@ -611,7 +611,6 @@ class Decoder:
         device, num_proposals = request.input_ids.device, self.proposer.num_proposals
         is_live = to_device(torch.tensor([not sequence.is_done for sequence in self.sequences]), device)
         if after is None:
-            self._make_room()
             context = conversation.step_context(pair, pair.num_columns(request.block_size))
             state = context.state(self.anchors, conversation.target_cache.lengths)
         elif after.whole is None:
@@ -620,7 +619,7 @@ class Decoder:
             before, was_live = after.whole
             written = after.verdict.num_written * was_live
             state = State(after.verdict.anchors, before.starts + written, after.features, written)
-        sampler, drawn, num_candidates = self.verifier.sampler(device), None, 0
+        sampler, drawn, num_candidates = self.verifier.sampler, None, 0
         if sampler is not None:
             width = num_proposals + 1
             uniforms = self.verifier.uniforms(self.sequences, range(2 * width), device)
@@ -630,13 +629,7 @@ class Decoder:
             drawn, num_candidates = (uniforms.gather(1, positions), sampler.settings), sampler.num_candidates
         shape = Shape(request.block_size, num_proposals, num_candidates)
         verdict, proposed_ids, features = pair.step(state, conversation.caches, shape, drawn, int(after is not None))
-        num_context = conversation.mark_read() if after is None else None
-        return Step(Proposals(proposed_ids), features, verdict, {}, (state, is_live), num_context)
-
-    def _make_room(self) -> None:
-        length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
-        length += 4 * self.pair.num_columns(self.request.block_size)
-        self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
+        return Step(Proposals(proposed_ids), features, verdict, {}, (state, is_live))
 
     def launch_ahead(self, step: Step) -> None:
         """Launches the next step, or its draft, before the host has read this one, on a device with a queue."""

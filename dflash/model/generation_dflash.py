@@ -582,13 +582,13 @@ def custom_generate(
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
     """
-    request, num_sequences = Request.of(target, input_ids, generation_config, asked), len(input_ids)
+    request = Request.of(target, input_ids, generation_config, asked)
     for name in STATEFUL_PROCESSORS & {type(processor).__name__ for processor in logits_processor}:
         raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     request.max_new_tokens = longest - input_ids.shape[1]
-    uniforms = PositionUniforms(num_sequences, request.uniforms_generator) if generation_config.do_sample else None
-    verifier = Verifier(logits_processor, num_sequences, uniforms, request.verification, "scores" in request.keeping)
+    uniforms = PositionUniforms(len(input_ids), request.uniforms_generator) if generation_config.do_sample else None
+    verifier = Verifier(logits_processor, input_ids, uniforms, request.verification, "scores" in request.keeping)
     verifier.ends = lambda text_ids: bool(stopping_criteria(text_ids, None).all())
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)

@@ -8,7 +8,7 @@ training, N counts the positions of all blocks of a sequence and `attention_mask
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -469,17 +469,13 @@ class DFlashDraftModel(PreTrainedModel):
             model._weight_conversions = kept
         keys = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
         if keys:
-            listed = "; ".join(f"{len(info[key])} {key.replace('_', ' ')}: {_first_three(info[key])}" for key in keys)
+            named = ((key, sorted(map(str, info[key]))) for key in keys)
+            listed = "; ".join(f"{len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in named)
             raise ValueError(
                 f"{name} does not fill a DFlash drafter exactly ({listed}): it is another kind of checkpoint, or its "
                 "config.json does not belong to its weights."
             )
         return (model, info) if wants_info else model
-
-
-def _first_three(names: Iterable[Any]) -> str:
-    listed = sorted(map(str, names))
-    return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
 
 
 # Also in remote code, so that a model loaded from a checkpoint ships its code again when saved.

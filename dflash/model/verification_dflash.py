@@ -105,11 +105,8 @@ class Proposals:
         looked_up[:, num_drafted:] = 0
         for index, (count, token_ids) in found.items():
             looked_up[index, count : count + len(token_ids)] = torch.tensor(token_ids)
-        looked_up, columns = (
-            to_device(looked_up, device),
-            torch.arange(width, device=device).clamp(max=num_drafted - 1),
-        )
-        is_found = looked_up >= 0
+        looked_up = to_device(looked_up, device)
+        is_found, columns = looked_up >= 0, torch.arange(width, device=device).clamp(max=num_drafted - 1)
         chosen = torch.where(is_found, looked_up, self.token_ids[:, columns])
         candidate_ids, probabilities = self.candidate_ids, self.probabilities
         if candidate_ids is not None and probabilities is not None:
@@ -310,30 +307,25 @@ class Verifier:
     """Processes logits as plain `generate` does and accepts proposals; "auto" is "block" for drawn ones, else "match"."""
 
     def __init__(
-        self, processors: Any, batch_size: int, uniforms_of: Any, verification: str, keeps_scores: bool
+        self, processors: Any, input_ids: torch.Tensor, uniforms_of: Any, verification: str, keeps_scores: bool
     ) -> None:
-        self.processors, self.batch_size = processors, batch_size
+        self.processors, self.batch_size = processors, len(input_ids)
         self.uniforms_of = uniforms_of  # `PositionUniforms`; None: greedy
         self.verification = "match" if uniforms_of is None else verification
         self.takes_drawn_proposals = self.verification != "match"  # and accepts more of them than of argmax proposals
         self._keeps_scores = keeps_scores
         self.ends: Any = lambda text_ids: False  # whether a text [1, S] stops at its end
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
-        self._samplers: dict[torch.device, Sampler | None] = {}
+        # Where it gives the same tokens as the processors of transformers, and these give no scores.
+        is_drawn = uniforms_of is not None and not keeps_scores
+        self.sampler = Sampler.of(processors, input_ids.device) if is_drawn else None
 
-    def sampler(self, device: torch.device) -> Sampler | None:
-        """The sampler on a device, where it gives the same tokens as the processors of transformers; else `None`."""
-        if self.uniforms_of is None or self._keeps_scores:
-            return None
-        if device not in self._samplers:
-            self._samplers[device] = Sampler.of(self.processors, device)
-        return self._samplers[device]
-
-    def is_fusible(self, device: torch.device) -> bool:
+    @property
+    def is_fusible(self) -> bool:
         """Whether accepting needs only the logits, so that one compiled function can draft, verify and accept."""
         if self.uniforms_of is None:
             return not self.processors and not self._keeps_scores
-        return self.verification in ("auto", "match") and self.sampler(device) is not None
+        return self.verification in ("auto", "match") and self.sampler is not None
 
     def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Verdict:
         """Accepts proposals by logits [B, n + 1, V]; those of column i are processed after [text, proposals 1..i]."""
@@ -341,7 +333,7 @@ class Verifier:
         rule = self.verification
         if rule == "auto":
             rule = "match" if proposals.probabilities is None else "block"
-        if self.processors and (rule != "match" or self.sampler(scores.device) is None):
+        if self.processors and (rule != "match" or self.sampler is None):
             scores = self._process(scores.float(), sequences, proposals, rule)
         if rule != "match":
             uniforms = self.uniforms_of.fresh(sequences, scores.shape[1], scores.device)
@@ -364,7 +356,7 @@ class Verifier:
         """The target's choices [B, N] by scores [B, N, V] of columns that are `depths` tokens after the anchor."""
         if self.uniforms_of is None:
             return choose_greedy(scores)
-        return (self.sampler(scores.device) or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
+        return (self.sampler or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
 
     def _process(
         self, scores: torch.Tensor, sequences: list[TextSequence], proposals: Proposals, rule: str
