@@ -84,18 +84,16 @@ def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window:
     starts, width = positions[:, 0], positions.shape[1]
 
     def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        position = positions[batch, query]
+        position, key_position = positions[batch, query], key
         if ancestors is None:
             visible = key <= position
-            return visible if window is None else visible & (position - key < window)
-        start = starts[batch]
-        column = key - start
-        is_column = (column >= 0) & (column < width)
-        column = column.clamp(0, width - 1)
-        visible = (key < start) | (is_column & ancestors[query, column])
-        if window is None:
-            return visible
-        return visible & (position - torch.where(is_column, positions[batch, column], key) < window)
+        else:
+            column = key - starts[batch]
+            is_column = (column >= 0) & (column < width)
+            index = column.clamp(0, width - 1)
+            visible = (column < 0) | (is_column & ancestors[query, index])
+            key_position = torch.where(is_column, positions[batch, index], key)
+        return visible if window is None else visible & (position - key_position < window)
 
     return predicate
 

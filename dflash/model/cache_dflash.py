@@ -130,11 +130,6 @@ def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int
     return mixers
 
 
-def is_supported() -> bool:
-    """Whether the installed transformers has a common class for running states."""
-    return LinearAttentionLayer is not None
-
-
 class RunningState:
     """The state of one linear mixer before and after a verify step, and what the mixer was called with in it."""
 

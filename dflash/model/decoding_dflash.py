@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
 from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, TextSequence, clock, measured_curve
 from .step_dflash import SEQUENCE_CLASSES, WIDTH_CLASSES, Context, Loan, NotCompiledError, Pair, Shape, State
-from .verification_dflash import DRAFTER_BROKE, PositionUniforms, Proposals, Verdict, Verifier
+from .verification_dflash import DRAFTER_BROKE, Proposals, Verdict, Verifier
 
 
 logger = logging.get_logger(__name__)
@@ -239,13 +239,14 @@ class Drafted:
 
 
 class Proposer:
-    """Proposes tokens for each verify step. `uniforms_of` are for drafters that draw their proposals."""
+    """Proposes tokens for each verify step."""
 
-    def __init__(
-        self, pair: Pair, conversation: Conversation, request: Any, uniforms_of: PositionUniforms | None
-    ) -> None:
+    def __init__(self, pair: Pair, conversation: Conversation, request: Any, verifier: Verifier) -> None:
         self.pair, self.conversation, self.request = pair, conversation, request
-        self.uniforms_of = uniforms_of
+        has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
+        # Not with adaptive widths: choosing by the probability of drawn tokens would bias them.
+        draws = has_selector and verifier.takes_drawn_proposals and not request.adaptive
+        self.uniforms_of = verifier.uniforms_of if draws else None
         self._most: Any = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
         self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, self._most)  # of a whole block
         self._num_nodes: Any = min(request.draft_tree, self._most)
@@ -258,12 +259,12 @@ class Proposer:
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """At most `num_wanted` tokens, or a tree of that depth, after the anchors [B, 1]."""
-        proposals, num_wanted = Proposals(anchors[:, :0]), min(num_wanted, self._most)
-        if not num_wanted:
-            return proposals
+        if not (num_wanted := min(num_wanted, self._most)):
+            return Proposals(anchors[:, :0])
         lookups = self.lookups(sequences)
         found = {index: ids for index, lookup in lookups.items() if (ids := lookup.propose())}
-        if len(found) == _num_live(sequences):
+        if len(found) == _num_live(sequences):  # the drafter need not run
+            proposals = Proposals(anchors[:, :0])
             self.forget_ahead()
         else:
             proposals = self._propose_drafts(sequences, anchors, min(num_wanted, self.num_proposals))
@@ -473,10 +474,7 @@ class Decoder:
     def __init__(self, request: Any, pair: Pair, verifier: Verifier, cut: Any, conversation: Conversation) -> None:
         self.request, self.pair, self.verifier = request, pair, verifier
         self.conversation, self._cut = conversation, cut
-        has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
-        # Not with adaptive widths: choosing by the probability of drawn tokens would bias them.
-        drawn = has_selector and verifier.takes_drawn_proposals and not request.adaptive
-        self.proposer = Proposer(pair, conversation, request, verifier.uniforms_of if drawn else None)
+        self.proposer = Proposer(pair, conversation, request, verifier)
         self.sequences: list[TextSequence] = []
         self.anchors = torch.empty(0)
         self._ahead: Step | None = None  # launched before the host has read the last one
@@ -582,8 +580,7 @@ class Decoder:
         compiled, request, proposer = self.pair.compiled, self.request, self.proposer
         if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
             return False
-        is_drawn = proposer.uniforms_of is not None
-        if request.adaptive or request.draft_tree or is_drawn or proposer.lookups(self.sequences):
+        if request.adaptive or request.draft_tree or proposer.uniforms_of or proposer.lookups(self.sequences):
             return False  # other proposals than the drafter's block may be verified
         if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)

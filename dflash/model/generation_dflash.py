@@ -28,7 +28,7 @@ from .cache_dflash import LINEAR_TYPES
 from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_blocks
 from .proposals_dflash import LatencyCurve, make_cutter
 from .step_dflash import WIDTH_CLASSES, InexactError, Pair, check_pair, compiled_pair
-from .verification_dflash import VERIFICATIONS, PositionUniforms, Verifier
+from .verification_dflash import VERIFICATIONS, Verifier
 
 
 logger = logging.get_logger(__name__)
@@ -587,8 +587,7 @@ def custom_generate(
         raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     request.max_new_tokens = longest - input_ids.shape[1]
-    uniforms = PositionUniforms(len(input_ids), request.uniforms_generator) if generation_config.do_sample else None
-    verifier = Verifier(logits_processor, input_ids, uniforms, request.verification, "scores" in request.keeping)
+    verifier = Verifier(request, logits_processor)
     verifier.ends = lambda text_ids: bool(stopping_criteria(text_ids, None).all())
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)

@@ -422,7 +422,6 @@ class DFlashDraftModel(PreTrainedModel):
         from .generation_dflash import spec_generate
         from .proposals_dflash import DraftTree  # noqa: F401
         from .step_dflash import Pair  # noqa: F401
-        from .verification_dflash import accept_prefix  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
 

@@ -33,10 +33,10 @@ from transformers.utils import logging
 from .attention_dflash import CHUNK, attention_of, step_attention, step_mask, target_sees
 from .cache_dflash import (
     LINEAR_TYPES,
+    LinearAttentionLayer,
     PreallocatedCache,
     PreallocatedLayer,
     chosen,
-    is_supported,
     linear_mixers,
     to_device,
 )
@@ -182,10 +182,7 @@ def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -
 def draft(
     drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor | None, place: Place
 ) -> torch.Tensor:
-    """Last hidden states [B, N, D] of blocks, from noise_embeds [B, N, D] and new context [B, C, L * D].
-
-    Masks are made for blocks at starts [B] of the cache; `None`: the block of one sequence is at its end.
-    """
+    """Last hidden states [B, N, D] of blocks at starts [B], None: at the end, from noise_embeds [B, N, D] and new context."""
     masks = (
         None if starts is None else drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex)
     )
@@ -416,11 +413,10 @@ class CompiledPair:
     def weigh(self, seconds: float | None = None, num_left: float | None = None) -> None:
         """Starts compiling under "auto" once compiling would have saved what it costs: at most twice the optimal time.
 
-        `seconds` is the duration of a step; `None`: a text begins. Within a text, `num_left` steps have to pay, too. Compiled
-        steps correct the measured saving, for the next pair on this kind of machine.
+        `seconds` is the duration of a step; `None`: a text begins. Within a text, `num_left` steps have to pay, too.
         """
         cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
-        if seconds is not None and self.is_active:
+        if seconds is not None and self.is_active:  # the measured saving, for the next pair on this kind of machine
             if self._machine in self._measured and seconds < self._eager_seconds:
                 self._measured[self._machine] = cost, 0.9 * share + 0.1 * (1 - seconds / self._eager_seconds)
         elif seconds is not None:
@@ -946,7 +942,7 @@ def _why_not_lossless(target: PreTrainedModel) -> str | None:
     others = types - ATTENTION_TYPES
     if config.model_type in HYBRID_FAMILIES and others <= set(LINEAR_TYPES) and types & ATTENTION_TYPES:
         reason = f"keeps a recurrent state that transformers {__version__} cannot roll back (install transformers 5)"
-        return None if is_supported() else reason
+        return reason if LinearAttentionLayer is None else None
     others |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
     if others or getattr(target, "_is_stateful", False):
         state = ", ".join(sorted(others)) or "stateful"

@@ -95,14 +95,11 @@ class Proposals:
         return replace(self, **{name: part[:, :count] for name in names if (part := getattr(self, name)) is not None})
 
     def with_lookups(self, found: dict[int, tuple[int, list[int]]]) -> Proposals:
-        """The proposals with `found` tokens after a number of them, by index of the sequence. Their q is one token.
-
-        Where more were found than drafted, the other sequences get token 0.
-        """
+        """The proposals with `found` tokens after a number of them, by index of the sequence. Their q is one token."""
         num_drafted, device = self.token_ids.shape[1], self.token_ids.device
         width = max(num_drafted, *(count + len(token_ids) for count, token_ids in found.values()))
         looked_up = torch.full((len(self.token_ids), width), -1, device="cpu")
-        looked_up[:, num_drafted:] = 0
+        looked_up[:, num_drafted:] = 0  # any token, where other sequences found more
         for index, (count, token_ids) in found.items():
             looked_up[index, count : count + len(token_ids)] = torch.tensor(token_ids)
         looked_up = to_device(looked_up, device)
@@ -306,19 +303,19 @@ def verify_tree(tree: DraftTree, choices: torch.Tensor, best: torch.Tensor) -> V
 class Verifier:
     """Processes logits as plain `generate` does and accepts proposals; "auto" is "block" for drawn ones, else "match"."""
 
-    def __init__(
-        self, processors: Any, input_ids: torch.Tensor, uniforms_of: Any, verification: str, keeps_scores: bool
-    ) -> None:
-        self.processors, self.batch_size = processors, len(input_ids)
-        self.uniforms_of = uniforms_of  # `PositionUniforms`; None: greedy
-        self.verification = "match" if uniforms_of is None else verification
+    def __init__(self, request: Any, processors: Any) -> None:
+        self.processors, self.batch_size = processors, len(request.input_ids)
+        self.uniforms_of: Any = None  # greedy
+        if request.config.do_sample:
+            self.uniforms_of = PositionUniforms(self.batch_size, request.uniforms_generator)
+        self.verification = request.verification if request.config.do_sample else "match"
         self.takes_drawn_proposals = self.verification != "match"  # and accepts more of them than of argmax proposals
-        self._keeps_scores = keeps_scores
+        self._keeps_scores = "scores" in request.keeping
         self.ends: Any = lambda text_ids: False  # whether a text [1, S] stops at its end
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
         # Where it gives the same tokens as the processors of transformers, and these give no scores.
-        is_drawn = uniforms_of is not None and not keeps_scores
-        self.sampler = Sampler.of(processors, input_ids.device) if is_drawn else None
+        is_drawn = request.config.do_sample and not self._keeps_scores
+        self.sampler = Sampler.of(processors, request.input_ids.device) if is_drawn else None
 
     @property
     def is_fusible(self) -> bool:
