@@ -212,16 +212,15 @@ def test_a_state_that_was_not_kept_is_not_rolled_back() -> None:
         tapped.forward(make_prompt(9, vocab_size=32), cache, num_logits=1)
     with pytest.raises(ValueError, match="linear layers recorded 0"):
         cache.rollback(1)
-    assert cache.reusable(9) == 9
-    assert cache.reusable(8) == 0
-    with pytest.raises(ValueError, match="cannot go back to 8"):
-        cache.truncate(8)
+    assert cache.truncate(9) == 9
+    assert cache.truncate(8) == 0
+    assert cache.lengths == [9]
     layer = decoder_layers(target)[0]
     layer.mlp.forward, forward = None, layer.mlp.forward
     with pytest.raises(TypeError), torch.no_grad():
         tapped.forward(make_prompt(4, vocab_size=32), cache, num_logits=4)
     layer.mlp.forward = forward
-    assert cache.reusable(9) == 0, "a forward that failed half-way has moved some states and not others"
+    assert cache.truncate(9) == 0, "a forward that failed half-way has moved some states and not others"
 
 
 @pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")

@@ -344,19 +344,15 @@ class PreallocatedCache(Cache):
         self.dropped = [self.dropped[i] for i in sequences]
         self.set_lengths([self.lengths[i] for i in sequences])
 
-    def reusable(self, length: int) -> int:
-        """How many of a single sequence's first `length` positions `truncate` can keep: with running states all or none."""
-        is_whole = self._num_recorded is not None and self.lengths == [length]
-        return length if is_whole or not self._running else 0
-
-    def truncate(self, length: int) -> None:
-        """Keeps a single sequence's first `length` positions, also after a failed forward; ValueError if not `reusable`."""
-        if self.reusable(length) != length:
-            raise ValueError(f"Running states of {self.lengths} positions cannot go back to {length}: use a new one.")
+    def truncate(self, length: int) -> int:
+        """Keeps a single sequence's first `length` positions, also after a failed forward; 0: running states cannot go back."""
+        if self._running and (self._num_recorded is None or self.lengths != [length]):
+            return 0
         # Of a text cut where keys were dropped, the first ones are left.
         held = max(length - self.dropped[0], min(length, self.window[0] if self.window else 0))
         self.dropped = [length - held]
         self.set_lengths([held])
+        return length
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -119,11 +119,10 @@ class Conversation:
         if len(token_ids) == 1:
             both = zip(self.token_ids, token_ids[0, :-1].tolist(), strict=False)
             num_shared = sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], both))
-            self.num_reused = self.target_cache.reusable(num_shared) if num_shared else 0
+            self.num_reused = self.target_cache.truncate(num_shared) if num_shared else 0
         self._models, self.token_ids = (pair.target, pair.drafter), self.token_ids[: self.num_reused]
         length = token_ids.shape[1] + min(max_new_tokens, INITIAL_NEW_TOKENS) + 4 * pair.drafter.config.block_size
         if self.num_reused:
-            self.target_cache.truncate(self.num_reused)
             self._num_read = min(self._num_read, self.num_reused)
             self.draft_cache.truncate(self._num_read)
             num_waiting = self.num_reused - self._num_read
@@ -245,7 +244,7 @@ class Proposer:
         self.pair, self.conversation, self.request = pair, conversation, request
         has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
         # Not with adaptive widths: choosing by the probability of drawn tokens would bias them.
-        draws = has_selector and verifier.takes_drawn_proposals and not request.adaptive
+        draws = has_selector and verifier.verification != "match" and not request.adaptive
         self.uniforms_of = verifier.uniforms_of if draws else None
         self._most: Any = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
         self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, self._most)  # of a whole block
@@ -268,11 +267,9 @@ class Proposer:
             self.forget_ahead()
         else:
             proposals = self._propose_drafts(sequences, anchors, min(num_wanted, self.num_proposals))
-            if len(found) < len(lookups) and proposals.tree is None:
-                drafted = to_host(proposals.token_ids)()
-                for index in lookups.keys() - found:
-                    if ids := lookups[index].propose(drafted[index]):
-                        found[index] = ids
+            others = lookups.keys() - found if proposals.tree is None else ()
+            drafted = to_host(proposals.token_ids)() if others else []
+            found |= {index: ids for index in others if (ids := lookups[index].propose(drafted[index]))}
         if not found:
             return proposals
         proposals = proposals if proposals.token_ids.shape[1] else Proposals(anchors)
@@ -445,8 +442,8 @@ class Proposer:
         widths.append(next((width for width in classes if width >= widest), widest))
         is_compiled = bool(pair.compiled and pair.compiled.is_active)
         setting = num_sequences, (length - 1).bit_length(), block_size, is_compiled, bool(draft_tree)
-        trees = verify_tree if draft_tree else None
-        return measured_curve((pair.target, pair.drafter), setting, widths, verify, draft, trees)
+        models = pair.target, pair.drafter
+        return measured_curve(models, setting, widths, verify, draft, verify_tree if draft_tree else None)
 
 
 @dataclass
@@ -460,8 +457,7 @@ class Step:
     whole: tuple[State, torch.Tensor] | None = None  # of a fused step: the state before it, which sequences were live
 
     def __post_init__(self) -> None:
-        verdict = self.verdict
-        self._read = to_host(torch.cat([verdict.num_accepted[:, None], verdict.token_ids], dim=1))
+        self._read = to_host(torch.cat([self.verdict.num_accepted[:, None], self.verdict.token_ids], dim=1))
 
     def read(self) -> list[tuple[int, list[int]]]:
         """For each sequence the accepted proposals and the committed tokens. The only place where the host waits for a step."""

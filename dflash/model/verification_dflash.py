@@ -305,17 +305,14 @@ class Verifier:
 
     def __init__(self, request: Any, processors: Any) -> None:
         self.processors, self.batch_size = processors, len(request.input_ids)
-        self.uniforms_of: Any = None  # greedy
-        if request.config.do_sample:
-            self.uniforms_of = PositionUniforms(self.batch_size, request.uniforms_generator)
-        self.verification = request.verification if request.config.do_sample else "match"
-        self.takes_drawn_proposals = self.verification != "match"  # and accepts more of them than of argmax proposals
-        self._keeps_scores = "scores" in request.keeping
+        samples, self._keeps_scores = request.config.do_sample, "scores" in request.keeping
+        self.uniforms_of: Any = PositionUniforms(self.batch_size, request.uniforms_generator) if samples else None
+        self.verification = request.verification if samples else "match"
         self.ends: Any = lambda text_ids: False  # whether a text [1, S] stops at its end
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
         # Where it gives the same tokens as the processors of transformers, and these give no scores.
-        is_drawn = request.config.do_sample and not self._keeps_scores
-        self.sampler = Sampler.of(processors, request.input_ids.device) if is_drawn else None
+        device = request.input_ids.device
+        self.sampler = Sampler.of(processors, device) if samples and not self._keeps_scores else None
 
     @property
     def is_fusible(self) -> bool:
