@@ -144,13 +144,10 @@ class RunningState:
         self._before: list[dict[int, torch.Tensor | None]] = []
         self._call: dict[str, Any] = {}
 
-    def keep(self) -> None:
-        """Copies the current state: mixers write parts of it in place."""
-        self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
-
     def record(self, thread: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook that keeps the arguments of `thread`'s call. Other threads may use the model too."""
-        if threading.get_ident() == thread:
+        """A forward pre-hook that keeps state and arguments of `thread`'s call. Other threads may use the model too."""
+        if threading.get_ident() == thread:  # copied, because mixers write parts of the state in place
+            self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
             self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
 
     @torch.no_grad()
@@ -271,7 +268,6 @@ class PreallocatedCache(Cache):
         for running in self._running.values():
             running.forget()
             if num_columns:
-                running.keep()
                 hook = partial(running.record, threading.get_ident())
                 handles.append(running.mixer.register_forward_pre_hook(hook, with_kwargs=True))
         try:

@@ -151,10 +151,7 @@ class Conversation:
     def close(self, has_failed: bool) -> None:
         """Returns lent caches. After a failure they are dropped, because they may contain NaN."""
         if self._return is not None:
-            if has_failed:
-                self._return.detach()
-            else:
-                self._return()
+            (self._return.detach if has_failed else self._return)()
         self._return = self.loan = None
         self.token_ids, self.waiting = [], []
 

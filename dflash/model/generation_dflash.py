@@ -323,8 +323,7 @@ def check_padding(attention_mask: torch.Tensor | None) -> None:
     is_other = (attention_mask != 0) & (attention_mask != 1)
     has_other, ends_in_padding = torch.stack([is_other.any(), (attention_mask[:, -1] == 0).any()]).tolist()
     if has_other:
-        other = attention_mask[is_other][0].item()
-        raise InexactError(f"attention_mask holds {other}: use 1 for tokens and 0 for padding.")
+        raise InexactError(f"attention_mask holds {attention_mask[is_other][0]}: use 1 for tokens and 0 for padding.")
     if ends_in_padding:
         raise InexactError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
 
@@ -606,14 +605,13 @@ custom_generate.__signature__ = inspect.Signature([*_given, *_keywords, _asked])
 
 def _guarded(blocks: Iterator[Block], request: Request, conversation: Conversation) -> Iterator[Block]:
     """The blocks. An error empties the caches, and running out of memory is reported with remedies."""
-    has_failed = True
+    has_failed = False
     try:
         yield from blocks
-        has_failed = False
     except GeneratorExit:  # closed early, between two steps
-        has_failed = False
         raise
-    except RuntimeError as error:
+    except BaseException as error:
+        has_failed = True
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise torch.OutOfMemoryError(

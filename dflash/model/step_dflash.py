@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -478,7 +478,7 @@ class CompiledPair:
         bar = logging.tqdm(total=1, desc=f"Compiling {key[0]} (once)", leave=False, disable=None if is_first else True)
         began = clock()
         try:
-            with self.lock, self.attending(models[0]):
+            with self.lock, step_attention(models[0]):
                 if self._device.type == "cuda":
                     torch.compiler.cudagraph_mark_step_begin()
                 output = self.function(key, function)(*given(None))
@@ -492,6 +492,9 @@ class CompiledPair:
             raise NotCompiledError(key) from error
         finally:
             bar.close()
+            # Dynamo of torch 2.13 loses variables that are set after flex attention, such as the collector's.
+            if _collector is not None:
+                _collector.reset(None)
         num_calls = self._num_calls[key] = self._num_calls.get(key, 0) + 1
         if is_first:
             self._compile_seconds += clock() - began
@@ -518,17 +521,6 @@ class CompiledPair:
             settings: Any = {"fullgraph": True, "dynamic": False if self.is_static else None, "options": options}
             self._functions[kind] = torch.compile(own, backend=BACKEND, **settings)
         return self._functions[kind]
-
-    @contextmanager
-    def attending(self, target: PreTrainedModel) -> Iterator[None]:
-        """Forwards of the target inside use the attention of compiled steps."""
-        try:
-            with step_attention(target):
-                yield
-        finally:
-            # Dynamo of torch 2.13 loses variables that are set after flex attention, such as the collector's.
-            if _collector is not None:
-                _collector.reset(None)
 
     def storage(self, cache: PreallocatedCache, num_keys: int, is_eager: bool = False) -> Storage:
         """The storage of a cache for a forward over the keys of the first `num_keys` positions."""
@@ -583,11 +575,10 @@ class Pair:
     ) -> None:
         check_pair(target, drafter)
         self.target, self.drafter, self.compiled = target, drafter, compiled
-        layers = decoder_layers(target)
-        self.num_layers = len(layers)
+        self._layers = decoder_layers(target)
         self.layout = Layout.of(target, drafter.config.target_layer_ids)
         config = target.config.get_text_config(decoder=True)
-        self._mixers = linear_mixers(layers, getattr(config, "layer_types", None) or ())
+        self._mixers = linear_mixers(self._layers, getattr(config, "layer_types", None) or ())
         self._prompt_inputs = dict(prompt_inputs or {})
         self._rope: Any = _rope_of_images(target)
         self.head = partial(head, target)  # takes the drafter's hidden states
@@ -595,7 +586,7 @@ class Pair:
 
     def new_cache(self, capacity: int, num_sequences: int = 1, num_allocated: int | None = None) -> PreallocatedCache:
         """An empty cache for the target, with initial room for `capacity` positions."""
-        return PreallocatedCache(self.num_layers, capacity, num_sequences, num_allocated, self._mixers)
+        return PreallocatedCache(len(self._layers), capacity, num_sequences, num_allocated, self._mixers)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, N, D] of token_ids [B, N] by the target, on the drafter's device."""

@@ -324,9 +324,8 @@ class Verifier:
     def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Verdict:
         """Accepts proposals by logits [B, n + 1, V]; those of column i are processed after [text, proposals 1..i]."""
         scores, tree = logits.to(proposals.token_ids.device), proposals.tree
-        rule = self.verification
-        if rule == "auto":
-            rule = "match" if proposals.probabilities is None else "block"
+        auto = "match" if proposals.probabilities is None else "block"
+        rule = auto if self.verification == "auto" else self.verification
         if self.processors and (rule != "match" or self.sampler is None):
             scores = self._process(scores.float(), sequences, proposals, rule)
         if rule != "match":

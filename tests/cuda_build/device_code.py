@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import default_target_layer_ids
 from dflash.evaluation import SHAPES
+from dflash.model.attention_dflash import step_attention
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 
@@ -105,7 +106,7 @@ class Bench:
             if case.what == "tree":
                 ancestors = torch.zeros(case.width, case.width, dtype=torch.bool, device=DEVICE)
                 tree = ancestors, torch.zeros(case.width, dtype=torch.long, device=DEVICE)
-        with compiling() as codes, compiled.attending(self.target):
+        with compiling() as codes, step_attention(self.target):
             if case.what.endswith("step"):
                 models = self.target, self.drafter, self.pair.layout
                 compiled.function(case, whole_step)(models, state, tuple(storages), taken, drawn, None)

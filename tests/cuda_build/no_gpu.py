@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from dflash import DFlashConfig, DFlashDraftModel
+from dflash.model import step_dflash
 
 
 DEVICE = torch.device("cuda:0")
@@ -201,6 +202,8 @@ def compiling() -> Iterator[list[str]]:
     finally:
         GraphLowering._compile_to_module = kept
         reset()
+        if step_dflash._collector is not None:  # as after a step
+            step_dflash._collector.reset(None)
 
 
 _CALLS = re.compile(r"^ *def (?:partition_0|call)\(", re.M)  # before it stand the kernels
