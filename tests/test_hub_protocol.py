@@ -63,8 +63,8 @@ def texts(draft):
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    spec = draft.spec_generate(ids, target=target, max_new_tokens=128, temperature=0.0, return_dict_in_generate=True)
-    greedy = {"max_new_tokens": 128, "do_sample": False}
+    spec = draft.spec_generate(ids, target=target, max_new_tokens=40, temperature=0.0, return_dict_in_generate=True)
+    greedy = {"max_new_tokens": 40, "do_sample": False}
     plain, forwards = target.generate(ids, **greedy), []
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
     door = target.generate(ids, custom_generate=DRAFTER, trust_remote_code=True, drafter=draft, **greedy)

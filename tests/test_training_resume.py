@@ -8,8 +8,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -284,20 +282,19 @@ def test_a_second_process_is_refused_the_output_of_a_running_one(
 ) -> None:
     """Two real processes: the first one trains on, and writes what it would have written alone."""
     output = tmp_path / "drafter"
-    words = [sys.executable, __file__, str(output), "wait"]
-    first = subprocess.Popen(
-        words, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdin is not None
-    assert first.stdout is not None
-    assert first.stdout.readline() == "measured 7\n"
+    here, there = FRESH.Pipe()
+    first = FRESH.Process(target=_run_that_waits, args=(output, there))
+    first.start()
+    there.close()
+    assert here.recv() == "measured 7"
     for asked in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(
             ValueError, match=rf"drafter is being written by process {first.pid} on .*: wait for it, stop it"
         ):
             run(output, **asked)
-    first.communicate("go on\n")
-    assert first.returncode == 0
+    here.send("go on")
+    first.join()
+    assert first.exitcode == 0
     assert written(output) == unbroken[0]
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
@@ -394,13 +391,12 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_state_and_checkpoint_as_th
     assert all(parameter.isfinite().all() for parameter in saved.parameters())
 
 
-def _wait_at_first_point(point: dict[str, Any]) -> None:
-    if point["step"] == SETTINGS.eval_every:
-        sys.stdout.write(f"measured {point['step']}\n")
-        sys.stdout.flush()
-        sys.stdin.readline()
+def _run_that_waits(output: Path, pipe: Any) -> None:
+    """Trains; after its first measurement it goes on when it is told to."""
 
+    def wait(point: dict[str, Any]) -> None:
+        if point["step"] == SETTINGS.eval_every:
+            pipe.send(f"measured {point['step']}")
+            pipe.recv()
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(Path(sys.argv[1]), on_point=_wait_at_first_point if sys.argv[2:] == ["wait"] else None)
+    run(output, on_point=wait)
