@@ -648,9 +648,9 @@ class Pair:
             with suppress(NotCompiledError):
                 return self._verify_compiled(self.compiled, token_ids, cache, tree)
         (num_sequences, width), device = token_ids.shape, token_ids.device
-        ancestors, depths = _tree_tensors(tree, width, device)
+        ancestors, depths = _tree_tensors(tree, width, device) if tree else (None, torch.arange(width, device=device))
         positions = to_device(torch.tensor(cache.lengths), device)[:, None] + depths
-        place = Place(positions, cache, max(cache.lengths) + width, None if tree is None else ancestors)
+        place = Place(positions, cache, max(cache.lengths) + width, ancestors)
         if cache.is_ragged:
             cache.place(positions, place.num_keys)
         with cache.recording(width), step_attention(self.target):
@@ -698,13 +698,12 @@ class Pair:
         lengths, counts = to_device(torch.tensor(cache.lengths), features.device), context.counts
         slots = block_slots(lengths, counts, features.shape[1], block_size)
         place = Place(cache.positions(slots), cache, max(cache.lengths) + slots.shape[1])
-        if not cache.is_ragged:  # the drafter takes the mask from its cache
-            hidden_states = draft(self.drafter, noise_embeds, features, None, place)
-            cache.rollback(block_size)
-            return hidden_states
-        cache.place(slots, place.num_keys)
-        hidden_states = draft(self.drafter, noise_embeds, features, lengths + counts, place)
-        cache.advance(context.num_real)
+        ends = [held + new for held, new in zip(cache.lengths, context.num_real, strict=True)]
+        if cache.is_ragged:
+            cache.place(slots, place.num_keys)
+        starts = lengths + counts if cache.is_ragged else None  # the drafter takes the mask from its cache
+        hidden_states = draft(self.drafter, noise_embeds, features, starts, place)
+        cache.set_lengths(ends)
         return hidden_states
 
     def draft_compiled(
