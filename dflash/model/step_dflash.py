@@ -701,8 +701,8 @@ class Pair:
         ends = [held + new for held, new in zip(cache.lengths, context.num_real, strict=True)]
         if cache.is_ragged:
             cache.place(slots, place.num_keys)
-        starts = lengths + counts if cache.is_ragged else None  # the drafter takes the mask from its cache
-        hidden_states = draft(self.drafter, noise_embeds, features, starts, place)
+        block_starts = lengths + counts if cache.is_ragged else None  # the drafter takes the mask from its cache
+        hidden_states = draft(self.drafter, noise_embeds, features, block_starts, place)
         cache.set_lengths(ends)
         return hidden_states
 
