@@ -464,12 +464,16 @@ def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: 
     out = tmp_path / "out"
     for arguments, options, said in (
         ((TARGET, DRAFTER, folder), {}, "exists: name a folder that does not"),
-        ((DRAFTER, TARGET, out), {}, "is a drafter, and stands second"),
+        ((DRAFTER, TARGET, out), {}, "is a drafter: name the target first"),
         ((folder, DRAFTER, out), {}, "is a pair already: give its target"),
         ((TARGET, tmp_path / "drafter", out), {}, "hidden_size keeps this checkpoint from working"),
         ((TARGET, tmp_path / "nothing", out), {}, "is no folder and cannot be fetched"),
         ((TARGET, DRAFTER, out), {"settings": {"width": 3}}, "'width' is no setting of a pair: use adaptive, "),
-        ((TARGET, DRAFTER, out), {"settings": {"block_size": 99}}, "block_size=99 cannot be a setting"),
+        (
+            (TARGET, DRAFTER, out),
+            {"settings": {"block_size": 99}},
+            "block_size=99 cannot be a setting of this pair: use 2 to 16,",
+        ),
         ((TARGET, DRAFTER, out), {"on_error": "ignore"}, "on_error='ignore': use raise or plain"),
     ):
         with pytest.raises(ValueError, match=said):
