@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from safetensors.torch import save as safetensors_bytes
-from tiny_models import counted_forwards, make_drafter, make_target
+from tiny_models import CollectingStreamer, counted_forwards, make_drafter, make_target
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -104,17 +104,6 @@ def truth(target: Any, one: torch.Tensor) -> torch.Tensor:
     return target.generate(one, **GREEDY)
 
 
-class Streamer:
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.token_ids += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.token_ids.append(-1)
-
-
 # It drafts.
 
 
@@ -122,7 +111,7 @@ def test_generate_writes_the_targets_text_in_fewer_forwards(
     model: Any, target: Any, inputs: Any, one: torch.Tensor, truth: torch.Tensor
 ) -> None:
     """Promise: positional ids, keywords, a padded batch, a streamer and a dict of outputs, without a change of the call."""
-    streamer = Streamer()
+    streamer = CollectingStreamer()
     with counted_forwards(model) as forwards:
         assert torch.equal(model.generate(one, **GREEDY), truth)
     assert len(forwards) < 8

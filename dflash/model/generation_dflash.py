@@ -118,9 +118,8 @@ def _check_masks(target: PreTrainedModel, drafter: PreTrainedModel, num_sequence
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = types - {"full_attention", "sliding_attention", *(() if draft_tree else LINEAR_TYPES)}
     if others:
-        named = ", ".join(sorted(others))
-        given = f"{type(target).__name__} has layers of type {named}, which take no masks for {why}"
-        raise InexactError(f"{given}: pass one prompt at a time, and no draft_tree.")
+        given = f"{type(target).__name__} has layers of type {', '.join(sorted(others))}"
+        raise InexactError(f"{given}, which take no masks for {why}: pass one prompt at a time, and no draft_tree.")
 
 
 def _check_tree(request: Request) -> None:
@@ -132,8 +131,7 @@ def _check_tree(request: Request) -> None:
         raise ValueError(f"verification={rule!r}: a draft_tree is verified by the target's own choices, use 'match'.")
     if request.drafter.config.selector_rank is not None:
         raise ValueError("draft_tree cannot be used, because this drafter has a candidate selector: leave it out.")
-    if request.prompt_inputs:
-        named = ", ".join(sorted(request.prompt_inputs))
+    if named := ", ".join(sorted(request.prompt_inputs)):
         raise InexactError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
 
 
@@ -280,10 +278,9 @@ def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any
         inside = ((prompt_ids == pad) & is_text).nonzero()
         if len(inside):
             index, column = inside[0].tolist()
-            raise InexactError(
-                f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given, so generate "
-                "would mask that token: pass attention_mask (all ones if it is a token like others)."
-            )
+            given = f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given"
+            remedy = "pass attention_mask (all ones if it is a token like others)"
+            raise InexactError(f"{given}, so generate would mask that token: {remedy}.")
     ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
     if ended:
         logger.warning(
@@ -317,8 +314,7 @@ def check_padding(attention_mask: torch.Tensor | None) -> None:
     is_other = (attention_mask != 0) & (attention_mask != 1)
     has_other, ends_in_padding = torch.stack([is_other.any(), (attention_mask[:, -1] == 0).any()]).tolist()
     if has_other:
-        other = attention_mask[is_other][0].item()
-        raise InexactError(f"attention_mask holds {other}: use 1 for tokens and 0 for padding.")
+        raise InexactError(f"attention_mask holds {attention_mask[is_other][0]}: use 1 for tokens, 0 for padding.")
     if ends_in_padding:
         raise InexactError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
 
@@ -658,7 +654,8 @@ def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: A
         return type(model).generate(model, inputs, drafter=drafter, **kwargs)
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
-    return drafter.spec_generate(kwargs.pop("input_ids", inputs), target=model, **kwargs)
+    ids = kwargs.pop("input_ids", None)
+    return drafter.spec_generate(inputs if ids is None else ids, target=model, **kwargs)
 
 
 def custom_generate_source() -> str:
