@@ -215,7 +215,7 @@ def trees(args: argparse.Namespace) -> None:
     prompts = [Prompt("held-out", torch.tensor([ids])) for ids in heldout_prompts(tokenizer)[: args.limit]]
     if args.prompts:
         chats = read_prompts(Path(args.prompts))[: args.limit]
-        prompts += [Prompt(Path(args.prompts).stem, encode_chat(chat)) for chat in chats]
+        prompts += [Prompt(Path(args.prompts).stem.replace("_", " "), encode_chat(chat)) for chat in chats]
     length = {"max_new_tokens": args.max_new_tokens}
     summary = []
     for temperature in (0.0, 1.0):

@@ -160,5 +160,5 @@ def new_words(sequences: torch.Tensor, prompt_length: int, depth: int = DEPTH) -
 
 
 def drawn_cells(generate: Any, seeds: Sequence[int]) -> torch.Tensor:
-    """The cells of what `generate(seed)` writes behind `PROMPT`, for all seeds."""
+    """The cells of what `generate(seed)` writes after `PROMPT`, for all seeds."""
     return torch.cat([cells(new_words(generate(seed), PROMPT.shape[1])) for seed in seeds])

@@ -32,7 +32,7 @@ Rule = Callable[[Proposals, torch.Tensor, torch.Generator], Verdict]
 
 
 def chain(seed: int, sharpness: float) -> torch.Tensor:
-    """Probabilities of the next word behind each word, float64 [V, V]."""
+    """Probabilities of the next word after each word, float64 [V, V]."""
     noise = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (sharpness * noise).softmax(dim=-1)
 
@@ -82,8 +82,8 @@ def write(rule: Rule, is_drawn: bool, seed: int = 0) -> tuple[torch.Tensor, torc
     """One step of all rows, continued from the target: texts [ROWS, DEPTH] and how many proposals stood [ROWS]."""
     generator = torch.Generator().manual_seed(seed)
     proposals = propose(is_drawn, generator)
-    behind = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
-    verdict = rule(proposals, TARGET[behind].log(), generator)
+    after = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
+    verdict = rule(proposals, TARGET[after].log(), generator)
     texts = verdict.token_ids[:, :DEPTH].clone()
     for place in range(1, DEPTH):  # what the next steps would write
         more = pick(TARGET[texts[:, place - 1]], uniforms(1, generator).squeeze(1))
@@ -106,8 +106,8 @@ def p_value(counts: torch.Tensor, distribution: torch.Tensor) -> float:
 
 def text_p_value(texts: torch.Tensor) -> float:
     every_text = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH)))
-    behind = torch.cat([torch.full((len(every_text), 1), FIRST), every_text[:, :-1]], dim=1)
-    distribution = TARGET[behind, every_text].prod(dim=1)
+    after = torch.cat([torch.full((len(every_text), 1), FIRST), every_text[:, :-1]], dim=1)
+    distribution = TARGET[after, every_text].prod(dim=1)
     cells = (texts * torch.tensor([VOCAB ** (DEPTH - 1 - i) for i in range(DEPTH)])).sum(dim=1)
     return p_value(torch.bincount(cells, minlength=len(distribution)).double(), distribution)
 
@@ -140,7 +140,7 @@ def test_block_verification_keeps_most_and_match_least_of_drawn_proposals() -> N
 
 
 def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: equal distributions refuse nothing, and the token behind the last proposal is the target's."""
+    """Promise: equal distributions refuse nothing, and the token after the last proposal is the target's."""
     monkeypatch.setattr(f"{__name__}.DRAFTER", TARGET)
     for rule in ("rejection", "block"):
         texts, accepted = write(RULES[rule], is_drawn=True)
@@ -150,7 +150,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_wrong_residual_fails_the_distribution_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the test: drawing from the target's own distribution behind a refusal is a bias, and is caught."""
+    """The test of the test: drawing from the target's own distribution after a refusal is a bias, and is caught."""
 
     def verdict(of: Any, accepted: torch.Tensor, _: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
         place = accepted[:, None]

@@ -32,7 +32,7 @@ from dflash.model.step_dflash import CompiledPair
 NEW_TOKENS = 40
 TEXT_LENGTH = 300
 LENGTHS = (17, 9, 26)  # of the prompts of a batch, all beginnings of one text
-APART = (17, 70, 123)  # of prompts behind which no two rows ever stand at the same place
+APART = (17, 70, 123)  # of prompts after which no two rows ever stand at the same place
 MIXED = [2, 0, BLOCK_SIZE - 1, 1, 3]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
 
@@ -52,7 +52,7 @@ def same_blocks(found: list[Block], expected: list[Block]) -> bool:
 
 @dataclass
 class Pair:
-    """A target, a drafter and what the target writes behind every beginning of its text."""
+    """A target, a drafter and what the target writes after every beginning of its text."""
 
     target: PreTrainedModel
     drafter: PlacedDrafter
@@ -150,7 +150,7 @@ def test_the_same_blocks_at_every_acceptance(pair: Pair, num_rows: int, script: 
 
 
 def sampled_texts(pair: Pair, prompts: list[torch.Tensor], **asked: Any) -> list[torch.Tensor]:
-    """What is written behind each prompt [1, S]: [1, TEXT_LENGTH] each."""
+    """What is written after each prompt [1, S]: [1, TEXT_LENGTH] each."""
     texts = [torch.full((1, TEXT_LENGTH), 3) for _ in prompts]
     ends = [prompt.shape[1] for prompt in prompts]
     batch = prompts[0] if len(prompts) == 1 else [prompt[0] for prompt in prompts]
@@ -201,7 +201,7 @@ def test_never_more_than_is_wanted(pair: Pair, max_new_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "num_left"), [*((1, num_left) for num_left in range(1, 2 * BLOCK_SIZE + 2)), (3, 2), (3, 7), (3, 10)]
 )
-def test_never_behind_the_last_position(pair: Pair, num_rows: int, num_left: int) -> None:
+def test_never_after_the_last_position(pair: Pair, num_rows: int, num_left: int) -> None:
     """Promise: no block reaches beyond the positions that the target can tell apart."""
     longest = max(LENGTHS[:num_rows])
     asked = {"max_new_tokens": num_left, "script": [5, 2]}
@@ -223,7 +223,7 @@ def test_never_behind_the_last_position(pair: Pair, num_rows: int, num_left: int
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("place", range(18, 30, 2))
 def test_stop_tokens_inside_a_block(pair: Pair, num_rows: int, place: int) -> None:
-    """Promise: what is in flight behind a stop is dropped; the rows that are left go on."""
+    """Promise: what is in flight after a stop is dropped; the rows that are left go on."""
     stop_token_ids = [int(pair.text[0, place])]
     blocks = pair.both(pair.prompts(num_rows), stop_token_ids=stop_token_ids, script=[5, 3])
     assert blocks[-1].token_ids[-1] in stop_token_ids or num_rows > 1
@@ -328,7 +328,7 @@ def test_caches_are_what_was_yielded(pair: Pair, script: list[int]) -> None:
 
 @pytest.mark.parametrize("num_blocks", range(1, 8))
 def test_a_conversation_goes_on_after_a_close(pair: Pair, num_blocks: int) -> None:
-    """Promise: the text behind an early close is the target's, and only what was not yielded is run again."""
+    """Promise: the text after an early close is the target's, and only what was not yielded is run again."""
     conversation, prompt = Conversation(), pair.prompts(1)
     blocks = pair.blocks(prompt, conversation=conversation)
     written = [token_id for _ in range(num_blocks) for token_id in next(blocks).token_ids]
@@ -647,7 +647,7 @@ def test_plain_compiled_decoding_leaves_the_same_caches(pair: Pair) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_draft_is_launched_ahead_where_the_host_chooses_how_much_to_verify(pair: Pair, num_rows: int) -> None:
-    """Promise: an adaptive step's width needs the host, the draft behind it does not; the text is the same."""
+    """Promise: an adaptive step's width needs the host, the draft after it does not; the text is the same."""
     curve = LatencyCurve((1, 6), (10.0, 10.1), 0.1, machine(pair.target, pair.drafter))
     asked = {"latency_curve": curve, "script": [5, 2, 4]}
     blocks = list(pair.blocks(pair.prompts(num_rows), **asked))

@@ -315,23 +315,6 @@ def test_a_target_of_nan_is_named(tiny_drafter: DFlashDraftModel, asked: dict[st
         tiny_drafter.spec_generate(make_prompt(), target, max_new_tokens=4, **asked)
 
 
-def test_deprecated_names_still_work_and_say_so(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
-    """Promise: `Block.row` and `noise_generator` for one release."""
-    prompts = [make_prompt(5)[0], make_prompt(7)[0]]
-    blocks = list(generate_blocks(tiny_drafter, tiny_target, prompts, max_new_tokens=3, temperature=0.0))
-    with pytest.warns(DeprecationWarning, match=r"use Block\.sequence"):
-        assert [block.row for block in blocks] == [block.sequence for block in blocks]
-    assert {block.sequence for block in blocks} == {0, 1}
-
-    def sampled(name: str) -> torch.Tensor:
-        asked: Any = {name: torch.Generator().manual_seed(3), "drafter": tiny_drafter, "do_sample": True}
-        return tiny_target.generate(make_prompt(), custom_generate=custom_generate, max_new_tokens=8, **asked)
-
-    with pytest.warns(FutureWarning, match="use uniforms_generator"):
-        old = sampled("noise_generator")
-    assert torch.equal(old, sampled("uniforms_generator"))
-
-
 def test_assistant_model_inside(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:
     """Promise: one way of speculation at a time."""
     assert_refused(tiny_target, tiny_drafter, ["assistant_model"], assistant_model=tiny_drafter)

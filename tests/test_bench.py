@@ -512,7 +512,7 @@ def test_a_tree_has_no_scripted_tau(simulated):
     assert ours["is_identical"]
 
 
-def test_milliseconds_are_those_behind_the_first_token():
+def test_milliseconds_are_those_after_the_first_token():
     times = milliseconds(Measurement("t", 0, OURS, 9, 5, [], True, [5.0, 9.0, 3.0], [1.0, 1.0, 1.0]))
     assert (times["ms_per_step"], times["ms_per_step_fastest"], times["ms_per_step_slowest"]) == (
         1000.0,

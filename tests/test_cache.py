@@ -153,17 +153,17 @@ def test_verify_and_rollback_of_a_target_equal_a_full_forward(kind: str, attenti
         target(prompt, past_key_values=cache, use_cache=True)
         verified = target(wrong, past_key_values=cache, use_cache=True).logits
         cache.rollback(4)
-        behind = target(right, past_key_values=cache, use_cache=True).logits
+        continued = target(right, past_key_values=cache, use_cache=True).logits
         text = torch.cat([prompt, wrong[:, :2], right], dim=1)
         expected = target(text, use_cache=False).logits[:, -6:]
         first = target(torch.cat([prompt, wrong], dim=1), use_cache=False).logits[:, -6:]
     assert cache.get_seq_length() == 20
     torch.testing.assert_close(verified, first, rtol=0, atol=1e-4)
-    torch.testing.assert_close(behind, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(continued, expected, rtol=0, atol=1e-4)
 
 
 def test_rows_of_their_own_length() -> None:
-    """Promise: in a ragged cache every row appends behind its own end, padding is overwritten, and rows can be dropped.
+    """Promise: in a ragged cache every row appends after its own end, padding is overwritten, and rows can be dropped.
 
     Random plans against Python lists of what each row holds.
     """

@@ -1,4 +1,4 @@
-"""Compiled forwards: the same text, no compilation behind the first steps, and eager ones where nothing else is right.
+"""Compiled forwards: the same text, no compilation after the first steps, and eager ones where nothing else is right.
 
 Most tests run the graphs that dynamo takes as they are (`backend="eager"`): what is guarded, captured and fallen back from
 is decided there. One compiles them for real (`pytest -m compiler`).
@@ -63,7 +63,7 @@ def small_drafter() -> DFlashDraftModel:
 
 
 def scripted(target: PreTrainedModel, prompts: list[torch.Tensor]) -> tuple[PlacedDrafter, list[torch.Tensor]]:
-    """A drafter that is right as the script says, and what the target writes behind each prompt."""
+    """A drafter that is right as the script says, and what the target writes after each prompt."""
     truths = [greedy(target, p, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None) for p in prompts]
     drafter = PlacedDrafter(target, **(SMALL if target.config.num_hidden_layers == 2 else {}))
     drafter.follow(truths, SCRIPT, starts=[prompt.shape[1] for prompt in prompts])
@@ -71,7 +71,7 @@ def scripted(target: PreTrainedModel, prompts: list[torch.Tensor]) -> tuple[Plac
 
 
 def whole_lengths(start: int, max_draft_tokens: int = BLOCK_SIZE - 1) -> list[int]:
-    """The acceptance lengths that the script gives behind a prompt of `start` tokens, all blocks whole."""
+    """The acceptance lengths that the script gives after a prompt of `start` tokens, all blocks whole."""
     lengths: list[int] = []
     while (written := 1 + sum(lengths)) < NEW_TOKENS:
         lengths.append(1 + min(max_draft_tokens, SCRIPT[(start + written - 1) % len(SCRIPT)]))
@@ -79,7 +79,7 @@ def whole_lengths(start: int, max_draft_tokens: int = BLOCK_SIZE - 1) -> list[in
 
 
 def compiled_run(drafter: Any, target: PreTrainedModel, prompts: list[torch.Tensor], **asked: Any) -> Any:
-    """One call with compile=True, behind the prompts."""
+    """One call with compile=True, after the prompts."""
     batch: Any = prompts[0] if len(prompts) == 1 else [prompt[0] for prompt in prompts]
     return spec_generate(drafter, target, batch, pad_token_id=PAD_TOKEN_ID, **{**GREEDY, "compile": True, **asked})
 
@@ -121,7 +121,7 @@ def test_other_families_compile_or_say_why_not(name: str, caplog: pytest.LogCapt
     assert len(warnings) == (CompiledPair.of(target, drafter).reason is not None)
 
 
-def test_nothing_is_compiled_behind_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: other lengths, other prompts, new caches, growing storage and other widths compile nothing."""
     target = small_target()
     prompts = [make_prompt(length, seed=seed) for seed, length in enumerate((17, 60, 5), 3)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import greedy, make_drafter, make_prompt
-from transformers import AutoModel, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, TextStreamer
+from tiny_models import CollectingStreamer, greedy, make_drafter, make_prompt
+from transformers import AutoModel, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from dflash.checkpoints import save_checkpoint
 
@@ -20,17 +20,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(make_drafter(), tmp_path_factory.mktemp("door") / "tiny-DFlash")
 
 
-class _Collected(TextStreamer):
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.token_ids += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.token_ids.append(-1)
-
-
 def test_a_checkpoint_opens_the_targets_generate(checkpoint: Path, tiny_target: PreTrainedModel) -> None:
     """Promise: text of plain `generate`, with the streamer, the mask and the processors that were given."""
     drafter = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
@@ -38,7 +27,7 @@ def test_a_checkpoint_opens_the_targets_generate(checkpoint: Path, tiny_target: 
     doors: dict[str, Any] = {"custom_generate": str(checkpoint), "trust_remote_code": True, "drafter": drafter}
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.3}
     truth = greedy(tiny_target, prompt, max_new_tokens=9, repetition_penalty=1.3)
-    streamer = _Collected()
+    streamer = CollectingStreamer()
     text = tiny_target.generate(prompt, streamer=streamer, logits_processor=LogitsProcessorList(), **doors, **options)
     assert torch.equal(text, truth)
     assert streamer.token_ids == [*truth[0].tolist(), -1]

@@ -287,7 +287,7 @@ def test_the_call_after_numbers_that_are_none_is_right(recorded: Recorded) -> No
     with torch.no_grad():
         weight.copy_(kept)
     for _ in range(2):
-        recorded.check([8])  # behind whose text the numbers lie, where nothing sees them
+        recorded.check([8])  # after whose text the numbers lie, where nothing sees them
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "parts"])

@@ -628,7 +628,7 @@ def naive_walk(
     top_k: int,
     uniforms: Any,
 ) -> tuple[list[int], list[list[int]], list[list[float]]]:
-    """The selector's path behind an anchor, of hidden states [R, D] and logits [R, V], and each row's candidates and distribution."""
+    """The selector's path after an anchor, of hidden states [R, D] and logits [R, V], and each row's candidates and distribution."""
     projection = weights["candidate_selector.hidden_projection.weight"].double()
     before = weights["candidate_selector.predecessor_codebook"].double()
     after = weights["candidate_selector.successor_codebook"].double()

@@ -140,7 +140,7 @@ def test_question_without_an_answer_has_no_score() -> None:
     assert (row["score"], row["scored"]) == (None, 0)
 
 
-def test_time_per_token_counts_everything_behind_the_first() -> None:
+def test_time_per_token_counts_everything_after_the_first() -> None:
     """Promise: (all seconds - seconds to the first token) / (tokens - 1), over all prompts together."""
     answers = run_scripted(Question("mt-bench", 0, ("a", "b")), {"plain": lambda ids: said([1, 2, 3], 2.0)}, [])
     row = summarise_answers(numbered(answers))[0]

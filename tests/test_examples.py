@@ -103,7 +103,7 @@ def test_half_a_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chat_reads_lines_until_an_empty_one(
     answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Promise: what is typed is answered, each turn behind the ones before, and nothing after an empty line."""
+    """Promise: what is typed is answered, each turn after the ones before, and nothing after an empty line."""
     typed = [heldout_problems()[0].question, "And twice that?", "", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
     run("chat.py", monkeypatch)

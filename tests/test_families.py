@@ -46,7 +46,7 @@ GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "return_dict_in_gene
 
 @dataclass
 class Known:
-    """A family's target and what it writes greedily behind `PROMPT_LENGTHS`."""
+    """A family's target and what it writes greedily after `PROMPT_LENGTHS`."""
 
     family: Family
     target: PreTrainedModel
@@ -144,7 +144,7 @@ def hybrid_target(name: str, seed: int) -> PreTrainedModel:
 def test_hybrids_in_300_random_cases() -> None:
     """Promise: zero differences over 300 random prompts, batches, block sizes and acceptance lengths.
 
-    Known bug (z-lab's loop, and `Cache.crop` of transformers): the recurrent state is left behind rejected tokens, and
+    Known bug (z-lab's loop, and `Cache.crop` of transformers): the recurrent state stays after rejected tokens, and
     12 to 41 of 384 choices differ.
     """
     rng = random.Random(0)
@@ -249,8 +249,8 @@ def small_drafter() -> DFlashDraftModel:
 
 
 @pytest.mark.parametrize("name", SEEING)
-def test_text_behind_an_image(name: str) -> None:
-    """Promise: lossless behind an image, whose positions run on three axes, also while another text is written.
+def test_text_after_an_image(name: str) -> None:
+    """Promise: lossless after an image, whose positions run on three axes, also while another text is written.
 
     Known trap: the model keeps the positions' lag of whatever prompt it saw last.
     """
@@ -262,15 +262,15 @@ def test_text_behind_an_image(name: str) -> None:
     blind = greedy(target, ids, **options, **(inputs | {"pixel_values": -inputs["pixel_values"]}))
     assert not torch.equal(expected, blind), "the image changes nothing, so nothing is shown"
     text = make_prompt(9, seed=4)
-    behind = greedy(target, text, **options)
+    after = greedy(target, text, **options)
     output = spec_generate(ScriptedDrafter(target, expected, EVERY_LENGTH), target, ids, **GREEDY, **inputs)
     assert torch.equal(output.sequences, expected[:, : ids.shape[1] + NEW_TOKENS])
     assert output.acceptance_lengths == [expected_lengths(EVERY_LENGTH, NEW_TOKENS)]
     asked = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, **inputs}
     begun = generate_blocks(ScriptedDrafter(target, expected, EVERY_LENGTH), target, ids, **asked)
     written = next(begun).token_ids + next(begun).token_ids
-    other = spec_generate(ScriptedDrafter(target, behind, EVERY_LENGTH), target, text, **GREEDY)
-    assert torch.equal(other.sequences, behind[:, : 9 + NEW_TOKENS])
+    other = spec_generate(ScriptedDrafter(target, after, EVERY_LENGTH), target, text, **GREEDY)
+    assert torch.equal(other.sequences, after[:, : 9 + NEW_TOKENS])
     written += [token_id for block in begun for token_id in block.token_ids]
     assert written == expected[0, ids.shape[1] : ids.shape[1] + NEW_TOKENS].tolist()
 

@@ -240,7 +240,7 @@ def test_stop_token_at_each_place_of_a_block(
     assert torch.equal(run(drafter, tiny_target, prompt_ids, stop_token_ids=[stop]).sequences, expected)
 
 
-def test_stop_token_behind_a_wrong_proposal_does_not_stop(
+def test_stop_token_after_a_wrong_proposal_does_not_stop(
     tiny_target: PreTrainedModel, prompt_ids: torch.Tensor, truth: torch.Tensor
 ) -> None:
     """Promise: only committed tokens stop the text; a rejected proposal that is a stop token is nothing."""
@@ -321,7 +321,7 @@ def test_custom_stopping_criterion_sees_every_prefix(
 def test_logits_processors_equal_plain_generate(
     tiny_target: PreTrainedModel, prompt_ids: torch.Tensor, script: list[int], options: dict[str, Any]
 ) -> None:
-    """Promise: each row is processed behind the prefix it stands for, also where a processor looks at the prefix."""
+    """Promise: each row is processed after the prefix it stands for, also where a processor looks at the prefix."""
     expected = remembered_greedy(tiny_target, prompt_ids, **options)
     longer = remembered_greedy(tiny_target, prompt_ids, max_new_tokens=40, **options)
     output = run(ScriptedDrafter(tiny_target, longer, script), tiny_target, prompt_ids, **options)
@@ -880,8 +880,8 @@ def test_sampled_distribution_is_the_targets(distribution_target: PreTrainedMode
     assert p_value(sample_cells(distribution_target, options), distribution) > 1e-3
 
 
-def _keep_rows_behind_a_rejection(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-    """Wrong: rows stand that were computed behind a proposal the target did not choose."""
+def _keep_rows_after_a_rejection(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """Wrong: rows stand that were computed after a proposal the target did not choose."""
     return torch.full((len(proposals),), proposals.shape[1])
 
 
@@ -893,7 +893,7 @@ def _keep_some_wrong_proposals(proposals: torch.Tensor, choices: torch.Tensor) -
     return (proposals == choices[:, :width]).long().cumprod(dim=1).sum(dim=1)
 
 
-@pytest.mark.parametrize("wrong_rule", [_keep_rows_behind_a_rejection, _keep_some_wrong_proposals])
+@pytest.mark.parametrize("wrong_rule", [_keep_rows_after_a_rejection, _keep_some_wrong_proposals])
 def test_a_wrong_accept_rule_fails_the_distribution_test(
     distribution_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, wrong_rule: Any
 ) -> None:

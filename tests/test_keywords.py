@@ -293,7 +293,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "temperature+top_k+top_p": {"temperature": 1.5, "top_k": 4, "top_p": 0.9},
 }
 # Processors that look at the prefix: asked row by row, so fewer samples in smaller batches.
-SAMPLED_BEHIND_A_PREFIX: dict[str, dict[str, Any]] = {
+SAMPLED_AFTER_A_PREFIX: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 4.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "temperature": 2.0},
     "bad_words_ids": {"bad_words_ids": [[3], [1, 4], [2, 2]]},
@@ -302,7 +302,7 @@ SAMPLED_BEHIND_A_PREFIX: dict[str, dict[str, Any]] = {
     "logits_processor": {"logits_processor": [FollowsTheLast()]},
     "repetition_penalty+top_p": {"repetition_penalty": 1.5, "top_p": 0.9, "temperature": 1.5},
 }
-LAWS = {**SAMPLED, **SAMPLED_BEHIND_A_PREFIX}
+LAWS = {**SAMPLED, **SAMPLED_AFTER_A_PREFIX}
 FITS, FAILS = 1e-3, 1e-5
 FEW = {"no_repeat_ngram_size": 3}  # batches that show a bias, which a temperature of 2 hides in part
 
@@ -337,14 +337,14 @@ def sampled(num_batches: int, batch_size: int, **options: Any) -> torch.Tensor:
 
 def sampled_with(name: str, **options: Any) -> torch.Tensor:
     """As many samples as the test can afford of the options of that name."""
-    num_batches, batch_size = (3, 200) if name in SAMPLED_BEHIND_A_PREFIX else (1, 2000)
+    num_batches, batch_size = (3, 200) if name in SAMPLED_AFTER_A_PREFIX else (1, 2000)
     return sampled(num_batches, batch_size, **LAWS[name], **options)
 
 
 def sampled_with_a_bias(name: str, **options: Any) -> torch.Tensor:
     """Fewer samples, from a target that leans towards what a block shows it."""
     with leaning(distribution_target()):
-        return sampled(FEW.get(name, 1), 200 if name in SAMPLED_BEHIND_A_PREFIX else 600, **LAWS[name], **options)
+        return sampled(FEW.get(name, 1), 200 if name in SAMPLED_AFTER_A_PREFIX else 600, **LAWS[name], **options)
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -384,7 +384,7 @@ def test_every_verification_has_the_distribution_of_the_keyword(name: str, verif
 
 
 class Stale(LogitsProcessor):
-    """A planted bug: a processor that is shown the prompt and the first word, whatever stands behind them."""
+    """A planted bug: a processor that is shown the prompt and the first word, whatever stands after them."""
 
     def __init__(self, inner: Callable[..., torch.Tensor]) -> None:
         self.inner = inner
@@ -398,7 +398,7 @@ class Stale(LogitsProcessor):
     [("repetition_penalty", RepetitionPenaltyLogitsProcessor(4.0)), ("logits_processor", FollowsTheLast())],
 )
 def test_a_stale_prefix_fails_the_distribution_test(name: str, inner: Callable[..., torch.Tensor]) -> None:
-    """The test of the test: a block whose columns are all processed behind the same prefix is caught."""
+    """The test of the test: a block whose columns are all processed after the same prefix is caught."""
     assert p_value(sampled(3, 200, logits_processor=[Stale(inner)]), distribution(name)) < FAILS
 
 
@@ -549,14 +549,14 @@ def test_a_processor_that_leaves_no_choice_is_named(value: float, temperature: f
 
 
 def even_then_odd(row: int, input_ids: torch.Tensor) -> list[int]:
-    """A grammar: behind an odd token only even ones, and the other way round; nothing behind a text that breaks it."""
+    """A grammar: after an odd token only even ones, and the other way round; nothing after a text that breaks it."""
     words = input_ids.tolist()[max(LENGTHS) :]
     is_grammatical = all((left + right) % 2 for left, right in pairwise(words))
     return list(range(2 + (words[-1] + 1) % 2 if words else 2, 90, 2)) if is_grammatical else []
 
 
 class NothingBehindASlip(LogitsProcessor):
-    """The same grammar as a processor, which leaves no choice behind a text that breaks it."""
+    """The same grammar as a processor, which leaves no choice after a text that breaks it."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         allowed = torch.full_like(scores, float("-inf"))
@@ -571,7 +571,7 @@ class NothingBehindASlip(LogitsProcessor):
     ids=lambda options: next(iter(options)),
 )
 def test_a_grammar_need_not_know_what_is_only_drafted(options: dict[str, Any]) -> None:
-    """Promise: a processor that has no answer behind a text that is never written does not stop the text."""
+    """Promise: a processor that has no answer after a text that is never written does not stop the text."""
     options = complete({**options, "do_sample": False})
     truths = unpadded(plain(target(), **{**options, "max_new_tokens": NEW_TOKENS + 8}))
     assert torch.equal(ours(target(), truths, **options), plain(target(), **options))

@@ -84,7 +84,7 @@ def naive_forward(
     frequencies: list[float] | None = None,
     rope_scaling: float = 1.0,
 ) -> torch.Tensor:
-    """DFlash's forward of one block [N, D] behind its context features [C, L * D], by the published rules."""
+    """DFlash's forward of one block [N, D] after its context features [C, L * D], by the published rules."""
     eps, head_dim = config.rms_norm_eps, config.head_dim
     frequencies = frequencies or [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
@@ -255,7 +255,7 @@ def test_both_worlds_argument_names_agree(tiny_drafter: DFlashDraftModel) -> Non
 
 
 def test_position_ids_default_to_what_follows_the_cache(tiny_drafter: DFlashDraftModel) -> None:
-    """Promise: without position_ids the block follows its context, also behind a filled cache."""
+    """Promise: without position_ids the block follows its context, also after a filled cache."""
     block, features = inputs()
     expected = outputs(tiny_drafter, block, features, position_ids=torch.arange(11 + N)[None])
     torch.testing.assert_close(outputs(tiny_drafter, block, features), expected)

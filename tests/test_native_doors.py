@@ -59,7 +59,7 @@ def target_of(kind: str = "qwen3") -> PreTrainedModel:
 
 
 def scripted(target: PreTrainedModel, *prompts: torch.Tensor, **options: Any) -> ScriptedDrafter:
-    """A drafter that knows what `target` writes behind the prompts and is wrong now and then."""
+    """A drafter that knows what `target` writes after the prompts and is wrong now and then."""
     truths = [greedy(target, prompt, max_new_tokens=NEW_TOKENS + 8, **options) for prompt in prompts]
     return ScriptedDrafter(target, truths, SCRIPT, **SHALLOW_DRAFTER)
 
@@ -116,9 +116,9 @@ def test_custom_generate_equals_plain_generate() -> None:
     drafter = scripted(target, *prompts, repetition_penalty=1.2)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "repetition_penalty": 1.2}
     expected = target.generate(**batch, **options)
-    behind: dict[str, Any] = {"custom_generate": custom_generate, "drafter": drafter}
-    assert torch.equal(target.generate(**batch, **options, **behind), expected)
-    output = target.generate(**batch, **options, **behind, return_dict_in_generate=True)
+    door: dict[str, Any] = {"custom_generate": custom_generate, "drafter": drafter}
+    assert torch.equal(target.generate(**batch, **options, **door), expected)
+    output = target.generate(**batch, **options, **door, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)
     assert output.tau > 1
 
@@ -141,7 +141,7 @@ def test_custom_generate_samples_what_spec_generate_samples() -> None:
 
 
 def written_by(ways: list[dict[str, Any]], text: Any, **options: Any) -> list[Any]:
-    """What a text-generation pipeline writes behind `text`: plainly, and in each of `ways`."""
+    """What a text-generation pipeline writes after `text`: plainly, and in each of `ways`."""
     writer = pipeline("text-generation", model=make_target(num_hidden_layers=2), tokenizer=make_tokenizer())
     writer.tokenizer.padding_side = "left"
     settings = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": PAD_TOKEN_ID, "return_full_text": False}

@@ -30,7 +30,7 @@ ALLOWED = {"dflash", "torch", "transformers", "matplotlib", "rich"} | set(sys.st
 LONGEST_HELPER = 8
 SECONDS = 120  # for a whole notebook, as it is opened
 
-# What is put behind the cell that is tagged "parameters": a run of a few seconds, of the same cells.
+# What is put after the cell that is tagged "parameters": a run of a few seconds, of the same cells.
 TINY = {
     "03_train_a_drafter": "STEPS, MAX_NEW_TOKENS, MAX_PROMPTS = 2, 24, 16",
     "04_measure": "NUM_PROMPTS, REPEATS = 1, 1",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from safetensors.torch import save as safetensors_bytes
-from tiny_models import counted_forwards, make_drafter, make_target
+from tiny_models import CollectingStreamer, counted_forwards, make_drafter, make_target
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -105,17 +105,6 @@ def truth(target: Any, one: torch.Tensor) -> torch.Tensor:
     return target.generate(one, **GREEDY)
 
 
-class Streamer:
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.token_ids += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.token_ids.append(-1)
-
-
 # It drafts.
 
 
@@ -123,7 +112,7 @@ def test_generate_writes_the_targets_text_in_fewer_forwards(
     model: Any, target: Any, inputs: Any, one: torch.Tensor, truth: torch.Tensor
 ) -> None:
     """Promise: positional ids, keywords, a padded batch, a streamer and a dict of outputs, without a change of the call."""
-    streamer = Streamer()
+    streamer = CollectingStreamer()
     with counted_forwards(model) as forwards:
         assert torch.equal(model.generate(one, **GREEDY), truth)
     assert len(forwards) < 8
@@ -469,12 +458,16 @@ def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: 
     out = tmp_path / "out"
     for arguments, options, said in (
         ((TARGET, DRAFTER, folder), {}, "exists: name a folder that does not"),
-        ((DRAFTER, TARGET, out), {}, "is a drafter, and stands second"),
+        ((DRAFTER, TARGET, out), {}, "is a drafter: name the target first"),
         ((folder, DRAFTER, out), {}, "is a pair already: give its target"),
         ((TARGET, tmp_path / "drafter", out), {}, "hidden_size keeps this checkpoint from working"),
         ((TARGET, tmp_path / "nothing", out), {}, "is no folder and cannot be fetched"),
         ((TARGET, DRAFTER, out), {"settings": {"width": 3}}, "'width' is no setting of a pair: use adaptive, "),
-        ((TARGET, DRAFTER, out), {"settings": {"block_size": 99}}, "block_size=99 cannot be a setting"),
+        (
+            (TARGET, DRAFTER, out),
+            {"settings": {"block_size": 99}},
+            "block_size=99 cannot be a setting of this pair: use 2 to 16,",
+        ),
         ((TARGET, DRAFTER, out), {"on_error": "ignore"}, "on_error='ignore': use raise or plain"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -164,7 +164,7 @@ def test_a_target_without_a_chat_template_continues_texts_and_prompts_and_refuse
         regenerate_data(TargetWriter(target), plain, [user("a")], tmp_path / "s.jsonl", SETTINGS)
 
 
-def test_each_turn_of_a_chat_is_written_behind_those_written_before_it(tokenizer: Any, tmp_path: Path) -> None:
+def test_each_turn_of_a_chat_is_written_after_those_written_before_it(tokenizer: Any, tmp_path: Path) -> None:
     writer = Spoken(tokenizer, lambda prompt: (f"new {prompt.count('user')}", True))
     chat = {
         "messages": [
@@ -201,7 +201,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_each_state_the_t
     assert all("response_mask" not in row for row in rows)
 
 
-def test_nothing_is_asked_behind_an_answer_that_was_cut(tokenizer: Any, tmp_path: Path) -> None:
+def test_nothing_is_asked_after_an_answer_that_was_cut(tokenizer: Any, tmp_path: Path) -> None:
     writer = Spoken(tokenizer, lambda prompt: ("new", prompt.count("user") < 2))
     record = regenerate_data(writer, tokenizer, [user("one", "two", "three"), user("x")], tmp_path / "r.jsonl")
     assert len(writer.prompts) == 3

@@ -122,7 +122,7 @@ def test_scores_and_logits_are_those_of_generate(tiny_target: PreTrainedModel, o
             assert scores.isfinite().sum() == 5
 
 
-def test_scores_behind_a_rows_end_are_zero(tiny_target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+def test_scores_after_a_rows_end_are_zero(tiny_target: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
     """Promise: positions that a row never came to hold 0."""
     truths = [greedy(tiny_target, prompt, max_new_tokens=9) for prompt in prompts]
     stop = int(truths[0][0, 3 + 4])
@@ -291,7 +291,7 @@ def test_processors_with_a_state_are_refused(tiny_target: PreTrainedModel) -> No
 
 
 def test_use_cache_false_is_refused(tiny_target: PreTrainedModel) -> None:
-    """Promise: named, since nothing could be verified behind it."""
+    """Promise: named, since nothing could be verified after it."""
     with pytest.raises(ValueError, match="use_cache=False"):
         spec_generate(make_drafter(), tiny_target, make_prompt(), max_new_tokens=2, temperature=0.0, use_cache=False)
 

@@ -92,7 +92,7 @@ def test_humaneval_fails_by_its_own_tests(body: str) -> None:
     assert not is_right("humaneval", f"```python\ndef add(xs):\n{body}```", HUMANEVAL)
 
 
-def test_mbpp_runs_its_setup_behind_the_answer() -> None:
+def test_mbpp_runs_its_setup_after_the_answer() -> None:
     code = "class Box:\n    def f(self, x):\n        return {}"
     assert is_right("mbpp", f"```python\n{code.format('x')}\n```", MBPP)
     assert not is_right("mbpp", f"```python\n{code.format('-x')}\n```", MBPP)

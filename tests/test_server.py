@@ -163,7 +163,7 @@ def test_a_streamed_answer_is_whole_and_under_the_clock() -> None:
     assert reply.text == "hi:" + "".join(f" {i}" for i in range(1, 13))
     assert reply.num_tokens == 13
     assert reply.seconds_to_first_token >= 5 * STEP
-    assert reply.seconds >= 8 * STEP  # 12 tokens behind the first in 3 steps
+    assert reply.seconds >= 8 * STEP  # 12 tokens after the first in 3 steps
     assert reply.seconds_per_output_token == pytest.approx((reply.seconds - reply.seconds_to_first_token) / 12)
     asked = engine.requests[0]
     assert (asked["max_tokens"], asked["temperature"], asked["seed"]) == (64, 0.7, 3)
@@ -264,7 +264,7 @@ def test_acceptance_is_what_the_server_counted_meanwhile(metrics: str, tau: floa
         server = Server(engine.url)
         before = server.counters()
         for _ in range(3):
-            server.stream("org/model", USER, 64)  # 9 tokens behind the first in 3 steps: 4 + 4 + 1
+            server.stream("org/model", USER, 64)  # 9 tokens after the first in 3 steps: 4 + 4 + 1
         found = drafting(before, server.counters())
     if tau is None:
         assert found is None

@@ -103,7 +103,7 @@ def test_depths_children_chain_and_ancestors() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_who_sees_whom(window: int | None) -> None:
-    """As a double loop over columns and keys has it; keys behind the tree are seen by nobody."""
+    """As a double loop over columns and keys has it; keys after the tree are seen by nobody."""
     tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
     depths, starts, num_keys = torch.tensor(tree.depths), torch.tensor([4, 2]), 13
     sees = target_sees(starts[:, None] + depths, tree.ancestors(), window)

@@ -23,7 +23,7 @@ from dflash.model.verification_dflash import (
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_accept_prefix_equals_a_naive_loop(rows: list[list[tuple[int, int]]]) -> None:
-    """Promise: the longest agreeing prefix, per row; matches behind a mismatch count for nothing."""
+    """Promise: the longest agreeing prefix, per row; matches after a mismatch count for nothing."""
     proposals = torch.tensor([[pair[0] for pair in row[:4]] for row in rows])
     choices = torch.tensor([[pair[1] for pair in row] for row in rows])
     expected = []

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TextStreamer,
 )
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -251,7 +252,7 @@ class ScriptedDrafter(DFlashDraftModel):
 
 
 class PlacedDrafter(ScriptedDrafter):
-    """Proposes texts that it knows, and goes wrong behind as many tokens as its script says of the anchor's position.
+    """Proposes texts that it knows, and goes wrong after as many tokens as its script says of the anchor's position.
 
     It asks nothing but positions and computes on the device alone: it can be compiled, run ahead, and run again at the
     same place. Rows of a batch are told apart by where they stand (`follow`).
@@ -308,6 +309,19 @@ def expected_lengths(script: list[int], num_new_tokens: int, block_size: int = B
         lengths.append(1 if is_last_token else min(script[len(lengths) % len(script)], block_size - 1) + 1)
         written += lengths[-1]
     return lengths
+
+
+class CollectingStreamer(TextStreamer):
+    """Collects the token ids that it is given, and -1 at the end."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.token_ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.token_ids.append(-1)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ SETTINGS, DRAFTER = "dflash.json", "drafter"
 # Keywords of the loop that plain `generate` does not know.
 OWN = (
     *("adaptive", "as_blocks", "block_size", "compile", "conversation", "draft_tree", "draft_window", "drafter"),
-    *("latency_curve", "max_draft_tokens", "ngram_size", "noise_generator", "num_looked_up", "stop_token_ids"),
+    *("latency_curve", "max_draft_tokens", "ngram_size", "num_looked_up", "stop_token_ids"),
     *("token_streamer", "uniforms_generator", "verification"),
 )
 

@@ -1,6 +1,7 @@
 """A folder that is the target, with a `generate` that drafts: for every tool that loads a model and calls `generate`."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ LICENCE = ("license", "license_name", "license_link")
 NOT_THE_TARGETS = (*SECRETS, *TRAINING_STATE, ".*", CARD)
 # Keywords of the loop that no JSON holds, and inner names.
 NO_SETTINGS = {
-    *("as_blocks", "conversation", "drafter", "generator", "latency_curve", "ngram_size", "noise_generator"),
+    *("as_blocks", "conversation", "drafter", "generator", "latency_curve", "ngram_size"),
     *("num_looked_up", "token_streamer", "uniforms_generator"),
 }
 
@@ -65,7 +66,7 @@ def make_pair(
     config = read_json(target_folder / "config.json", f"The target {target} holds no config.json: give its folder.")
     kinds = set(config.get("architectures") or ())
     for is_wrong, what in (
-        (kinds & set(DRAFTERS), "a drafter, and stands second"),
+        (kinds & set(DRAFTERS), "a drafter: name the target first, then its drafter"),
         ((target_folder / PAIR).exists(), "a pair already: give its target"),
         ((target_folder / "custom_generate").exists(), "a model with a generate of its own, which a pair replaces"),
     ):
@@ -146,12 +147,17 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     known = sorted({*KEYWORDS, *GENERATES_OWN} - NO_SETTINGS)
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
+    largest = config.get("block_size") or math.inf
+
+    def is_block_size(size: Any) -> bool:
+        return type(size) is int and 2 <= size <= largest
+
+    block_size = is_block_size, f"use 2 to {largest}, the block that the drafter was trained for"
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"{name!r} is no setting of a pair: use {', '.join(known)}.")
-        largest = config.get("block_size")
-        is_meant, remedy = SETTINGS.get(name, (lambda size: type(size) is int and size >= 2, "use 2 or more"))
-        if not is_meant(value) or (name == "block_size" and largest and value > largest):
+        is_meant, remedy = SETTINGS.get(name, block_size)
+        if not is_meant(value):
             raise ValueError(f"{name}={value!r} cannot be a setting of this pair: {remedy}.")
 
 

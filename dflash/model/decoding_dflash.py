@@ -6,7 +6,6 @@ before the host has read the one before.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -66,12 +65,6 @@ class Block:
     def acceptance_length(self) -> int:
         """Tokens of the verify step before the cut: the accepted proposals and one of the target's own."""
         return self.num_accepted + 1
-
-    @property
-    def row(self) -> int:
-        """Deprecated: use `sequence`."""
-        warnings.warn("Block.row is deprecated: use Block.sequence.", DeprecationWarning, stacklevel=2)
-        return self.sequence
 
 
 class Conversation:

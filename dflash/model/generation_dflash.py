@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -124,9 +123,8 @@ def _check_masks(request: Request) -> None:
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
     others = types - {"full_attention", "sliding_attention", *(() if request.draft_tree else LINEAR_TYPES)}
     if others:
-        named = ", ".join(sorted(others))
-        given = f"{type(target).__name__} has layers of type {named}, which take no masks for {why}"
-        raise InexactError(f"{given}: pass one prompt at a time, and no draft_tree.")
+        given = f"{type(target).__name__} has layers of type {', '.join(sorted(others))}"
+        raise InexactError(f"{given}, which take no masks for {why}: pass one prompt at a time, and no draft_tree.")
 
 
 def _check_tree(request: Request) -> None:
@@ -138,8 +136,7 @@ def _check_tree(request: Request) -> None:
         raise ValueError(f"verification={rule!r}: a draft_tree is verified by the target's own choices, use 'match'.")
     if request.drafter.config.selector_rank is not None:
         raise ValueError("draft_tree cannot be used, because this drafter has a candidate selector: leave it out.")
-    if request.prompt_inputs:
-        named = ", ".join(sorted(request.prompt_inputs))
+    if named := ", ".join(sorted(request.prompt_inputs)):
         raise InexactError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
 
 
@@ -286,10 +283,9 @@ def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any
         inside = ((prompt_ids == pad) & is_text).nonzero()
         if len(inside):
             index, column = inside[0].tolist()
-            raise InexactError(
-                f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given, so generate "
-                "would mask that token: pass attention_mask (all ones if it is a token like others)."
-            )
+            given = f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given"
+            remedy = "pass attention_mask (all ones if it is a token like others)"
+            raise InexactError(f"{given}, so generate would mask that token: {remedy}.")
     ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
     if ended:
         logger.warning(
@@ -497,7 +493,6 @@ class Request:
     num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
     ngram_size: int = 10  # its `max_matching_ngram_size`
     uniforms_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
-    noise_generator: Any = None  # deprecated name of `uniforms_generator`
     token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit
     as_blocks: bool = False  # whether to return the iterator of `generate_blocks`
     target: Any = field(init=False)
@@ -515,9 +510,6 @@ class Request:
     def of(cls, target: PreTrainedModel, input_ids: torch.Tensor, config: Any, asked: dict[str, Any]) -> Request:
         """The request that `generate` has prepared. Raises ValueError if it cannot be run exactly."""
         own: dict[str, Any] = {name: value for name in KEYWORDS if (value := asked.pop(name, None)) is not None}
-        if "noise_generator" in own:
-            warnings.warn("noise_generator is deprecated: use uniforms_generator.", FutureWarning, stacklevel=2)
-            own.setdefault("uniforms_generator", own.pop("noise_generator"))
         request = cls(**own)
         request.target, request.input_ids, request.config = target, input_ids, config
         request.attention_mask = asked.get("attention_mask")
@@ -672,7 +664,8 @@ def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: A
         return type(model).generate(model, inputs, drafter=drafter, **kwargs)
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
-    return drafter.spec_generate(kwargs.pop("input_ids", inputs), target=model, **kwargs)
+    ids = kwargs.pop("input_ids", None)
+    return drafter.spec_generate(inputs if ids is None else ids, target=model, **kwargs)
 
 
 def custom_generate_source() -> str:

@@ -1,18 +1,18 @@
 """A pair's folder in tools that call `generate`, each beside the target alone: the same text, and drafted.
 
     pip install "transformers[serving]" openai lm-eval lighteval trl
-    python examples/tools/clients.py            # or: … pipeline serve lm_eval lighteval trl
+    python examples/tools/clients.py            # or: … pipeline serve lm_eval lighteval trl --output tools.json
 
 It uses the embedded pair in float32, on a CPU and without a download. A tool that is not installed is skipped by name.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -26,6 +26,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import torch
 
 from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
+from dflash.common.provenance import record, write_result
 
 
 TARGET = embedded_path(TARGET_NAME)
@@ -251,15 +252,25 @@ TOOLS = {
 
 
 def main() -> None:
-    """Prints a row of the table for each tool."""
+    """Prints a row for each tool, and writes them for `dflash report`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tools", nargs="*", choices=[[], *TOOLS], help="default: all")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
     torch.manual_seed(0)
     pair = make_pair(TARGET, embedded_path(DRAFTER_NAME), Path(tempfile.mkdtemp()) / "tiny-pair")
-    for name in sys.argv[1:] or TOOLS:
+    summary = []
+    for name in args.tools or TOOLS:
         package, run = TOOLS[name]
         try:
-            print(f"| {name} | {package} {version(package)} | {run(pair)} |", flush=True)
+            said = name.replace("_", "-"), f"{package.replace('_', '-')} {version(package)}", run(pair)
+            print(*said, sep=" | ", flush=True)
+            summary.append(dict(zip(("tool", "version", "result"), said, strict=True)))
         except ImportError as error:
-            print(f"| {name} | not installed: {error} |", flush=True)
+            print(f"{name} | not installed: {error}", flush=True)
+    if args.output is not None:
+        facts = {package: version(package) for package in ("torch", "transformers")}
+        write_result(args.output, record("tools", facts, summary=summary))
 
 
 if __name__ == "__main__":
