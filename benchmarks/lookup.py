@@ -31,7 +31,9 @@ from dflash.model.verification_dflash import Proposals
 MOST_TOKENS = 320  # of a prescribed answer, so that prompt and answer fit into the target's positions
 NEW_TOKENS = 256  # of the pair's own answers
 TAU = 6.5  # mean acceptance length of the script
-LOOKUPS: dict[str, dict[str, Any]] = {"dflash": {}, "lookup 31": {"prompt_lookup_num_tokens": 31}}
+LOOKUPS: dict[str, dict[str, Any]] = {
+    f"lookup {count}" if count else "dflash": {"prompt_lookup_num_tokens": count} for count in (0, 31)
+}
 SETTINGS = {"temperature": 0.0, "compile": False}
 
 

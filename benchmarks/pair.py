@@ -45,7 +45,8 @@ from dflash.model.verification_dflash import Proposals, pick, verify_block, veri
 from dflash.training import encode, encode_prompt, prompt_of, read_rows
 
 
-GREEDILY = {"temperature": 0.0}
+ALONE: dict[str, Any] = {"prompt_lookup_num_tokens": 0}  # the drafter
+GREEDILY = {"temperature": 0.0, **ALONE}
 VOCAB_SIZE = 32  # of the scripted chains
 
 
@@ -95,7 +96,7 @@ def _both_ways(target: Any, drafter: Any, prompts: list[torch.Tensor], args: arg
     ids = pad(prompts, padding_value=target.generation_config.pad_token_id)
     mask = pad([torch.ones_like(prompt) for prompt in prompts])
     asked: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": args.max_new_tokens, "do_sample": False}
-    runs = {PLAIN: target.generate, "dflash": partial(spec_generate, drafter, target)}
+    runs = {PLAIN: target.generate, "dflash": partial(spec_generate, drafter, target, **ALONE)}
     times: dict[str, list[float]] = {name: [] for name in runs}
     texts: dict[str, torch.Tensor] = {}
     for name in turns(runs, args.repeats):
@@ -172,7 +173,7 @@ def draw_positions_independently(drafter: Any) -> Any:
 
 def sampled_tau(target: Any, drafter: Any, prompts: list[list[int]], verification: str, max_new_tokens: int) -> float:
     """Mean acceptance length over all steps of all prompts at temperature 1."""
-    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "top_k": 0, "compile": False}
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "top_k": 0, "compile": False, **ALONE}
     asked["verification"] = verification
     lengths: list[int] = []
     for index, prompt in enumerate(track(prompts, description=verification)):
@@ -223,7 +224,7 @@ def trees(args: argparse.Namespace) -> None:
             {} if temperature else {PLAIN: partial(timed_generate, target, do_sample=False, **length)}
         )
         for budget in (0, *args.budgets):
-            asked = {"temperature": temperature, "draft_tree": budget, "compile": True, **length}
+            asked = {"temperature": temperature, "draft_tree": budget, "compile": True, **ALONE, **length}
             methods[f"tree of {budget}" if budget else "chain"] = lambda ids, asked=asked: timed_blocks(
                 drafter, target, ids, generator=torch.Generator().manual_seed(0), **asked
             )

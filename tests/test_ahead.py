@@ -34,7 +34,8 @@ TEXT_LENGTH = 300
 LENGTHS = (17, 9, 26)  # of the prompts of a batch, all beginnings of one text
 APART = (17, 70, 123)  # of prompts after which no two rows ever stand at the same place
 MIXED = [2, 0, BLOCK_SIZE - 1, 1, 3]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
+ALONE: dict[str, Any] = {"stop_token_ids": [], "prompt_lookup_num_tokens": 0}  # what is looked up is read first
+GREEDY: dict[str, Any] = {**ALONE, "temperature": 0.0, "max_new_tokens": NEW_TOKENS}
 
 
 def same_blocks(found: list[Block], expected: list[Block]) -> bool:

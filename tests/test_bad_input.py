@@ -268,7 +268,7 @@ def test_a_flat_list_of_ids_is_one_prompt(
         ({"stop_strings": "ab"}, ["stop_strings", "tokenizer"]),
         ({"num_beams": 4}, ["num_beams=4", "target.generate"]),
         ({"output_hidden_states": True}, ["output_hidden_states=True", "target.generate"]),
-        ({"prompt_lookup_num_tokens": 0}, ["prompt_lookup_num_tokens=0"]),
+        ({"prompt_lookup_num_tokens": 64}, ["prompt_lookup_num_tokens=64"]),
         ({"past_key_values": object()}, ["past_key_values"]),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, ["inputs_embeds"]),
         ({"max_length": 9, "max_new_tokens": "absent"}, ["9"]),

@@ -28,6 +28,7 @@ from dflash.model.step_dflash import COMPARED_CALLS, WIDTH_CLASSES, CompiledPair
 
 MIXED = [2, 0, BLOCK_SIZE - 1, 1, 3, 0, 4]
 NEW_TOKENS = 40
+ALONE: dict[str, Any] = {"stop_token_ids": [], "prompt_lookup_num_tokens": 0}  # what is looked up is read first
 
 # Graphs that the first text of a pair may record: one sequence, and eight that leave one by one.
 MOST_KEYS_OF_ONE, MOST_KEYS_OF_EIGHT = 4, 10
@@ -64,7 +65,7 @@ class Pair:
     def blocks(self, lengths: Sequence[int], text: torch.Tensor | None = None, **asked: Any) -> Iterator[Block]:
         """What is generated after beginnings of the text, which the drafter knows."""
         self.drafter.follow(self.text if text is None else text, asked.pop("script", MIXED))
-        asked = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": [], "compile": True, **asked}
+        asked = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "compile": True, **ALONE, **asked}
         if asked["temperature"]:
             asked["generator"] = torch.Generator().manual_seed(11)
         return generate_blocks(self.drafter, self.target, self.prompts(lengths), pad_token_id=PAD_TOKEN_ID, **asked)

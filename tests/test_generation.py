@@ -754,7 +754,8 @@ def test_every_row_of_a_batch_equals_greedy(targets: dict[str, PreTrainedModel],
     target = targets[kind]
     prompts, padded, mask = padded_prompts([9, 4, 12])
     truths = [remembered_greedy(target, prompt, max_new_tokens=40) for prompt in prompts]
-    output = run(ScriptedDrafter(target, truths, script), target, padded, attention_mask=mask)
+    drafter = ScriptedDrafter(target, truths, script)
+    output = run(drafter, target, padded, attention_mask=mask, prompt_lookup_num_tokens=0)
     for row, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
         start = padded.shape[1]
         assert torch.equal(output.sequences[row, start:], truth[0, prompt.shape[1] : prompt.shape[1] + 30])

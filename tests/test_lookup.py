@@ -185,10 +185,10 @@ def test_sampled_text_is_the_seeds_with_lookups_too() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0"),
+        ({"prompt_lookup_num_tokens": -1}, "prompt_lookup_num_tokens=-1"),
         ({"prompt_lookup_num_tokens": 64}, "prompt_lookup_num_tokens=64: use 1 to 63"),
         ({"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 0}, "max_matching_ngram_size=0"),
-        ({"max_matching_ngram_size": 2}, "belongs to a prompt lookup"),
+        ({"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 2}, "belongs to a prompt lookup"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(options: dict[str, int], message: str) -> None:

@@ -361,7 +361,7 @@ class Decoder(Engine):
                 yield [token]
             return
         options = {"max_new_tokens": asked["max_tokens"], "temperature": asked["temperature"]}
-        for block in generate_blocks(self.drafter, self.target, ids, **options):
+        for block in generate_blocks(self.drafter, self.target, ids, prompt_lookup_num_tokens=0, **options):
             if not block.is_prefill:
                 self.drafts += 1
                 self.accepted += block.num_accepted
@@ -388,7 +388,7 @@ def test_a_served_pair_is_evaluated_as_a_pair_in_this_process_is(metrics: str, t
     question = Question("mt-bench", 0, ("what is 1 + 1?",))
     ids = encode([{"role": "user", "content": question.turns[0]}])
     drafter = ScriptedDrafter(target, greedy(target, ids, max_new_tokens=40), [3, 0, 2])
-    there = timed_blocks(drafter, target, ids, max_new_tokens=24, temperature=0.0)
+    there = timed_blocks(drafter, target, ids, max_new_tokens=24, temperature=0.0, prompt_lookup_num_tokens=0)
     with (
         serving(Decoder(target, drafter, tokenizer, tells_ids, metrics)) as fast,
         serving(Decoder(target, None, tokenizer, tells_ids, metrics)) as plain,

@@ -32,7 +32,7 @@ from dflash.model.proposals_dflash import DraftTree
 
 NEW_TOKENS = 30
 SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
-GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS}
+GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 0}
 # Families whose masks differ: one window on all layers, windows on some of them, none; grouped experts, latent keys.
 MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
 

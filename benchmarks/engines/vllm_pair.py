@@ -67,7 +67,8 @@ def decode_ours(args: argparse.Namespace) -> int:
     rows, encode = [], chat_encoder(tokenizer)
     for problem in heldout_problems()[: args.prompts]:
         prompt_ids = encode([{"role": "user", "content": problem.question}])
-        run = timed_blocks(drafter, target, prompt_ids, max_new_tokens=args.max_new_tokens, temperature=0.0)
+        asked = {"max_new_tokens": args.max_new_tokens, "temperature": 0.0, "prompt_lookup_num_tokens": 0}
+        run = timed_blocks(drafter, target, prompt_ids, **asked)
         row = {"prompt_ids": prompt_ids[0].tolist(), "token_ids": run.token_ids}
         rows.append({**row, "acceptance_lengths": run.acceptance_lengths})
     content = {

@@ -206,7 +206,7 @@ def _measured(
             input_ids = encode(dialogue)
             length, taken = input_ids.shape[1], 0
             for block in generate_blocks(trial.setup.drafter, target, input_ids, **options):
-                if block.num_proposals and not block.is_lookup:
+                if block.num_proposals:
                     steps.append(Step(number, length, block.num_proposals, block.num_accepted))
                     taken += 1
                 length += len(block.token_ids)

@@ -24,14 +24,17 @@ NATIVE = "native dflash"
 # other keywords are caches of earlier turns.
 Method = Callable[..., TimedRun]
 
-# The loop's options for each variant; `OURS` is the loop without any option.
-EAGER = {"compile": False, "adaptive": False, "draft_tree": False}
+# The drafter alone, whose acceptance is that of the paper and of other engines.
+ALONE = {"prompt_lookup_num_tokens": 0}
+# The loop's options for each variant; `OURS` is the drafter alone, and "dflash with lookup" the loop without any option.
+EAGER = {**ALONE, "compile": False, "adaptive": False, "draft_tree": False}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "dflash with lookup": {},
     "dflash eager": EAGER,
     "dflash compiled": {**EAGER, "compile": True},
     "dflash adaptive": {**EAGER, "adaptive": True},
     "dflash tree": {**EAGER, "adaptive": True, "draft_tree": True},
-    "dflash drafting nothing": {"max_draft_tokens": 0},
+    "dflash drafting nothing": {**ALONE, "max_draft_tokens": 0},
 }
 RANDOM_DRAFTER = "random drafter adaptive"
 
@@ -74,7 +77,7 @@ def decoding_methods(
         PLAIN: plain(),
         PROMPT_LOOKUP: plain(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
         NATIVE: plain(assistant_model=drafter, speculation_type="dflash"),
-        OURS: ours(drafter),
+        OURS: ours(drafter, **ALONE),
         **{name: ours(drafter, **options) for name, options in VARIANTS.items()},
     }
     if RANDOM_DRAFTER in wanted:

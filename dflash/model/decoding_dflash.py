@@ -250,8 +250,7 @@ class Proposer:
         """At most `num_wanted` tokens, or a tree of that depth, after the anchors [B, 1]."""
         if not (num_wanted := min(num_wanted, self._most)):
             return Proposals(anchors[:, :0])
-        lookups = self.lookups(sequences)
-        found = {index: ids for index, lookup in lookups.items() if (ids := lookup.propose())}
+        lookups, found = self.lookups(sequences), self.found(sequences)
         if len(found) == _num_live(sequences):  # the drafter need not run
             proposals = Proposals(anchors[:, :0])
             self.forget_ahead()
@@ -262,8 +261,14 @@ class Proposer:
             found |= {index: ids for index in others if (ids := lookups[index].propose(drafted[index]))}
         if not found:
             return proposals
+        if 2 * len(found) < _num_live(sequences):  # too few to verify more columns of all
+            num_wanted = min(num_wanted, self.num_proposals)
         proposals = proposals if proposals.token_ids.shape[1] else Proposals(anchors)
         return proposals.with_lookups(found).first(num_wanted)
+
+    def found(self, sequences: list[TextSequence]) -> dict[int, tuple[int, list[int]]]:
+        """What followed the last tokens of the sequences earlier, by index, as `PromptLookup.propose` gives it."""
+        return {i: ids for i, lookup in self.lookups(sequences).items() if (ids := lookup.propose())}
 
     def lookups(self, sequences: list[TextSequence]) -> dict[int, PromptLookup]:
         """The lookups of the sequences whose text has repeated itself lately, by index."""
@@ -289,7 +294,7 @@ class Proposer:
     def propose_ahead(self, step: Step, sequences: list[TextSequence]) -> None:
         """Launches the draft after a step that the host has not read. Raises NotCompiledError if it needs the host."""
         request, pacer, conversation, verdict = self.request, self._pacer, self.conversation, step.verdict
-        if self.uniforms_of is not None or request.draft_tree or pacer is None or self.lookups(sequences):
+        if self.uniforms_of is not None or request.draft_tree or pacer is None:
             raise NotCompiledError
         self._is_wanted = pacer.wants_draft(_num_live(sequences))
         # After a pause the drafter has more context to read than this step's.
@@ -566,7 +571,7 @@ class Decoder:
         compiled, request, proposer = self.pair.compiled, self.request, self.proposer
         if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
             return False
-        if request.adaptive or request.draft_tree or proposer.uniforms_of or proposer.lookups(self.sequences):
+        if request.adaptive or request.draft_tree or proposer.uniforms_of or proposer.found(self.sequences):
             return False  # other proposals than the drafter's block may be verified
         if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
             columns = self.pair.num_columns(self.pair.drafter.config.block_size)
@@ -624,7 +629,7 @@ class Decoder:
         num_left = request.max_new_tokens - max(len(one.new_ids) for one in self.sequences if not one.is_done) - width
         length = max(target_cache.lengths) + 4 * self.pair.num_columns(request.block_size)
         has_room = loan is not None and length <= loan.capacity and not any(draft_cache.excess)
-        if num_left <= 0 or self.num_wanted < 2 * width or not has_room:
+        if num_left <= 0 or self.num_wanted < 2 * width or not has_room or self.proposer.lookups(self.sequences):
             return
         with suppress(NotCompiledError):
             if self.is_fused:

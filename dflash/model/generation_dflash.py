@@ -85,7 +85,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
-    "prompt_lookup_num_tokens": (_whole(1, MOST_LOOKED_UP), f"use 1 to {MOST_LOOKED_UP}, or leave it out"),
+    "prompt_lookup_num_tokens": (_whole(0, MOST_LOOKED_UP), f"use 1 to {MOST_LOOKED_UP}, or 0 to look nothing up"),
     "max_matching_ngram_size": (_whole(1), "use at least 1, or leave it out"),
     "max_draft_tokens": (_whole(0), "use a number of tokens, or 0 to draft nothing"),
     "draft_tree": (
@@ -259,8 +259,8 @@ def _check_request(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any,
     _check_settings(kwargs)
     if kwargs.get("temperature") == 0 and kwargs.get("do_sample"):
         raise ValueError("temperature=0.0 asks for greedy decoding and do_sample=True for sampling: pass one of them.")
-    if kwargs.get("max_matching_ngram_size") is not None and kwargs.get("prompt_lookup_num_tokens") is None:
-        raise ValueError("max_matching_ngram_size belongs to a prompt lookup: pass prompt_lookup_num_tokens too.")
+    if kwargs.get("max_matching_ngram_size") is not None and kwargs.get("prompt_lookup_num_tokens") == 0:
+        raise ValueError("max_matching_ngram_size belongs to a prompt lookup, and prompt_lookup_num_tokens is 0.")
     _check_specials(target, prompt_ids, mask, kwargs)
     for name in NO_MEANING_HERE:
         if kwargs.get(name) is not None:
@@ -415,12 +415,12 @@ def generate_blocks(
               reads (up to an eighth more). It keeps no other keys, and a conversation keeps its window. Default: that in the
               drafter's config, or all tokens.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
-              to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes. A pair
-              that was compiled once is also compiled under "auto" for new kinds of shapes, such as two prompts after one.
+              to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes, and a
+              further kind of step, such as one of two prompts, once those of its kind have (on a GPU at once).
               What cannot be compiled runs eagerly, and one warning gives the reason.
-            - **prompt_lookup_num_tokens** (`int`): Proposals of a step, at most 63, where the text repeats itself. After the
-              last tokens, or those and the first that the drafter proposes, what followed them earlier is proposed.
-              **max_matching_ngram_size** (`int`, defaults to 10) of them have to match.
+            - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
+              itself. After the last tokens, or those and the first that the drafter proposes, what followed them earlier is
+              proposed. **max_matching_ngram_size** (`int`, defaults to 10) of them have to match. 0 looks nothing up.
 
     Each sequence's first block holds one token, which the prompt's forward gives. Raises ValueError as [`spec_generate`].
 
@@ -490,7 +490,7 @@ class Request:
     draft_tree: int | bool = False  # nodes; 0: none
     draft_window: Any = None  # positions that the drafter reads: the first and the newest; by default its config's
     compile: bool | str = "auto"
-    num_looked_up: int | None = None  # `prompt_lookup_num_tokens` of `generate_blocks`
+    num_looked_up: int = 31  # `prompt_lookup_num_tokens` of `generate_blocks`
     ngram_size: int = 10  # its `max_matching_ngram_size`
     uniforms_generator: torch.Generator | list[torch.Generator] | None = None  # its `generator`
     token_streamer: Any = None  # gets the prompt, and the tokens as blocks commit

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -367,13 +368,14 @@ class CompiledPair:
     _measured: dict[str, tuple[float, float]] = {}
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        self.is_wanted = False  # whether to compile
+        self.is_wanted = self.is_asked_for = False  # whether to compile, whether by `compile=True`
         # Held from the start of a compiled step until its outputs are copied: graphs share output buffers.
         self.lock = self._locks.setdefault(target.device, threading.RLock())
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
         self._device = target.device
         self._functions: dict[str, Callable[..., Any]] = {}
         self._num_calls: dict[Any, int] = {}
+        self._num_eager: dict[Any, int] = defaultdict(int)  # of kinds that are not compiled yet, by key
         self._is_flex = target.device.type in FLEX_DEVICES and _may_flex(target, drafter)
         self._machine = f"{target.device.type} {torch.get_num_threads()} {target.dtype}"
         self._shelf: dict[tuple[int, int], list[Loan]] = {}
@@ -427,6 +429,14 @@ class CompiledPair:
         if num_left is None or num_left * share * self._eager_seconds >= cost:
             self.is_wanted = True
 
+    def _is_due(self, key: Any) -> bool:
+        """Whether to compile a further kind of step: under "auto" once eager ones have lost what compiling has cost so far."""
+        if self.is_asked_for or self.is_static or not self._num_calls:
+            return True
+        self._num_eager[key] += 1
+        cost, share = self._measured[self._machine]
+        return self._num_eager[key] * share * self._eager_seconds >= cost
+
     def give_up(self, reason: str) -> None:
         """Runs eagerly from now on, and warns once with the reason."""
         self.reason = reason
@@ -468,6 +478,8 @@ class CompiledPair:
         if not self.is_active or _is_watched(*models):
             raise NotCompiledError(key)
         is_first = key not in self._num_calls
+        if is_first and not self._is_due(key):
+            raise NotCompiledError(key)
         if is_first and not self._num_calls:
             # transformers 5 adds hooks when hidden states are first requested, under a lock that cannot be captured.
             some_id = torch.zeros(1, 1, dtype=torch.long, device=self._device)
@@ -781,8 +793,8 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
     if compile is False:
         return None
     pair = CompiledPair.of(target, drafter)
-    if compile is True and not pair.is_wanted:
-        pair.is_wanted = True
+    if compile is True and not pair.is_asked_for:
+        pair.is_wanted = pair.is_asked_for = True
         if pair.reason is not None:
             pair.give_up(pair.reason)
     if compile == "auto":

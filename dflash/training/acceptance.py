@@ -55,8 +55,8 @@ def measure_acceptance(
         for prompt in prompts:
             input_ids = torch.tensor([list(prompt)], device=target.device)
             # Uncompiled: a near-tie must not depend on how many steps this process has run before.
-            how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "compile": False}
-            for block in generate_blocks(drafter, target, input_ids, **how):
+            how: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0}
+            for block in generate_blocks(drafter, target, input_ids, max_new_tokens=max_new_tokens, **how):
                 if not block.is_prefill:
                     total += Acceptance(1, block.acceptance_length, len(block.token_ids))
     finally:
