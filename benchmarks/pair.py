@@ -173,7 +173,13 @@ def draw_positions_independently(drafter: Any) -> Any:
 
 def sampled_tau(target: Any, drafter: Any, prompts: list[list[int]], verification: str, max_new_tokens: int) -> float:
     """Mean acceptance length over all steps of all prompts at temperature 1."""
-    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "top_k": 0, "compile": False, **ALONE}
+    asked: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": 1.0,
+        "top_k": 0,
+        "compile": False,
+        **ALONE,
+    }
     asked["verification"] = verification
     lengths: list[int] = []
     for index, prompt in enumerate(track(prompts, description=verification)):

@@ -281,6 +281,42 @@ def test_auto_compiles_in_the_middle_of_a_text_that_is_long_enough(announced: _A
     assert len(announced.log) == 1
 
 
+@pytest.mark.usefixtures("clock", "_not_captured")
+def test_auto_compiles_a_further_kind_of_step_once_its_eager_ones_have_lost_as_much() -> None:
+    """Promise: a few looked-up steps, or a few of two prompts, do not start the compiler again; compile=True does."""
+    target, drafter, prompt = small_target(), small_drafter(), make_prompt(17, seed=3)
+    spec_generate(drafter, target, prompt, **{**GREEDY, "max_new_tokens": 200})
+    pair = pair_of(target, drafter)
+    assert len(pair._num_calls) == pair._eager_seconds == 1
+    CompiledPair._measured[pair._machine] = 20.0, 0.5  # what the first kind has cost, and what it saves
+    two = torch.cat([prompt, make_prompt(17, seed=4)])
+    for _ in range(4):
+        spec_generate(drafter, target, two, **GREEDY)
+    assert [count for key, count in pair._num_eager.items() if key[0] == "a step of sequences"] == [40]
+    assert [count > 0 for key, count in pair._num_calls.items() if key[0] == "a step of sequences"] == [True]
+    other = make_drafter(seed=5, **SMALL)
+    for prompts in (prompt, two):
+        spec_generate(other, target, prompts, **GREEDY, compile=True)
+    assert len(pair_of(target, other)._num_calls) == 2
+
+
+@pytest.mark.usefixtures("_not_captured")
+def test_steps_are_compiled_whole_but_for_those_that_are_looked_up() -> None:
+    """Promise: a text that has repeated itself leaves the whole step only where its last tokens occurred before."""
+    target = make_target("qwen3", seed=11, num_hidden_layers=2)
+    prompt = torch.cat([make_prompt(8, seed=1)] * 2, dim=1)
+    asked = {"max_new_tokens": 50, "temperature": 0.0, "max_matching_ngram_size": 4, "compile": True}
+    drafter = small_drafter()
+    blocks = [block for block in generate_blocks(drafter, target, prompt, **asked) if not block.is_prefill]
+    counts = {str(key[0]): count for key, count in pair_of(target, drafter)._num_calls.items()}
+    num_looked_up = sum(block.is_lookup for block in blocks)
+    assert 0 < num_looked_up < len(blocks)
+    assert counts == {
+        "a step of one sequence": len(blocks) - num_looked_up,
+        "a forward over columns of one sequence": num_looked_up,
+    }
+
+
 @pytest.mark.usefixtures("_not_captured")
 def test_auto_weighs_by_what_was_measured(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: what compiling took and saves is noted, and the next pair on such a machine is weighed by that."""

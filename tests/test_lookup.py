@@ -138,6 +138,36 @@ def test_a_text_that_repeats_is_looked_up_and_not_drafted() -> None:
     assert {block.num_proposals for block in blocks[1:]} <= {0, BLOCK_SIZE - 1, 12}, "one wider width"
 
 
+def test_a_text_is_looked_up_unless_that_is_refused() -> None:
+    """Promise: on without a keyword, off by 0, and the same text."""
+    target, prompt, truth = repeating(1)
+    found = []
+    for asked in ({}, {"prompt_lookup_num_tokens": 0}):
+        blocks = list(
+            generate_blocks(make_drafter(**SMALL), target, prompt, max_new_tokens=50, temperature=0.0, **asked)
+        )
+        assert [t for block in blocks for t in block.token_ids] == truth[0, 16 : 16 + 50].tolist()
+        found.append(max((block.num_accepted for block in blocks if block.is_lookup), default=None))
+    assert found == [31, None]
+
+
+@pytest.mark.parametrize("num_repeating", [1, 2])
+def test_all_sequences_are_verified_wider_only_where_half_of_them_repeat(num_repeating: int) -> None:
+    """Promise: one text of three that repeats does not make the step wider for the others; two do."""
+    target, _, text = repeating(1)
+    prompts = [text[:, :60]] * num_repeating + [make_prompt(60, seed=31 + i) for i in range(3 - num_repeating)]
+    truths = [greedy(target, prompt, max_new_tokens=30) for prompt in prompts]
+    drafter = ScriptedDrafter(target, truths, [1], **SMALL)
+    asked = {**OPTIONS, "max_new_tokens": 16, "prompt_lookup_num_tokens": 12}
+    blocks = list(generate_blocks(drafter, target, torch.cat(prompts), **asked))
+    for index, truth in enumerate(truths):
+        mine = [t for block in blocks if block.sequence == index for t in block.token_ids]
+        assert mine == truth[0, 60 : 60 + 16].tolist()
+    first = [block for block in blocks if not block.is_prefill][:3]
+    assert [block.is_lookup for block in first] == [True] * num_repeating + [False] * (3 - num_repeating)
+    assert {block.num_proposals for block in first} == {BLOCK_SIZE - 1 if num_repeating == 1 else 12}
+
+
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_a_lookup_fills_the_tail_of_a_draft(num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: the drafter's first proposals are kept, and what followed them earlier is accepted in the same step."""

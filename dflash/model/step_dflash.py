@@ -475,10 +475,8 @@ class CompiledPair:
 
         `key` names function and shapes. `COMPARED_CALLS` are compared with an eager run in the same slots; if results differ, the pair runs eagerly from then on.
         """
-        if not self.is_active or _is_watched(*models):
-            raise NotCompiledError(key)
         is_first = key not in self._num_calls
-        if is_first and not self._is_due(key):
+        if not self.is_active or _is_watched(*models) or (is_first and not self._is_due(key)):
             raise NotCompiledError(key)
         if is_first and not self._num_calls:
             # transformers 5 adds hooks when hidden states are first requested, under a lock that cannot be captured.
