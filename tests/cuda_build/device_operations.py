@@ -198,7 +198,7 @@ def on_fake_gpu(mode_name: str, is_compiled: bool) -> tuple[list[int], list[int]
     with fake_gpu(gate, watch) as mode:
         target, drafter = fake_module(mode, target), fake_module(mode, drafter)
         input_ids = torch.zeros(num_prompts, PROMPT_LENGTH, dtype=torch.long, device=DEVICE)
-        options: dict[str, Any] = {"compile": is_compiled, "as_blocks": True, **asked}
+        options: dict[str, Any] = {"compile": is_compiled, "as_blocks": True, "num_looked_up": 0, **asked}
         if num_prompts > 1:
             options["attention_mask"] = torch.ones_like(input_ids)
         if "adaptive" in asked:
@@ -228,10 +228,10 @@ def beside_native(*depths: int) -> dict[str, int]:
     """Operations of a settled eager step of ours and of `generate(speculation_type="dflash")`, both on the CPU."""
     target, drafter = small_pair(depths, torch.float32)
     input_ids = torch.arange(1, 1 + PROMPT_LENGTH)[None]
-    ours: dict[str, Any] = {"temperature": 0.0, "compile": False, "stop_token_ids": []}
+    asked: dict[str, Any] = {"temperature": 0.0, "compile": False, "stop_token_ids": [], "prompt_lookup_num_tokens": 0}
     native: dict[str, Any] = {"assistant_model": drafter, "speculation_type": "dflash", "do_sample": False}
     runs = {
-        "ours": lambda: list(generate_blocks(drafter, target, input_ids, max_new_tokens=12, **ours)),
+        "ours": lambda: list(generate_blocks(drafter, target, input_ids, max_new_tokens=12, **asked)),
         "native": lambda: target.generate(input_ids, max_new_tokens=12, pad_token_id=0, **native),
     }
     counts = {}
