@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -123,7 +123,6 @@ def spy(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
 
     watch(step_dflash.Pair, "step", lambda *args: "ahead" if args[-1] else "step")
     watch(step_dflash.Pair, "draft", "draft")
-    watch(step_dflash.Pair, "draft_compiled", lambda *args: "draft ahead" if args[4:] == (1,) else None)
     watch(step_dflash.Pair, "verify", "verify")
     watch(decoding_dflash.Step, "read", "read")
 
@@ -647,16 +646,42 @@ def test_plain_compiled_decoding_leaves_the_same_caches(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_draft_is_launched_ahead_where_the_host_chooses_how_much_to_verify(pair: Pair, num_rows: int) -> None:
-    """Promise: an adaptive step's width needs the host, the draft after it does not; the text is the same."""
-    curve = LatencyCurve((1, 6), (10.0, 10.1), 0.1, machine(pair.target, pair.drafter))
-    asked = {"latency_curve": curve, "script": [5, 2, 4]}
-    blocks = list(pair.blocks(pair.prompts(num_rows), **asked))
-    blocks = list(pair.blocks(pair.prompts(num_rows), **asked))
-    assert pair.events.count("draft ahead") > 3
-    for row in range(num_rows):
-        written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
-        assert written == pair.text[0, LENGTHS[row] :][:NEW_TOKENS].tolist()
+def test_adaptive_steps_run_whole_and_ahead_while_a_choice_does_not_pay(pair: Pair, num_rows: int) -> None:
+    """Promise: what is chosen is weighed against a whole step, which is faster here and then taken; the text is the same."""
+    curve = LatencyCurve((1, 6), (10.0, 10.1), 0.1, machine(pair.target, pair.drafter), whole_ms=10.0)
+    for whole_ms, ran in ((None, {"draft", "verify", "read"}), (10.0, {"draft", "verify", "read", "step", "ahead"})):
+        asked = {"latency_curve": replace(curve, whole_ms=whole_ms), "script": [5, 2, 4]}
+        blocks = [list(pair.blocks(pair.prompts(num_rows), **asked)) for _ in range(2)][1]
+        assert set(pair.events) == ran
+        for row in range(num_rows):
+            written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
+            assert written == pair.text[0, LENGTHS[row] :][:NEW_TOKENS].tolist()
+    assert pair.events.count("verify") <= 2  # of the first steps, after which the pause is longer than the text
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_measuring_leaves_the_caches_as_they_were(pair: Pair, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: timed forwards, whole steps among them, write nothing into the text that either model has read."""
+    measure, curves = decoding_dflash.Proposer._measure, list[LatencyCurve]()
+
+    def held(conversation: Conversation) -> list[torch.Tensor]:
+        return [
+            states[row, :, :length].clone()
+            for cache in conversation.caches
+            for layer in cache.layers
+            for states in (layer.keys, layer.values)
+            for row, length in enumerate(cache.lengths)
+        ]
+
+    def checked(self: decoding_dflash.Proposer, *args: Any) -> LatencyCurve:
+        before = held(self.conversation)
+        curves.append(measure(self, *args))
+        assert all(map(torch.equal, before, held(self.conversation)))
+        return curves[-1]
+
+    monkeypatch.setattr(decoding_dflash.Proposer, "_measure", checked)
+    list(pair.blocks(pair.prompts(num_rows), adaptive=True))
+    assert curves[0].whole_ms is not None
 
 
 def test_a_device_that_computes_at_once_reads_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

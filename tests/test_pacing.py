@@ -200,12 +200,15 @@ def test_measured_once_and_kept() -> None:
         calls.append(width)
         return torch.zeros(1)
 
-    curves = [measured_curve((target, drafter), "here", (1, 4), verify, lambda: torch.zeros(1)) for _ in range(2)]
+    curves = [
+        measured_curve((target, drafter), "here", (1, 4), verify, {"draft_ms": lambda: torch.zeros(1)})
+        for _ in range(2)
+    ]
     assert curves[0] is curves[1]
     per_width = proposals_dflash.REPEATS + proposals_dflash.UNTIMED
     assert calls == [1] * per_width + [4] * per_width
     assert curves[0].verify_ms[0] <= curves[0].verify_ms[1]
-    measured_curve((target, drafter), "elsewhere", (1, 4), verify, lambda: torch.zeros(1))
+    measured_curve((target, drafter), "elsewhere", (1, 4), verify, {"draft_ms": lambda: torch.zeros(1)})
     assert len(calls) == 4 * per_width
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -219,19 +219,11 @@ class Conversation:
         return num_real
 
 
-@dataclass
-class Drafted:
-    """A launched draft, and the numbers by which the host chooses among its tokens."""
-
-    proposals: Any  # `None`: a tree is grown
-    read: Any = None  # waits for the confidences, or the best tokens of a tree; `None`: nothing to choose
-
-
 class Proposer:
     """Proposes tokens for each verify step."""
 
     def __init__(self, pair: Pair, conversation: Conversation, request: Any, verifier: Verifier) -> None:
-        self.pair, self.conversation, self.request = pair, conversation, request
+        self.pair, self.conversation, self.request, self.verifier = pair, conversation, request, verifier
         has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
         # Not with adaptive widths: choosing by the probability of drawn tokens would bias them.
         draws = has_selector and verifier.verification != "match" and not request.adaptive
@@ -242,8 +234,8 @@ class Proposer:
         lookup = partial(PromptLookup, request.num_looked_up, request.ngram_size)
         self._lookups: dict[int, PromptLookup] = defaultdict(lookup)  # by index of the sequence
         self._pacer: Pacer | None = None
-        self._ahead: Drafted | None = None
-        self._is_wanted: bool | None = None  # whether the pacer wants the next draft, if it was asked already
+        first = 0 if pair.drafter.config.sample_from_anchor else 1
+        self._proposing = slice(first, first + self.num_proposals)  # of a block's positions
         self._num_steps = self._num_accepted = self._size = 0
 
     def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
@@ -253,7 +245,6 @@ class Proposer:
         lookups, found = self.lookups(sequences), self.found(sequences)
         if len(found) == _num_live(sequences):  # the drafter need not run
             proposals = Proposals(anchors[:, :0])
-            self.forget_ahead()
         else:
             proposals = self._propose_drafts(sequences, anchors, min(num_wanted, self.num_proposals))
             others = lookups.keys() - found if proposals.tree is None else ()
@@ -277,45 +268,49 @@ class Proposer:
         live = [(i, self._lookups[one.index], one) for i, one in enumerate(sequences) if not one.is_done]
         return {i: lookup for i, lookup, one in live if lookup.read(one)}
 
+    @property
+    def can_be_whole(self) -> bool:
+        """Whether draft, verification and acceptance can run as one compiled function."""
+        compiled, request, verifier = self.pair.compiled, self.request, self.verifier
+        if compiled is None or not compiled.is_active or request.keeping or not verifier.is_fusible:
+            return False
+        if not self.num_proposals or self.uniforms_of:
+            return False
+        # Compiling is slow on a CPU: one function serves the default, three serve the rest.
+        num_columns = self.pair.num_columns(self.pair.drafter.config.block_size)
+        return compiled.is_static or (verifier.uniforms_of is None and self.num_proposals == num_columns - 1)
+
+    @property
+    def shape(self) -> Shape:
+        """The static sizes of a whole step."""
+        sampler = self.verifier.sampler
+        return Shape(self.request.block_size, self.num_proposals, sampler.num_candidates if sampler else 0)
+
+    def num_whole(self, sequences: list[TextSequence]) -> float:
+        """How many of the next steps may run as one compiled function, without a choice among proposals."""
+        if not self.request.adaptive:
+            return 0 if self.request.draft_tree else float("inf")
+        return 0 if self._pacer is None else self._pacer.num_whole(_num_live(sequences))
+
     def _propose_drafts(self, sequences: list[TextSequence], anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """The drafter's proposals; none while they do not pay."""
-        drafted, is_wanted = self._ahead, self._is_wanted
-        self.forget_ahead()
-        if drafted is not None:
-            self.conversation.draft_cache.advance(self.conversation.mark_read())
-        else:
-            if self._pacer is not None and is_wanted is None:
-                is_wanted = self._pacer.wants_draft(_num_live(sequences))
-            if is_wanted is False:
-                return Proposals(anchors[:, :0])
-            drafted = self._draft(sequences, anchors)
-        return self._choose(drafted, anchors, num_wanted)
+        if self._pacer is not None and not self._pacer.wants_draft(_num_live(sequences)):
+            return Proposals(anchors[:, :0])
+        proposing = self._draft(sequences, anchors)
+        if self.request.draft_tree and (self._pacer is None or self._pacer.habits.trees.is_over()):
+            return self._propose_tree(proposing, anchors, num_wanted)
+        options: dict[str, Any] = {"with_confidences": True} if self._pacer is not None else {}
+        if self.uniforms_of is not None:
+            uniforms = self.uniforms_of.fresh(sequences, proposing.shape[1], anchors.device)
+            options |= {"temperature": self.request.temperature, "uniforms": uniforms}
+        drafter: Any = self.pair.drafter
+        proposals: Proposals = drafter.propose(proposing, anchors, self.pair.head, **options)
+        if self._pacer is not None and proposals.confidences is not None:
+            survival = to_host(proposals.confidences.cumprod(dim=1))()
+            num_wanted = self._pacer.choose([sum(chances) for chances in zip(*survival, strict=True)][:num_wanted])[0]
+        return proposals.first(num_wanted)
 
-    def propose_ahead(self, step: Step, sequences: list[TextSequence]) -> None:
-        """Launches the draft after a step that the host has not read. Raises NotCompiledError if it needs the host."""
-        request, pacer, conversation, verdict = self.request, self._pacer, self.conversation, step.verdict
-        if self.uniforms_of is not None or request.draft_tree or pacer is None:
-            raise NotCompiledError
-        self._is_wanted = pacer.wants_draft(_num_live(sequences))
-        # After a pause the drafter has more context to read than this step's.
-        if not self._is_wanted or conversation.waiting:
-            raise NotCompiledError
-        lengths = to_device(torch.tensor(conversation.target_cache.lengths), request.input_ids.device)
-        starts, written, anchors = lengths - step.features.shape[1], verdict.num_written, verdict.anchors
-        state = State(anchors, starts + written, step.features, written)
-        hidden_states = self.pair.draft_compiled(state, conversation.draft_cache, request.block_size, 1)
-        self._ahead = self._begin_choice(hidden_states, anchors)
-
-    def read_ahead(self) -> None:
-        """Waits for the next step's draft, if one was launched."""
-        if self._ahead is not None and self._ahead.read is not None:
-            self._ahead.read()
-
-    def forget_ahead(self) -> None:
-        """Drops a draft that was launched for other sequences."""
-        self._ahead = self._is_wanted = None
-
-    def record(self, proposals: Proposals, blocks: Sequence[Block]) -> None:
+    def record(self, proposals: Proposals, blocks: Sequence[Block], is_whole: bool) -> None:
         """Adds the blocks of a step to the lookup, pacing and acceptance statistics; warns if drafts are never accepted."""
         num_accepted = sum(block.num_accepted for block in blocks)
         self._num_accepted += num_accepted
@@ -326,7 +321,7 @@ class Proposer:
         if self._pacer is not None and proposals.looked_up:
             self._pacer.begin_step()  # says nothing about drafts
         elif self._pacer is not None:
-            self._pacer.record(num_proposals, num_accepted)
+            self._pacer.record(num_proposals, num_accepted, is_whole)
         self._num_steps += num_proposals > 0
         if num_proposals and self._num_steps == INACTIVE_STEPS and not self._num_accepted:
             drafter, target = self.pair.drafter, self.pair.target
@@ -337,8 +332,8 @@ class Proposer:
                 "it was trained with (thinking on or off), or its target_layer_ids or mask_token_id are wrong."
             )
 
-    def _draft(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Drafted:
-        """Runs the drafter once. Its cache then holds only context."""
+    def _draft(self, sequences: list[TextSequence], anchors: torch.Tensor) -> torch.Tensor:
+        """Runs the drafter once; its last hidden states at the proposals [B, n, D]. Its cache then holds only context."""
         request, pair, conversation = self.request, self.pair, self.conversation
         most = pair.num_columns(request.block_size) if pair.compiled and pair.compiled.is_active else float("inf")
         context = conversation.step_context(pair, most)
@@ -350,34 +345,11 @@ class Proposer:
             widths = WIDTH_CLASSES if pair.compiled and pair.compiled.is_static else ()
             curve, num_sequences = request.latency_curve or self._measure(anchors, widths), _num_live(sequences)
             self._pacer = Pacer(curve, num_sequences, Habits.of(pair.drafter), widths)
-        return self._begin_choice(hidden_states, anchors, sequences)
+        return hidden_states[:, self._proposing]
 
-    def _begin_choice(
-        self, hidden_states: torch.Tensor, anchors: torch.Tensor, sequences: Sequence[TextSequence] = ()
-    ) -> Drafted:
-        """The proposals of the draft's last hidden states, or the numbers by which the host chooses them."""
-        drafter: Any = self.pair.drafter
-        proposing = hidden_states[:, 0 if drafter.config.sample_from_anchor else 1 :][:, : self.num_proposals]
-        if self.request.draft_tree and (self._pacer is None or self._pacer.habits.trees.is_over()):
-            return Drafted(None, self._begin_tree(proposing))
-        options: dict[str, Any] = {"with_confidences": True} if self._pacer is not None else {}
-        if self.uniforms_of is not None:
-            uniforms = self.uniforms_of.fresh(sequences, proposing.shape[1], anchors.device)
-            options |= {"temperature": self.request.temperature, "uniforms": uniforms}
-        proposals = drafter.propose(proposing, anchors, self.pair.head, **options)
-        if proposals.confidences is None:
-            return Drafted(proposals)
-        return Drafted(proposals, cache(to_host(proposals.confidences.cumprod(dim=1))))
-
-    def _choose(self, drafted: Drafted, anchors: torch.Tensor, num_wanted: int) -> Proposals:
-        """The proposals to verify, as a chain or as a tree."""
-        proposals, pacer = drafted.proposals, self._pacer
-        if proposals is not None:
-            if pacer is not None and drafted.read is not None:
-                survival = [sum(of_sequences) for of_sequences in zip(*drafted.read(), strict=True)]
-                num_wanted = pacer.choose(survival[:num_wanted])[0]
-            return proposals.first(num_wanted)
-        tree = self._grow(drafted.read(), num_wanted)
+    def _propose_tree(self, proposing: torch.Tensor, anchors: torch.Tensor, num_wanted: int) -> Proposals:
+        """The tree of the drafter's best paths, or its chain, if the pacer prefers that."""
+        tree, pacer = self._grow(self._best_of(proposing), num_wanted), self._pacer
         if pacer is not None:
             chain = tree.chain()
             count, is_tree = pacer.choose([tree.probabilities[i] for i in chain], tree.probabilities)
@@ -387,15 +359,15 @@ class Proposer:
             tree = tree.first(count)
         return Proposals(to_device(torch.tensor([tree.token_ids]), anchors.device), tree=tree)
 
-    def _begin_tree(self, proposing: torch.Tensor) -> Callable[[], Any]:
-        """Starts to copy the best log-probabilities and tokens of a single sequence's positions to the host."""
+    def _best_of(self, proposing: torch.Tensor) -> Any:
+        """The best log-probabilities and tokens of a single sequence's positions, on the host."""
         drafter: Any = self.pair.drafter
         logits = drafter.compute_logits(proposing, self.pair.head)[0]  # [n, V], too large for a float32 copy
         temperature, count = self.request.temperature, min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
         values, token_ids = logits.topk(count, dim=-1)
         total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
         best = (values - values[:, :1]).float() / temperature - total.log()
-        return cache(to_host(torch.stack([best.double(), token_ids.double()])))
+        return to_host(torch.stack([best.double(), token_ids.double()]))()
 
     def _grow(self, numbers: Any, num_wanted: int) -> DraftTree:
         best, token_ids = numbers
@@ -407,6 +379,7 @@ class Proposer:
     def _measure(self, anchors: torch.Tensor, classes: Sequence[int]) -> LatencyCurve:
         """The pair's curve after this text, over widths of these `classes`, or over powers of two and the widest."""
         pair, block_size, draft_tree = self.pair, self.request.block_size, self.request.draft_tree
+        drafter: Any = pair.drafter
         (target_cache, draft_cache), num_sequences = self.conversation.caches, len(anchors)
         length, weight = max(target_cache.lengths), pair.drafter.get_parameter("norm.weight")  # [D]
 
@@ -416,7 +389,7 @@ class Proposer:
             return logits.argmax(dim=-1)
 
         def verify_tree(width: int) -> torch.Tensor:
-            tree = self._grow(self._begin_tree(weight.expand(1, block_size - 1, -1))(), block_size).first(width - 1)
+            tree = self._grow(self._best_of(weight.expand(1, block_size - 1, -1)), block_size).first(width - 1)
             ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
             logits, _ = pair.verify(ids, target_cache, tree)
             columns = [0, *range(2, ids.shape[1], 2)]
@@ -424,21 +397,37 @@ class Proposer:
             target_cache.rollback(len(columns))
             return logits.argmax(dim=-1)
 
-        def draft() -> torch.Tensor:
+        def context() -> Context:
             count = min(block_size // 2 + 1, max(1, length))
             size = len(pair.drafter.config.target_layer_ids) * len(weight)
-            context = Context(weight.new_zeros(num_sequences, count, size), [count] * num_sequences)
-            hidden_states = pair.draft(anchors, context, draft_cache, block_size)
-            draft_cache.rollback([count] * num_sequences)
-            return pair.head(hidden_states).argmax(dim=-1)
+            return Context(weight.new_zeros(num_sequences, count, size), [count] * num_sequences)
+
+        def draft() -> torch.Tensor:
+            read = context()
+            hidden_states = pair.draft(anchors, read, draft_cache, block_size)
+            draft_cache.rollback(read.num_real)
+            proposals = drafter.propose(hidden_states[:, self._proposing], anchors, pair.head, with_confidences=True)
+            return proposals.token_ids if proposals.confidences is None else proposals.confidences
+
+        def whole() -> torch.Tensor:
+            read, sampler, shape = context(), self.verifier.sampler, self.shape
+            # After the text, where nothing is kept.
+            state = read.state(anchors, [held + read.num_real[0] for held in target_cache.lengths])
+            zeros = torch.zeros(num_sequences, 1 + shape.num_proposals, dtype=torch.float64, device=anchors.device)
+            drawn = None if sampler is None else (zeros, sampler.settings)
+            return pair.step(state, self.conversation.caches, shape, drawn, 0)[0].token_ids
 
         widest = 1 + (draft_tree or self.num_proposals)
         widths = [width for width in classes or (1, 2, 4, 8, 16, 32, 64, 128) if width < widest]
         widths.append(next((width for width in classes if width >= widest), widest))
         is_compiled = bool(pair.compiled and pair.compiled.is_active)
-        setting = num_sequences, (length - 1).bit_length(), block_size, is_compiled, bool(draft_tree)
-        models = pair.target, pair.drafter
-        return measured_curve(models, setting, widths, verify, draft, verify_tree if draft_tree else None)
+        forwards, models = {"draft_ms": draft}, (pair.target, pair.drafter)
+        if self.can_be_whole:
+            with suppress(NotCompiledError):
+                whole()
+                forwards["whole_ms"] = whole
+        setting = num_sequences, (length - 1).bit_length(), block_size, is_compiled, bool(draft_tree), len(forwards)
+        return measured_curve(models, setting, widths, verify, forwards, verify_tree if draft_tree else None)
 
 
 @dataclass
@@ -449,7 +438,7 @@ class Step:
     features: torch.Tensor  # of all columns, [B, 1 + n, L * D]
     verdict: Verdict
     wanted: dict[str, Any]  # "scores" and "logits" of the tokens, [B, 1 + n, V], if requested
-    whole: tuple[State, torch.Tensor] | None = None  # of a fused step: the state before it, which sequences were live
+    whole: tuple[State, torch.Tensor] | None = None  # of a whole step: the state before it, which sequences were live
 
     def __post_init__(self) -> None:
         self._read = to_host(torch.cat([self.verdict.num_accepted[:, None], self.verdict.token_ids], dim=1))
@@ -526,7 +515,6 @@ class Decoder:
 
     def commit(self, step: Step) -> list[Block]:
         """Appends a step's tokens, up to where texts stop, and rolls both caches back; ValueError for logits not finite."""
-        self.proposer.read_ahead()  # launched after this step, so one wait serves both
         proposals, blocks, num_kept = step.proposals, [], []
         for index, (sequence, (num_accepted, token_ids)) in enumerate(zip(self.sequences, step.read(), strict=True)):
             if sequence.is_done:  # kept until a smaller class of shapes fits
@@ -541,13 +529,12 @@ class Decoder:
             is_lookup, num_proposals = index in proposals.looked_up, proposals.token_ids.shape[1]
             blocks.append(Block(kept, num_proposals, num_accepted, is_prefill, sequence.index, is_lookup, **wanted))
         self._keep(step, num_kept)
-        self.proposer.record(proposals, blocks)
+        self.proposer.record(proposals, blocks, step.whole is not None)
         self.anchors = to_device(step.verdict.anchors, self.request.input_ids.device)
         live = [index for index, sequence in enumerate(self.sequences) if not sequence.is_done]
         if len(live) < len(self.sequences) and (not live or self.conversation.keep_sequences(self.pair, live)):
             self.sequences = [self.sequences[index] for index in live]
             self.anchors, self._ahead = chosen(self.anchors, 0, live), None
-            self.proposer.forget_ahead()
         return blocks
 
     def _keep(self, step: Step, num_kept: list[int]) -> None:
@@ -566,18 +553,11 @@ class Decoder:
             compiled.weigh(clock() - self._began, num_left)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether draft, verification and acceptance run as one compiled function."""
-        compiled, request, proposer = self.pair.compiled, self.request, self.proposer
-        if compiled is None or not compiled.is_active or request.keeping or not proposer.num_proposals:
-            return False
-        if request.adaptive or request.draft_tree or proposer.uniforms_of or proposer.found(self.sequences):
-            return False  # other proposals than the drafter's block may be verified
-        if not compiled.is_static:  # compiling is slow there: one function serves the default, three serve the rest
-            columns = self.pair.num_columns(self.pair.drafter.config.block_size)
-            if self.verifier.uniforms_of is not None or proposer.num_proposals < columns - 1:
-                return False
-        return self.num_wanted >= proposer.num_proposals and self.verifier.is_fusible
+    def num_whole(self) -> float:
+        """How many of the next steps run as one compiled function."""
+        proposer = self.proposer
+        fits = proposer.can_be_whole and self.num_wanted >= proposer.num_proposals
+        return proposer.num_whole(self.sequences) if fits else 0
 
     def launched(self) -> Step | None:
         """The step that was launched ahead, or one launched now as one function; `None`: it has to run verb by verb."""
@@ -587,19 +567,18 @@ class Decoder:
             length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
             length += 4 * self.pair.num_columns(self.request.block_size)
             self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
-            if self.is_fused:
+            if self.num_whole and not self.proposer.found(self.sequences):
                 with suppress(NotCompiledError):
                     step = self._launch_whole(None)
         return step
 
     def _launch_whole(self, after: Step | None) -> Step:
-        """Launches a fused step, possibly `after` one that the host has not read; NotCompiledError if that cannot be."""
+        """Launches a whole step, possibly `after` one that the host has not read; NotCompiledError if that cannot be."""
         self._began = clock()
-        conversation, pair, request = self.conversation, self.pair, self.request
-        device, num_proposals = request.input_ids.device, self.proposer.num_proposals
+        conversation, pair, device = self.conversation, self.pair, self.request.input_ids.device
         is_live = to_device(torch.tensor([not sequence.is_done for sequence in self.sequences]), device)
         if after is None:
-            context = conversation.step_context(pair, pair.num_columns(request.block_size))
+            context = conversation.step_context(pair, pair.num_columns(self.request.block_size))
             state = context.state(self.anchors, conversation.target_cache.lengths)
         elif after.whole is None:
             raise NotCompiledError
@@ -607,20 +586,19 @@ class Decoder:
             before, was_live = after.whole
             written = after.verdict.num_written * was_live
             state = State(after.verdict.anchors, before.starts + written, after.features, written)
-        sampler, drawn, num_candidates = self.verifier.sampler, None, 0
+        sampler, shape, drawn = self.verifier.sampler, self.proposer.shape, None
         if sampler is not None:
-            width = num_proposals + 1
+            width = shape.num_proposals + 1
             uniforms = self.verifier.uniforms(self.sequences, range(2 * width), device)
             positions = torch.arange(width, device=device).expand(len(state.anchors), -1)
             if after is not None:  # whose number of tokens is known only on the device
                 positions = positions + state.counts[:, None]
-            drawn, num_candidates = (uniforms.gather(1, positions), sampler.settings), sampler.num_candidates
-        shape = Shape(request.block_size, num_proposals, num_candidates)
+            drawn = uniforms.gather(1, positions), sampler.settings
         verdict, proposed_ids, features = pair.step(state, conversation.caches, shape, drawn, int(after is not None))
         return Step(Proposals(proposed_ids), features, verdict, {}, (state, is_live))
 
     def launch_ahead(self, step: Step) -> None:
-        """Launches the next step, or its draft, before the host has read this one, on a device with a queue."""
+        """Launches the next step before the host has read this one, on a device with a queue."""
         compiled, loan, request = self.pair.compiled, self.conversation.loan, self.request
         if compiled is None or not compiled.is_static or request.keeping or step.verdict.columns is not None:
             return
@@ -631,11 +609,9 @@ class Decoder:
         has_room = loan is not None and length <= loan.capacity and not any(draft_cache.excess)
         if num_left <= 0 or self.num_wanted < 2 * width or not has_room or self.proposer.lookups(self.sequences):
             return
-        with suppress(NotCompiledError):
-            if self.is_fused:
+        if self.num_whole > 1:  # this step counts, too
+            with suppress(NotCompiledError):
                 self._ahead = self._launch_whole(step)
-            else:
-                self.proposer.propose_ahead(step, self.sequences)
 
 
 @torch.inference_mode(False)

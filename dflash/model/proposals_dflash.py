@@ -15,7 +15,7 @@ import math
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -211,6 +211,7 @@ class LatencyCurve:
         draft_ms (`float`): Milliseconds of one draft.
         machine (`dict[str, Any]`): What they were measured on: device, dtype, threads, versions, sizes of the models.
         tree_ms (`float`, *optional*): Additional milliseconds of a step that verifies a tree; `None` if not measured.
+        whole_ms (`float`, *optional*): Milliseconds of a step that is one compiled function; `None` if there is none.
 
     Example:
         >>> curve = LatencyCurve.from_json(Path("curve.json").read_text())
@@ -222,6 +223,7 @@ class LatencyCurve:
     draft_ms: float
     machine: dict[str, Any]
     tree_ms: float | None = None
+    whole_ms: float | None = None
 
     def __post_init__(self) -> None:
         widths = list(self.widths)
@@ -252,11 +254,11 @@ class LatencyCurve:
         try:
             fields = json.loads(text)
             widths, verify_ms = tuple(map(int, fields["widths"])), tuple(map(float, fields["verify_ms"]))
-            draft_ms, tree_ms = float(fields["draft_ms"]), fields["tree_ms"]
-            tree_ms, measured_on = None if tree_ms is None else float(tree_ms), dict(fields["machine"])
+            draft_ms, measured_on = float(fields["draft_ms"]), dict(fields["machine"])
+            others = [None if (ms := fields[name]) is None else float(ms) for name in ("tree_ms", "whole_ms")]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"This is no latency curve ({error!r}): give what LatencyCurve.to_json wrote.") from error
-        return cls(widths, verify_ms, draft_ms, measured_on, tree_ms)
+        return cls(widths, verify_ms, draft_ms, measured_on, *others)
 
     def check(self, target: Any, drafter: Any, is_tree: bool) -> None:
         """Raises ValueError if the curve is of another machine or pair, or was measured without trees and `is_tree`."""
@@ -287,10 +289,10 @@ def measured_curve(
     setting: Any,
     widths: Sequence[int],
     verify: Callable[[int], torch.Tensor],
-    draft: Callable[[], torch.Tensor],
+    forwards: Mapping[str, Callable[[], torch.Tensor]],
     verify_tree: Callable[[int], torch.Tensor] | None = None,
 ) -> LatencyCurve:
-    """The curve of target and drafter over `widths`, measured once per `setting`; the functions run one forward each."""
+    """The curve of target and drafter over `widths`, measured once per `setting`; `forwards` by the names of their times."""
     target, drafter = models
     of_pair = _measured.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
     key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
@@ -298,7 +300,8 @@ def measured_curve(
         # A wider forward is never faster; a measurement that says so is an outlier.
         times = tuple(accumulate([_milliseconds(partial(verify, width)) for width in widths], max))
         tree_ms = verify_tree and max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
-        of_pair[key] = LatencyCurve(tuple(widths), times, _milliseconds(draft), machine(target, drafter), tree_ms)
+        others = {name: _milliseconds(run) for name, run in forwards.items()}
+        of_pair[key] = LatencyCurve(tuple(widths), times, machine=machine(target, drafter), tree_ms=tree_ms, **others)
     return of_pair[key]
 
 
@@ -320,7 +323,7 @@ MOST_WORTH = 1.5  # cap on that history's gain, so that a text whose drafts fail
 
 @dataclass
 class Pause:
-    """Exponential back-off for drafts or trees that do not pay."""
+    """Exponential back-off for drafts, trees, or choices among proposals that do not pay."""
 
     length: int = 0  # of the latest pause; 0 while tries pay
     left: int = 0
@@ -342,7 +345,7 @@ class Habits:
     _of: weakref.WeakKeyDictionary[Any, Habits] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self.drafts, self.trees = Pause(), Pause()
+        self.drafts, self.trees, self.choices = Pause(), Pause(), Pause()
         # Of recent steps with a draft: tokens, and the tokens that plain decoding gives in the same time.
         self._gained = self._plain = float(CREDIT)
 
@@ -375,7 +378,7 @@ class Pacer:
     ) -> None:
         self.curve, self.num_sequences = curve, num_sequences
         self.habits, self._widths = habits or Habits(), widths
-        for pause in (self.habits.drafts, self.habits.trees):
+        for pause in (self.habits.drafts, self.habits.trees, self.habits.choices):
             pause.left = min(pause.left, LONGEST_PAUSE // 2)  # this text may differ
         self.habits.weigh_anew()
         # Of recent steps: tokens, milliseconds by the curve, accepted proposals, and expected ones.
@@ -397,6 +400,11 @@ class Pacer:
             self.habits.weigh_anew()
         return self.habits.drafts.is_over()
 
+    def num_whole(self, num_sequences: int) -> int:
+        """How many of the next steps verify the whole block without a choice, which would cost more than it gives."""
+        is_known = self.curve.whole_ms is not None and num_sequences == self.num_sequences
+        return self.habits.choices.left if is_known and self.habits.drafts.left <= 0 else 0
+
     def choose(self, survival: Sequence[float], tree_survival: Sequence[float] = ()) -> tuple[int, bool]:
         """How many proposals to verify, and whether as a tree, by the drafter's probabilities, summed over sequences."""
         count, gain = self._best(survival, 0.0)
@@ -405,13 +413,16 @@ class Pacer:
         is_tree = gain_of_tree > gain
         if tree_survival:
             self.habits.trees.record(is_tree)
+        if self.curve.whole_ms is not None:
+            saved_ms = self.curve.draft_ms + self.curve.verify(1 + len(survival)) - self.curve.whole_ms
+            self.habits.choices.record(max(gain, gain_of_tree) > self._best(survival, -saved_ms, len(survival))[1])
         if is_tree:
             count, survival, self._tree_ms = num_nodes, tree_survival, tree_ms
         self._is_drafted, self._promised = True, sum(survival[:count])
         return count, is_tree
 
-    def _best(self, survival: Sequence[float], extra_ms: float) -> tuple[int, float]:
-        """The number of proposals with the largest expected gain over none, and that gain in tokens."""
+    def _best(self, survival: Sequence[float], extra_ms: float, least: int = 1) -> tuple[int, float]:
+        """The number of proposals from `least` on with the largest expected gain over none, and that gain in tokens."""
         plain_ms = self.curve.verify(1)
         rate = max(self._tokens / self._milliseconds, self.num_sequences / plain_ms)  # at least plain decoding's
         calibration = self._accepted / self._expected
@@ -420,14 +431,17 @@ class Pacer:
             expected += min(chance * calibration, self.num_sequences)
             gain = expected - rate * (self.curve.verify(1 + count) - (plain_ms - extra_ms))
             may_be = not self._widths or 1 + count in self._widths or count == len(survival)
-            if may_be and gain > best_gain:
+            if may_be and count >= least and gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
 
-    def record(self, num_proposals: int, num_accepted: int) -> None:
+    def record(self, num_proposals: int, num_accepted: int, is_whole: bool = False) -> None:
         """Adds a step: proposals per sequence, and accepted proposals of all sequences."""
         milliseconds = self.curve.verify(1 + num_proposals) + self._tree_ms
         milliseconds += self.curve.draft_ms if self._is_drafted else 0.0
+        if is_whole and self.curve.whole_ms is not None:
+            milliseconds, self._is_drafted = self.curve.whole_ms, True
+            self.habits.choices.left -= 1
         self._tokens = DECAY * self._tokens + num_accepted + self.num_sequences
         self._milliseconds = DECAY * self._milliseconds + milliseconds
         if self._is_drafted:

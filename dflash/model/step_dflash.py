@@ -716,17 +716,15 @@ class Pair:
         cache.set_lengths(ends)
         return hidden_states
 
-    def draft_compiled(
-        self, state: State, cache: PreallocatedCache, block_size: int, num_unread: int = 0
-    ) -> torch.Tensor:
-        """`draft`, compiled, after `num_unread` unread steps. The cache does not advance. NotCompiledError: it has to run eagerly."""
+    def draft_compiled(self, state: State, cache: PreallocatedCache, block_size: int) -> torch.Tensor:
+        """`draft`, compiled. The cache does not advance. NotCompiledError: it has to run eagerly."""
         compiled, columns = self.compiled, self.num_columns(block_size)
         # The last two: another thread has started compiling after this one's context was made.
         if compiled is None or state.features.shape[1] > columns or not any(cache.lengths):
             raise NotCompiledError
 
         def given(output: Any) -> tuple[Any, ...]:
-            num_keys = max(cache.text_lengths) + (2 + num_unread) * columns
+            num_keys = max(cache.text_lengths) + 2 * columns
             storage = compiled.storage(cache, num_keys, output is not None)
             return self.drafter, self.target, block_size, compiled.taken(cache, state, columns), storage
 
