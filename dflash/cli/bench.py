@@ -47,8 +47,10 @@ def bench(
     """Times every way of decoding with a pair, in turns on the same prompts, and compares their texts.
 
     Methods: target.generate, prompt lookup, native dflash (transformers 5.15 on),
-    dflash, dflash eager, dflash compiled, dflash adaptive, dflash tree,
-    dflash drafting nothing, random drafter adaptive.
+    dflash (the drafter alone), dflash with lookup (the default of
+    spec_generate), dflash with lookup and trees, dflash eager,
+    dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
+    random drafter adaptive.
     """
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")

@@ -50,8 +50,10 @@ def evaluate(
     spec-bench, alpaca, speed-bench.
 
     Methods: target.generate, prompt lookup, native dflash (transformers 5.15 on),
-    dflash, dflash eager, dflash compiled, dflash adaptive, dflash tree,
-    dflash drafting nothing, random drafter adaptive.
+    dflash (the drafter alone), dflash with lookup (the default of
+    spec_generate), dflash with lookup and trees, dflash eager,
+    dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
+    random drafter adaptive.
 
     With --url and --baseline-url two servers answer, and only the target's tokenizer is read here.
 

@@ -17,6 +17,7 @@ from .timing import TimedRun, timed_blocks, timed_generate
 
 PLAIN = "target.generate"
 OURS = "dflash"
+OURS_LOOKING_UP, OURS_CHOOSING = "dflash with lookup", "dflash with lookup and trees"
 PROMPT_LOOKUP = "prompt lookup"
 NATIVE = "native dflash"
 
@@ -26,10 +27,11 @@ Method = Callable[..., TimedRun]
 
 # The drafter alone, whose acceptance is that of the paper and of other engines.
 ALONE = {"prompt_lookup_num_tokens": 0}
-# The loop's options for each variant; `OURS` is the drafter alone, and "dflash with lookup" the loop without any option.
+# The loop's options for each variant; `OURS` is the drafter alone, and `OURS_LOOKING_UP` the loop without any option.
 EAGER = {**ALONE, "compile": False, "adaptive": False, "draft_tree": False}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "dflash with lookup": {},
+    OURS_LOOKING_UP: {},
+    OURS_CHOOSING: {"draft_tree": True},
     "dflash eager": EAGER,
     "dflash compiled": {**EAGER, "compile": True},
     "dflash adaptive": {**EAGER, "adaptive": True},

@@ -6,7 +6,7 @@ It knows nothing about files and pages.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
+from .methods import NATIVE, OURS, OURS_CHOOSING, OURS_LOOKING_UP, PLAIN, PROMPT_LOOKUP
 from .results import Row
 
 
@@ -119,7 +119,7 @@ UNLESS_ZERO = ("failed", "compilations")
 DECODED = ("task", "method", "identical", "tau_micro", "tokens_per_step", "tokens_per_second", "speedup")
 EVALUATED = ("task", "method", "identical", "score", *DECODED[3:])
 # The ways among which a user chooses; the others are variants.
-HEADLINE = (PLAIN, PROMPT_LOOKUP, NATIVE, OURS)
+HEADLINE = (PLAIN, PROMPT_LOOKUP, NATIVE, OURS, OURS_LOOKING_UP, OURS_CHOOSING)
 
 
 def table_of(rows: Sequence[Row], keys: Iterable[str] | None = COLUMNS, short: bool = False) -> Table:
