@@ -42,6 +42,7 @@ PROMPT_LENGTHS = [24, 3, 11]  # the first is three windows long
 NEW_TOKENS = 22  # once around
 EVERY_LENGTH = [0, 5, 1, 4, 2, 3]
 GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "return_dict_in_generate": True}
+GREEDY["prompt_lookup_num_tokens"] = 0  # some families repeat themselves here
 
 
 @dataclass
