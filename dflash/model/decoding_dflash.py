@@ -272,13 +272,12 @@ class Proposer:
     def can_be_whole(self) -> bool:
         """Whether draft, verification and acceptance can run as one compiled function."""
         compiled, request, verifier = self.pair.compiled, self.request, self.verifier
-        if compiled is None or not compiled.is_active or request.keeping or not verifier.is_fusible:
-            return False
-        if not self.num_proposals or self.uniforms_of:
+        if compiled is None or not (compiled.is_active and verifier.is_fusible and self.num_proposals):
             return False
         # Compiling is slow on a CPU: one function serves the default, three serve the rest.
         num_columns = self.pair.num_columns(self.pair.drafter.config.block_size)
-        return compiled.is_static or (verifier.uniforms_of is None and self.num_proposals == num_columns - 1)
+        is_default = verifier.uniforms_of is None and self.num_proposals == num_columns - 1
+        return not (request.keeping or self.uniforms_of) and (compiled.is_static or is_default)
 
     @property
     def shape(self) -> Shape:
@@ -286,8 +285,10 @@ class Proposer:
         sampler = self.verifier.sampler
         return Shape(self.request.block_size, self.num_proposals, sampler.num_candidates if sampler else 0)
 
-    def num_whole(self, sequences: list[TextSequence]) -> float:
-        """How many of the next steps may run as one compiled function, without a choice among proposals."""
+    def num_whole(self, sequences: list[TextSequence], num_wanted: int) -> float:
+        """How many of the next steps run as one compiled function, without a choice among proposals."""
+        if not self.can_be_whole or num_wanted < self.num_proposals:
+            return 0
         if not self.request.adaptive:
             return 0 if self.request.draft_tree else float("inf")
         return 0 if self._pacer is None else self._pacer.num_whole(_num_live(sequences))
@@ -421,7 +422,7 @@ class Proposer:
         widths = [width for width in classes or (1, 2, 4, 8, 16, 32, 64, 128) if width < widest]
         widths.append(next((width for width in classes if width >= widest), widest))
         is_compiled = bool(pair.compiled and pair.compiled.is_active)
-        forwards, models = {"draft_ms": draft}, (pair.target, pair.drafter)
+        forwards, models = {"draft_ms": draft}, (pair.target, drafter)
         if self.can_be_whole:
             with suppress(NotCompiledError):
                 whole()
@@ -552,13 +553,6 @@ class Decoder:
             num_left = (self.request.max_new_tokens / num_written - 1) * self._num_steps
             compiled.weigh(clock() - self._began, num_left)
 
-    @property
-    def num_whole(self) -> float:
-        """How many of the next steps run as one compiled function."""
-        proposer = self.proposer
-        fits = proposer.can_be_whole and self.num_wanted >= proposer.num_proposals
-        return proposer.num_whole(self.sequences) if fits else 0
-
     def launched(self) -> Step | None:
         """The step that was launched ahead, or one launched now as one function; `None`: it has to run verb by verb."""
         step, self._ahead = self._ahead, None
@@ -567,7 +561,7 @@ class Decoder:
             length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
             length += 4 * self.pair.num_columns(self.request.block_size)
             self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
-            if self.num_whole and not self.proposer.found(self.sequences):
+            if self.proposer.num_whole(self.sequences, self.num_wanted) and not self.proposer.found(self.sequences):
                 with suppress(NotCompiledError):
                     step = self._launch_whole(None)
         return step
@@ -609,7 +603,7 @@ class Decoder:
         has_room = loan is not None and length <= loan.capacity and not any(draft_cache.excess)
         if num_left <= 0 or self.num_wanted < 2 * width or not has_room or self.proposer.lookups(self.sequences):
             return
-        if self.num_whole > 1:  # this step counts, too
+        if self.proposer.num_whole(self.sequences, self.num_wanted) > 1:  # this step counts, too
             with suppress(NotCompiledError):
                 self._ahead = self._launch_whole(step)
 

@@ -518,8 +518,8 @@ class Request:
         request.chunk_size = getattr(config, "prefill_chunk_size", None)
         request.keeping = {name for name in ("scores", "logits") if getattr(config, f"output_{name}", False)}
         temperature = config.temperature if config.do_sample else None
-        window_of_drafter = getattr(request.drafter.config, "draft_window", None)
-        request.draft_window = _first_given(request.draft_window, window_of_drafter)
+        its_window = getattr(request.drafter.config, "draft_window", None)
+        request.draft_window = _first_given(request.draft_window, its_window)
         own |= {"prefill_chunk_size": request.chunk_size, "temperature": temperature}
         _check_settings({**own, "draft_window": request.draft_window})
         _check_prepared(config, request)

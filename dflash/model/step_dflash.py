@@ -434,7 +434,7 @@ class CompiledPair:
         if self.is_asked_for or self.is_static or not self._num_calls:
             return True
         self._num_eager[key] += 1
-        cost, share = self._measured[self._machine]
+        cost, share = self._measured.get(self._machine, (EXPECTED_SECONDS, EXPECTED_SHARE))
         return self._num_eager[key] * share * self._eager_seconds >= cost
 
     def give_up(self, reason: str) -> None:
