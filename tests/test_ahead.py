@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 import pytest
@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from dflash import Conversation, LatencyCurve, generate_blocks, spec_generate
-from dflash.model import decoding_dflash, step_dflash
+from dflash.model import decoding_dflash, proposals_dflash, step_dflash
 from dflash.model.cache_dflash import to_device, to_host
 from dflash.model.decoding_dflash import Block
-from dflash.model.proposals_dflash import TextSequence, machine
+from dflash.model.proposals_dflash import Habits, TextSequence, machine
 from dflash.model.step_dflash import CompiledPair
 
 
@@ -649,20 +649,21 @@ def test_plain_compiled_decoding_leaves_the_same_caches(pair: Pair) -> None:
 def test_adaptive_steps_run_whole_and_ahead_while_a_choice_does_not_pay(pair: Pair, num_rows: int) -> None:
     """Promise: what is chosen is weighed against a whole step, which is faster here and then taken; the text is the same."""
     curve = LatencyCurve((1, 6), (10.0, 10.1), 0.1, machine(pair.target, pair.drafter), whole_ms=10.0)
-    for whole_ms, ran in ((None, {"draft", "verify", "read"}), (10.0, {"draft", "verify", "read", "step", "ahead"})):
+    for whole_ms, ran in ((None, {"draft", "verify", "read"}), (10.0, {"read", "step", "ahead"})):
         asked = {"latency_curve": replace(curve, whole_ms=whole_ms), "script": [5, 2, 4]}
         blocks = [list(pair.blocks(pair.prompts(num_rows), **asked)) for _ in range(2)][1]
-        assert set(pair.events) == ran
+        assert set(pair.events) - ran <= ({"draft", "verify"} if num_rows > 1 else set())
+        assert ran <= set(pair.events)
         for row in range(num_rows):
             written = [token_id for block in blocks if block.sequence == row for token_id in block.token_ids]
             assert written == pair.text[0, LENGTHS[row] :][:NEW_TOKENS].tolist()
-    assert pair.events.count("verify") <= 2  # of the first steps, after which the pause is longer than the text
+    assert pair.events.count("verify") <= 2  # after a text has left the batch
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_measuring_leaves_the_caches_as_they_were(pair: Pair, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: timed forwards, whole steps among them, write nothing into the text that either model has read."""
-    measure, curves = decoding_dflash.Proposer._measure, list[LatencyCurve]()
+    measure, curves = decoding_dflash.Proposer._curve, list[LatencyCurve]()
 
     def held(conversation: Conversation) -> list[torch.Tensor]:
         return [
@@ -673,15 +674,28 @@ def test_measuring_leaves_the_caches_as_they_were(pair: Pair, num_rows: int, mon
             for row, length in enumerate(cache.lengths)
         ]
 
-    def checked(self: decoding_dflash.Proposer, *args: Any) -> LatencyCurve:
+    def checked(self: decoding_dflash.Proposer, *args: Any) -> LatencyCurve | None:
         before = held(self.conversation)
-        curves.append(measure(self, *args))
+        curve = measure(self, *args)
         assert all(map(torch.equal, before, held(self.conversation)))
-        return curves[-1]
+        curves.extend([] if curve is None else [curve])
+        return curve
 
-    monkeypatch.setattr(decoding_dflash.Proposer, "_measure", checked)
+    monkeypatch.setattr(decoding_dflash.Proposer, "_curve", checked)
     list(pair.blocks(pair.prompts(num_rows), adaptive=True))
     assert curves[0].whole_ms is not None
+
+
+def test_a_curve_that_is_known_is_taken_before_the_first_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a later text need not draft before it can run whole steps, and its forwards are not timed again."""
+    monkeypatch.setattr(proposals_dflash, "PATIENCE", float("inf"))
+    ticks = count()  # every forward takes one, so whole steps pay whatever else the machine does
+    monkeypatch.setattr(proposals_dflash, "clock", lambda: 0.01 * next(ticks))
+    list(pair.blocks(pair.prompts(1), adaptive=True))
+    Habits.of(pair.drafter).choices.left = 100
+    blocks = list(pair.blocks(pair.prompts(1), adaptive=True))
+    assert [token_id for block in blocks for token_id in block.token_ids] == pair.text[0, 17:][:NEW_TOKENS].tolist()
+    assert set(pair.events) == {"read", "step", "ahead"}
 
 
 def test_a_device_that_computes_at_once_reads_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -395,6 +395,8 @@ class Late:
             asked["latency_curve"] = curve_of(self.pair, asked.pop("adaptive"))
         for _ in range(max(COMPARED_CALLS)):
             list(self.pair.blocks(lengths, max_new_tokens=60, **asked))
+        # Where steps can be whole, none of these is a choice.
+        proposals_dflash.Habits.of(self.pair.drafter).choices.left = 100
         self.device.faults.clear()
         events = self.device.events
         events.clear()
@@ -613,7 +615,7 @@ def test_every_width_of_the_curve_is_timed_as_it_is_used(
         compared.append(1)
         return agree(*args)
 
-    def noted(run: Callable[[], torch.Tensor]) -> float:
+    def noted(run: Callable[[], torch.Tensor], num_untimed: int) -> float:
         late.device.events.clear()
         counts: list[tuple[int, int]] = []
 
@@ -623,7 +625,7 @@ def test_every_width_of_the_curve_is_timed_as_it_is_used(
             counts.append((len(compared) - at[0], len(late.device.events) - at[1]))
             return result
 
-        result = milliseconds(counted)
+        result = milliseconds(counted, num_untimed)
         timed.append((*getattr(run, "args", ("draft",)), counts[-proposals_dflash.REPEATS :]))
         return result
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from families import FAMILIES, Family
 from tiny_models import (
+    BLOCK_SIZE,
     PAD_TOKEN_ID,
+    SMALL,
+    ForkingDrafter,
     ScriptedDrafter,
     expected_lengths,
     greedy,
@@ -24,7 +28,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
-from dflash.model.cache_dflash import LINEAR_TYPES, LinearAttentionLayer, PreallocatedCache
+from dflash.model.cache_dflash import LINEAR_TYPES, LinearAttentionLayer, PreallocatedCache, RunningState
 from dflash.model.decoding_dflash import Conversation
 from dflash.model.step_dflash import Pair, decoder_layers
 
@@ -201,6 +205,35 @@ def states_of(cache: PreallocatedCache) -> list[torch.Tensor]:
     layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
     states = [s for layer in layers for held in (layer.conv_states, layer.recurrent_states) for s in held.values()]
     return [state for state in states if state is not None]
+
+
+@pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrids_verify_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the state of a node is that after its path, and the state that is kept that after the accepted one.
+
+    Between the layers of a step no states of paths are kept: a large model would not have the memory.
+    """
+    rewind, num_states = RunningState.rewind, set[int]()
+
+    def noted(self: RunningState, *args: Any) -> None:
+        num_states.update(len(state) for held in self._states for state in held.values() if state is not None)
+        rewind(self, *args)
+
+    monkeypatch.setattr(RunningState, "rewind", noted)
+    target, prompt = hybrid_target(name, seed=3), make_prompt(17, vocab_size=32)
+    truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
+    # Its second best is right where its best is wrong.
+    drafter = ForkingDrafter(target, truth, [2, 0, 4, 1], mask_token_id=31, **SMALL)
+    taus = []
+    for num_nodes in (4, 3 * BLOCK_SIZE):
+        output = spec_generate(drafter, target, prompt, draft_tree=num_nodes, **GREEDY, stop_token_ids=[])
+        assert torch.equal(output.sequences, truth[:, :-BLOCK_SIZE])
+        taus.append(output.tau)
+    assert taus[0] < taus[1]
+    assert num_states == {1}
+    paced = spec_generate(drafter, target, prompt, draft_tree=12, adaptive=True, **GREEDY, stop_token_ids=[])
+    assert torch.equal(paced.sequences, truth[:, :-BLOCK_SIZE])
 
 
 @pytest.mark.skipif(LinearAttentionLayer is None, reason="transformers 4 has no common form of recurrent states")

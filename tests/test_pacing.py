@@ -191,25 +191,40 @@ def test_habits_are_a_drafters_own_and_end_with_it() -> None:
     assert left() is None
 
 
-def test_measured_once_and_kept() -> None:
-    """Promise: once per pair and setting; wider is never taken for faster."""
-    target, drafter = make_target(), make_drafter()
+def test_a_pair_is_measured_a_few_times_of_which_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a moment in which the machine was busy does not decide all texts; wider is never taken for faster."""
+    target, drafter, now, busy = make_target(), make_drafter(), [0.0], [1]
     calls: list[int] = []
+    monkeypatch.setattr(proposals_dflash, "clock", lambda: now[0])
 
     def verify(width: int) -> torch.Tensor:
         calls.append(width)
+        now[0] += busy[0] * {1: 0.004, 4: 0.003}[width]
         return torch.zeros(1)
 
-    curves = [
-        measured_curve((target, drafter), "here", (1, 4), verify, {"draft_ms": lambda: torch.zeros(1)})
-        for _ in range(2)
-    ]
-    assert curves[0] is curves[1]
-    per_width = proposals_dflash.REPEATS + proposals_dflash.UNTIMED
-    assert calls == [1] * per_width + [4] * per_width
-    assert curves[0].verify_ms[0] <= curves[0].verify_ms[1]
-    measured_curve((target, drafter), "elsewhere", (1, 4), verify, {"draft_ms": lambda: torch.zeros(1)})
-    assert len(calls) == 4 * per_width
+    def draft() -> torch.Tensor:
+        now[0] += busy[0] * 0.002
+        return torch.zeros(1)
+
+    def measured(setting: str) -> LatencyCurve:
+        return measured_curve((target, drafter), setting, (1, 4), verify, {"draft_ms": draft})
+
+    num_untimed, curves, began = proposals_dflash.UNTIMED, [], now[0]
+    for busy[0] in (10, 1, 3, 1, 50, 50):
+        calls.clear()
+        curves.append(measured("here"))
+        per_width = proposals_dflash.REPEATS + num_untimed
+        assert calls == ([1] * per_width + [4] * per_width if len(curves) <= proposals_dflash.ROUNDS else [])
+        num_untimed = 1
+        assert measured("here") == curves[-1], "the next one is long after it, so that measuring takes a small share"
+        now[0] += 1.01 * proposals_dflash.PATIENCE * (now[0] - began)
+        began = now[0]
+    assert curves[0].verify_ms == pytest.approx((40, 40))
+    for curve in curves[1:]:
+        assert curve.verify_ms == pytest.approx((4, 4))
+        assert curve.draft_ms == pytest.approx(2)
+    busy[0] = 2
+    assert measured("elsewhere").draft_ms == pytest.approx(4)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +283,18 @@ def test_a_useless_drafter_seldom_runs() -> None:
     assert len(forwards) > 150
 
 
+def test_curves_of_windows_and_of_sampling_are_told_apart() -> None:
+    """Promise: a draft that reads few keys, or a step that samples, says nothing about others."""
+    target, drafter, prompt = make_target(), make_drafter(), make_prompt(14)
+    for asked in ({}, {"draft_window": (2, 4)}, {"temperature": 0.7}, {}):
+        list(
+            generate_blocks(
+                drafter, target, prompt, **{"temperature": 0.0, "max_new_tokens": 4, "adaptive": True, **asked}
+            )
+        )
+    assert len(proposals_dflash._measured[target][drafter]) == 3
+
+
 def test_both_costs_are_measured_again_where_the_text_is_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: a drafter that helps in a short text and costs more than it gives in a long one is left aside there."""
     target, prompt, measured = make_target(), make_prompt(14), list[int]()
@@ -278,7 +305,8 @@ def test_both_costs_are_measured_again_where_the_text_is_twice_as_long(monkeypat
         measured.append(max(proposer.conversation.target_cache.lengths))
         return FREE if measured[-1] < 64 else replace(DEAR, draft_ms=40.0)
 
-    monkeypatch.setattr(decoding_dflash.Proposer, "_measure", measure)
+    monkeypatch.setattr(decoding_dflash.Proposer, "_curve", measure)
+    monkeypatch.setattr(decoding_dflash, "SHORTEST_SIZE", 0)
     asked: dict[str, Any] = {"max_new_tokens": 100, "temperature": 0.0, "stop_token_ids": [], "adaptive": True}
     blocks = list(generate_blocks(drafter, target, prompt, **asked))
     assert [t for block in blocks for t in block.token_ids] == truth[0, 14:114].tolist()

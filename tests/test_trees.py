@@ -15,7 +15,7 @@ from tiny_models import (
     PAD_TOKEN_ID,
     SMALL,
     TARGET_KINDS,
-    ScriptedDrafter,
+    ForkingDrafter,
     expected_lengths,
     greedy,
     make_drafter,
@@ -35,21 +35,6 @@ SCRIPT = [2, 0, BLOCK_SIZE - 1, 1, 3]
 GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 0}
 # Families whose masks differ: one window on all layers, windows on some of them, none; grouped experts, latent keys.
 MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
-
-
-class ForkingDrafter(ScriptedDrafter):
-    """Where the script goes wrong, the right token is the second best: a chain falls there and a tree goes on."""
-
-    def compute_logits(self, hidden_states: torch.Tensor, head: Any) -> torch.Tensor:
-        """One token for certain, or two of which the wrong one is a little likelier."""
-        best = head(hidden_states).argmax(dim=-1)
-        num_right = self.script[(self.num_blocks - 1) % len(self.script)]
-        logits = torch.full((*best.shape, self.config.vocab_size), -30.0)
-        logits.scatter_(-1, best[..., None], 0.0)
-        if num_right < min(best.shape[1], self.config.block_size - 1):
-            wrong = best[0, num_right]
-            logits[0, num_right, (wrong - 5) % self.config.vocab_size] = -0.1  # WRONG_OFFSET of the script
-        return logits
 
 
 def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[float]], list[list[int]]]:
@@ -279,12 +264,3 @@ def test_pairs_that_cannot_take_a_tree_are_refused_by_name() -> None:
     target.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="takes no 4-D mask"):
         spec_generate(drafter, target, prompt, draft_tree=8, temperature=0.0, max_new_tokens=4)
-
-
-@pytest.mark.skipif(
-    not FAMILIES["qwen3_next"].is_served, reason="transformers 4 has no common form of recurrent states"
-)
-def test_linear_layers_take_no_tree() -> None:
-    target = FAMILIES["qwen3_next"].make()
-    with pytest.raises(ValueError, match="linear_attention, which take no masks for a draft tree"):
-        spec_generate(make_drafter(), target, make_prompt(9), draft_tree=8, temperature=0.0, max_new_tokens=4)

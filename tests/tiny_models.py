@@ -251,6 +251,21 @@ class ScriptedDrafter(DFlashDraftModel):
             self.live.append(row)
 
 
+class ForkingDrafter(ScriptedDrafter):
+    """Where the script goes wrong, the right token is the second best: a chain falls there and a tree goes on."""
+
+    def compute_logits(self, hidden_states: torch.Tensor, head: Any) -> torch.Tensor:
+        """One token for certain, or two of which the wrong one is a little likelier."""
+        best = head(hidden_states).argmax(dim=-1)
+        num_right = self.script[(self.num_blocks - 1) % len(self.script)]
+        logits = torch.full((*best.shape, self.config.vocab_size), -30.0)
+        logits.scatter_(-1, best[..., None], 0.0)
+        if num_right < min(best.shape[1], self.config.block_size - 1):
+            wrong = best[0, num_right]
+            logits[0, num_right, (wrong - 5) % self.config.vocab_size] = -0.1  # WRONG_OFFSET of the script
+        return logits
+
+
 class PlacedDrafter(ScriptedDrafter):
     """Proposes texts that it knows, and goes wrong after as many tokens as its script says of the anchor's position.
 

@@ -147,10 +147,8 @@ def chunk_attention(
     width, num_keys = query.shape[2], key.shape[2]
     if attention_mask is not None or width == num_keys or kwargs.get("is_causal") is False:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
-    is_shared, bias = query.shape[1] != key.shape[1], causal_lower_right(width, num_keys)
-    output = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, scale=kwargs.get("scaling"), enable_gqa=is_shared
-    )
+    is_shared, bias, scale = query.shape[1] != key.shape[1], causal_lower_right(width, num_keys), kwargs.get("scaling")
+    output = functional.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_shared)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -167,14 +165,9 @@ def grouped_attention(
     is_plain = attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[1] != 1
     if is_plain or num_shared == 1 or kwargs.get("position_bias") is not None:
         return chunk_attention(module, query, key, value, attention_mask, **kwargs)
-    output = functional.scaled_dot_product_attention(
-        query.reshape(batch, -1, num_shared * width, size),
-        key,
-        value,
-        attn_mask=attention_mask.repeat(1, 1, num_shared, 1),
-        dropout_p=kwargs.get("dropout", 0.0),
-        scale=kwargs.get("scaling"),
-    )
+    query, mask = query.reshape(batch, -1, num_shared * width, size), attention_mask.repeat(1, 1, num_shared, 1)
+    dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+    output = functional.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
     return output.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
 
 

@@ -5,7 +5,7 @@ a ragged cache each forward is given the slots of its new columns: tokens direct
 which the next forward overwrites.
 
 A linear mixer (gated delta net, delta attention, short convolution) folds each column into a state of fixed size. A rollback
-restores its state from before the step and replays the columns that were kept.
+restores its state from before the step and replays the columns that were kept. A tree's paths run as sequences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -150,18 +150,36 @@ class RunningState:
             self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
             self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
 
+    def join(self, thread: int, paths_on: Callable[[Any], Any], module: Any, args: Any, output: Any) -> torch.Tensor:
+        """A forward hook: the output of a tree's columns, whose paths run as sequences; `paths_on(device)`: `DraftTree.paths`."""
+        if threading.get_ident() != thread:
+            return output
+        paths, (path, depth) = paths_on(output.device)
+        output = self._replay(self._call["hidden_states"][0, paths], torch.zeros_like(paths[:, 0]))[path, depth][None]
+        if len(paths) > 1:  # else all columns may be kept; the states of paths take memory in every layer
+            self._restore()
+        return output
+
+    def _restore(self) -> None:
+        for held, before in zip(self._states, self._before, strict=True):
+            held.update(before)
+
+    def _replay(self, inputs: torch.Tensor, sequences: torch.Tensor) -> Any:
+        """Runs the mixer on inputs [R, S, D] after the kept state of `sequences` [R]."""
+        self._restore()
+        self.layer.reorder_cache(sequences)
+        return self.mixer.forward(**{**self._call, "hidden_states": inputs}) if inputs.shape[1] else None
+
     @torch.no_grad()
-    def rewind(self, num_kept: Sequence[int]) -> None:
-        """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
-        inputs = self._call["hidden_states"]  # [B, S, D]
-        after = [dict(held) for held in self._states]
-        for count in sorted(set(num_kept) - {inputs.shape[1]}):  # sequences with equal counts are replayed together
+    def rewind(self, num_kept: Sequence[int], columns: Sequence[int] | None) -> None:
+        """Sets the state to that after each sequence's first `num_kept` columns of the recorded step, or a tree's `columns`."""
+        inputs, after = self._call["hidden_states"], [dict(held) for held in self._states]  # [B, S, D]
+        counts = sorted(set(num_kept) - {inputs.shape[1]})  # sequences with equal counts are replayed together
+        if columns is not None:
+            inputs, after = chosen(inputs, 1, columns), [dict(held) for held in self._before]
+        for count in counts:
             index = to_device(torch.tensor([i for i, kept in enumerate(num_kept) if kept == count]), inputs.device)
-            for held, before in zip(self._states, self._before, strict=True):
-                held.update(before)
-            self.layer.reorder_cache(index)
-            if count:
-                self.mixer(**{**self._call, "hidden_states": inputs[:, :count].index_select(0, index)})
+            self._replay(inputs[:, :count].index_select(0, index), index)
             for whole, held in zip(after, self._states, strict=True):
                 for i, state in held.items():
                     if state is not None:
@@ -261,15 +279,17 @@ class PreallocatedCache(Cache):
         self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
 
     @contextmanager
-    def recording(self, num_columns: int) -> Iterator[None]:
-        """Records what `rollback` needs for the one forward of `num_columns` columns inside the `with`; 0 records nothing."""
-        self._num_recorded = None
-        handles = []
+    def recording(self, num_columns: int, tree: Any = None) -> Iterator[None]:
+        """Records what `rollback` needs for the one forward of a chain or `tree` inside the `with`; 0 columns: nothing."""
+        self._num_recorded, thread, handles = None, threading.get_ident(), list[Any]()
+        paths_on = cache(lambda device: [to_device(part, device) for part in tree.paths])
         for running in self._running.values():
             running.forget()
             if num_columns:
-                hook = partial(running.record, threading.get_ident())
-                handles.append(running.mixer.register_forward_pre_hook(hook, with_kwargs=True))
+                record = partial(running.record, thread)
+                handles.append(running.mixer.register_forward_pre_hook(record, with_kwargs=True))
+            if tree is not None:
+                handles.append(running.mixer.register_forward_hook(partial(running.join, thread, paths_on)))
         try:
             yield
         finally:
@@ -277,8 +297,8 @@ class PreallocatedCache(Cache):
                 handle.remove()
         self._num_recorded = num_columns
 
-    def rollback(self, counts: int | Sequence[int]) -> None:
-        """Drops the last `counts` positions of each sequence. Raises ValueError if they were not held, or not recorded."""
+    def rollback(self, counts: int | Sequence[int], columns: Sequence[int] | None = None) -> None:
+        """Drops the last `counts` positions, of a tree all but `columns`. ValueError: they were not held, or not recorded."""
         lengths, num_recorded = self.lengths, self._num_recorded or 0
         counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
         if self._running and max(counts) > num_recorded:
@@ -289,7 +309,7 @@ class PreallocatedCache(Cache):
         self._num_recorded = None
         for running in self._running.values():
             if any(counts):
-                running.rewind([num_recorded - count for count in counts])
+                running.rewind([num_recorded - count for count in counts], columns)
             running.forget()
         self._num_recorded = 0
 
@@ -317,14 +337,14 @@ class PreallocatedCache(Cache):
     def keep_columns(self, width: int, columns: Sequence[int]) -> None:
         """Keeps the given `columns` (rising) of a single sequence's last `width` positions, moved together."""
         start = self.get_seq_length() - width
-        index = torch.tensor([start + column for column in columns])
+        index = torch.tensor([start + column for column in columns], dtype=torch.long)
         kept = slice(start, start + len(columns))
         for layer in self._storage():
             if layer.is_initialized:  # else the layer reads the keys of another one
                 index = to_device(index, layer.keys.device)
                 layer.keys[:, :, kept] = layer.keys.index_select(2, index)
                 layer.values[:, :, kept] = layer.values.index_select(2, index)
-        self.rollback(width - len(columns))
+        self.rollback(width - len(columns), columns)
 
     def keep_sequences(self, sequences: Sequence[int]) -> None:
         """Drops all sequences of the batch except these. A single one needs no slots and no mask."""

@@ -71,17 +71,11 @@ _NUMBER = (is_number, "not a number: write it without quotes, or leave it out")
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers"), _WHOLE),
     "is_causal": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
-    "target_layer_ids": (
-        lambda ids: all(map(is_whole_number, ids)),
-        "not a list of layer numbers: write it as [1, 9]",
-    ),
+    "target_layer_ids": (lambda ids: all(map(is_whole_number, ids)), "not a list of layer numbers, as [1, 9]"),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size"), _COUNT),
     **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size"), _COUNT),
     **dict.fromkeys(("input_embedding_scale", "output_multiplier"), _NUMBER),
-    "final_logit_softcapping": (
-        lambda cap: is_number(cap) and cap > 0,
-        "not a number above 0: write it without quotes",
-    ),
+    "final_logit_softcapping": (lambda cap: is_number(cap) and cap > 0, "not a number above 0, without quotes"),
 }
 
 
@@ -214,10 +208,8 @@ class DFlashConfig(Qwen3Config):
         if self.num_proposals < 1:
             raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
-            remedy = "choose an id of the target's embedding that never occurs in text"
-            raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}: {remedy}."
-            )
+            given = f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
+            raise ValueError(f"{given}: choose an id of the target's embedding that never occurs in text.")
         ids, depth = self.target_layer_ids, self.num_target_layers
         if ids is not None:
             if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
@@ -232,10 +224,8 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"layer_types holds {sorted(unknown)}: only full_attention and sliding_attention exist.")
         window = self.sliding_window
         if "sliding_attention" in self.layer_types and not (is_whole_number(window) and window > 0):
-            raise ValueError(
-                f"layer_types holds sliding_attention but sliding_window={window!r}: set sliding_window to the window of the "
-                "training run, a whole number above 0, and use_sliding_window=True."
-            )
+            given = f"layer_types holds sliding_attention but sliding_window={window!r}"
+            raise ValueError(f"{given}: set it to that of the training run, above 0, and use_sliding_window=True.")
 
     def _check_variants(self) -> None:
         """Raises ValueError for a convolution, a selector or a head that cannot be built."""
@@ -252,10 +242,8 @@ class DFlashConfig(Qwen3Config):
                 raise ValueError(f"{name}={value} is more than the target's tokens, vocab_size={self.vocab_size}.")
         width = getattr(self, "target_hidden_size", None)
         if width not in (None, self.hidden_size):
-            raise ValueError(
-                f"target_hidden_size={width} differs from hidden_size={self.hidden_size}, which is not supported: serve "
-                "this drafter with an engine that reads it."
-            )
+            given = f"target_hidden_size={width} differs from hidden_size={self.hidden_size}"
+            raise ValueError(f"{given}, which is not supported: serve this drafter with an engine that reads it.")
 
     def _doubled(self) -> dict[str, Any]:
         """The current values of the fields that are written twice."""

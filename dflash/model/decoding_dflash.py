@@ -31,6 +31,7 @@ INITIAL_NEW_TOKENS = 1024  # initial room for new tokens; storage doubles when a
 INACTIVE_STEPS = 32  # verify steps without an accepted proposal after which a warning is logged
 TREE_BRANCHES = 8  # most probable tokens of a position that a tree considers
 LARGEST_TREE = 64  # nodes of a draft tree whose size is chosen step by step, at most
+SHORTEST_SIZE = 10  # bits of the length of a text; up to it forwards are taken to last equally long
 
 
 @dataclass(frozen=True)
@@ -340,13 +341,18 @@ class Proposer:
         context = conversation.step_context(pair, most)
         hidden_states = pair.draft(anchors, context, conversation.draft_cache, request.block_size)
         conversation.mark_read()
-        size = max(conversation.target_cache.lengths).bit_length()
-        if request.adaptive and (self._pacer is None or (size > self._size and request.latency_curve is None)):
-            self._size = size  # measured when the drafter's cache holds the text, and again when it is twice as long
-            widths = WIDTH_CLASSES if pair.compiled and pair.compiled.is_static else ()
-            curve, num_sequences = request.latency_curve or self._measure(anchors, widths), _num_live(sequences)
-            self._pacer = Pacer(curve, num_sequences, Habits.of(pair.drafter), widths)
+        self.pace(sequences, anchors)
         return hidden_states[:, self._proposing]
+
+    def pace(self, sequences: list[TextSequence], anchors: torch.Tensor | None) -> None:
+        """Takes the curve for the length of the text, which is measured with anchors [B, 1] while both caches hold the text."""
+        size = max(SHORTEST_SIZE, max(self.conversation.target_cache.lengths).bit_length())
+        given = self.request.latency_curve
+        if not self.request.adaptive or (self._pacer is not None and (given is not None or size <= self._size)):
+            return
+        widths = WIDTH_CLASSES if self.pair.compiled and self.pair.compiled.is_static else ()
+        if (curve := given or self._curve(anchors, widths, size)) is not None:
+            self._size, self._pacer = size, Pacer(curve, _num_live(sequences), Habits.of(self.pair.drafter), widths)
 
     def _propose_tree(self, proposing: torch.Tensor, anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """The tree of the drafter's best paths, or its chain, if the pacer prefers that."""
@@ -377,25 +383,24 @@ class Proposer:
         token_ids = [list(map(int, of_position)) for of_position in token_ids]
         return DraftTree.grown(best[:num_wanted], token_ids, self._num_nodes)
 
-    def _measure(self, anchors: torch.Tensor, classes: Sequence[int]) -> LatencyCurve:
-        """The pair's curve after this text, over widths of these `classes`, or over powers of two and the widest."""
+    def _curve(self, anchors: Any, classes: Sequence[int], size: int) -> LatencyCurve | None:
+        """The pair's curve for texts of this `size`, over widths of these `classes`, or over powers of two and the widest."""
         pair, block_size, draft_tree = self.pair, self.request.block_size, self.request.draft_tree
         drafter: Any = pair.drafter
-        (target_cache, draft_cache), num_sequences = self.conversation.caches, len(anchors)
-        length, weight = max(target_cache.lengths), pair.drafter.get_parameter("norm.weight")  # [D]
+        target_cache, draft_cache = self.conversation.caches
+        num_sequences, length = len(target_cache.lengths), max(target_cache.lengths)
+        weight = pair.drafter.get_parameter("norm.weight")  # [D]
 
         def verify(width: int) -> torch.Tensor:
             logits, _ = pair.verify(anchors.expand(-1, width), target_cache)
             target_cache.rollback([width] * num_sequences)
             return logits.argmax(dim=-1)
 
-        def verify_tree(width: int) -> torch.Tensor:
-            tree = self._grow(self._best_of(weight.expand(1, block_size - 1, -1)), block_size).first(width - 1)
+        def verify_tree() -> torch.Tensor:
+            tree = self._grow(self._best_of(weight.expand(1, block_size - 1, -1)), block_size).first(widths[-1] - 1)
             ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
             logits, _ = pair.verify(ids, target_cache, tree)
-            columns = [0, *range(2, ids.shape[1], 2)]
-            target_cache.keep_columns(ids.shape[1], columns)
-            target_cache.rollback(len(columns))
+            target_cache.keep_columns(ids.shape[1], [])
             return logits.argmax(dim=-1)
 
         def context() -> Context:
@@ -422,13 +427,13 @@ class Proposer:
         widths = [width for width in classes or (1, 2, 4, 8, 16, 32, 64, 128) if width < widest]
         widths.append(next((width for width in classes if width >= widest), widest))
         is_compiled = bool(pair.compiled and pair.compiled.is_active)
-        forwards, models = {"draft_ms": draft}, (pair.target, drafter)
-        if self.can_be_whole:
-            with suppress(NotCompiledError):
-                whole()
+        forwards = {"draft_ms": draft, **({"tree_ms": verify_tree} if draft_tree else {})}
+        with suppress(NotCompiledError):  # of a step that is not compiled yet, and not timed
+            if self.can_be_whole and (anchors is None or len(whole())):
                 forwards["whole_ms"] = whole
-        setting = num_sequences, (length - 1).bit_length(), block_size, is_compiled, bool(draft_tree), len(forwards)
-        return measured_curve(models, setting, widths, verify, forwards, verify_tree if draft_tree else None)
+        kind = is_compiled, draft_cache.window, self.verifier.sampler is None, tuple(forwards)
+        setting, timed = (num_sequences, size, block_size, *kind), None if anchors is None else forwards
+        return measured_curve((pair.target, drafter), setting, widths, verify, timed)
 
 
 @dataclass
@@ -561,6 +566,7 @@ class Decoder:
             length = max(self.conversation.target_cache.lengths) + WIDTH_CLASSES[-1]
             length += 4 * self.pair.num_columns(self.request.block_size)
             self.conversation.make_room(self.pair, length, list(range(len(self.sequences))))
+            self.proposer.pace(self.sequences, None)
             if self.proposer.num_whole(self.sequences, self.num_wanted) and not self.proposer.found(self.sequences):
                 with suppress(NotCompiledError):
                     step = self._launch_whole(None)

@@ -121,7 +121,7 @@ def _check_masks(request: Request) -> None:
             given = f"The {name}'s attn_implementation={attention_of(model)!r}"
             raise InexactError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
-    others = types - {"full_attention", "sliding_attention", *(() if request.draft_tree else LINEAR_TYPES)}
+    others = types - {"full_attention", "sliding_attention", *LINEAR_TYPES}
     if others:
         given = f"{type(target).__name__} has layers of type {', '.join(sorted(others))}"
         raise InexactError(f"{given}, which take no masks for {why}: pass one prompt at a time, and no draft_tree.")
@@ -407,7 +407,7 @@ def generate_blocks(
             - **conversation** ([`Conversation`]): Its caches are reused and kept. One prompt only.
             - **max_draft_tokens** (`int`): Most proposals to verify in a step; 0 drafts nothing.
             - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the drafter's confidence and
-              by the durations of the forwards, which are measured once for each pair.
+              by the durations of the forwards, which are measured for each pair.
             - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
@@ -642,13 +642,8 @@ def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlash
         scores = [torch.cat([getattr(block, name) for block in one]) for one in of_sequences]  # [new, V] each
         by_position[name] = pad_sequence(scores).unbind(dim=0)
     num_steps, num_new = sum(map(len, lengths)) or float("nan"), sum(map(len, new_ids))
-    return DFlashOutput(
-        sequences=sequences,
-        acceptance_lengths=lengths,
-        tau=sum(map(sum, lengths)) / num_steps,
-        tokens_per_step=(num_new - len(new_ids)) / num_steps,
-        **by_position,
-    )
+    tau, tokens_per_step = sum(map(sum, lengths)) / num_steps, (num_new - len(new_ids)) / num_steps
+    return DFlashOutput(sequences, lengths, tau, tokens_per_step, **by_position)
 
 
 def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: Any) -> Any:

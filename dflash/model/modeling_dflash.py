@@ -458,10 +458,8 @@ class DFlashDraftModel(PreTrainedModel):
             malformed = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
             if not isinstance(error, malformed) and not kind.startswith(("StrictDataclass", "SafetensorError")):
                 raise
-            raise ValueError(
-                f"{name} cannot be read ({kind}: {reason}): its config.json is wrong or its weights are truncated; correct or "
-                "fetch it again. `dflash check` says what is wrong with it."
-            ) from error
+            given = f"{name} cannot be read ({kind}: {reason}): its config.json is wrong or its weights are truncated"
+            raise ValueError(f"{given}; correct or fetch it again. `dflash check` says what is wrong.") from error
         model, info = loaded
         if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
             kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
@@ -470,9 +468,9 @@ class DFlashDraftModel(PreTrainedModel):
         if keys:
             named = ((key, sorted(map(str, info[key]))) for key in keys)
             listed = "; ".join(f"{len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in named)
+            given = f"{name} does not fill a DFlash drafter exactly ({listed})"
             raise ValueError(
-                f"{name} does not fill a DFlash drafter exactly ({listed}): it is another kind of checkpoint, or its "
-                "config.json does not belong to its weights."
+                f"{given}: it is another kind of checkpoint, or its config.json is not that of its weights."
             )
         return (model, info) if wants_info else model
 

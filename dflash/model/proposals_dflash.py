@@ -125,6 +125,17 @@ class DraftTree:
             columns.append(min(children.values()))
         return [column - 1 for column in columns[1:]]
 
+    @cached_property
+    def paths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The columns down to each leaf, padded with the anchor's [P, depth], and a path and depth of each column [2, S]."""
+        paths = [[0]]
+        for column, parent in enumerate(self.parents, start=1):
+            paths.append([*paths[parent], column])
+        paths = [path for path, children in zip(paths, self.children, strict=True) if not children]
+        places = {column: (i, depth) for i, path in enumerate(paths) for depth, column in enumerate(path)}
+        padded = torch.tensor([[*path, *[0] * (max(self.depths) + 1 - len(path))] for path in paths])
+        return padded, torch.tensor([places[column] for column in sorted(places)]).T
+
     def ancestors(self) -> torch.Tensor:
         """Which columns each column sees, itself included, bool [1 + n, 1 + n]."""
         sees = torch.eye(len(self.depths), dtype=torch.bool)
@@ -196,9 +207,10 @@ class PromptLookup:
         return best
 
 
-REPEATS, UNTIMED = 5, 3  # timed forwards, and warm-up forwards before them, which record and compare compiled ones
+REPEATS, UNTIMED = 3, 3  # timed runs of a forward, and those before them, which record and compare compiled ones
+ROUNDS, PATIENCE = 4, 20  # measurements, as one may be disturbed; each waits for this multiple of the one before
 clock = time.perf_counter  # the only clock in the shipped code
-_measured: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # curves, by target, drafter and setting
+_measured: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # rounds, by target, drafter and setting
 
 
 @dataclass(frozen=True)
@@ -228,10 +240,8 @@ class LatencyCurve:
     def __post_init__(self) -> None:
         widths = list(self.widths)
         if widths[:1] != [1] or widths != sorted(set(widths)) or len(widths) != len(self.verify_ms):
-            raise ValueError(
-                f"A latency curve has the widths {widths} for {len(self.verify_ms)} times: give one time for each of "
-                "rising widths from 1 on."
-            )
+            given = f"A latency curve has the widths {widths} for {len(self.verify_ms)} times"
+            raise ValueError(f"{given}: give one time for each of rising widths from 1 on.")
         if not all(ms > 0 for ms in (*self.verify_ms, self.draft_ms)) or (self.tree_ms or 0.0) < 0:
             shortest = min(*self.verify_ms, self.draft_ms, self.tree_ms or 0.0)
             raise ValueError(f"A latency curve holds {shortest} ms: measure it again.")
@@ -289,29 +299,37 @@ def measured_curve(
     setting: Any,
     widths: Sequence[int],
     verify: Callable[[int], torch.Tensor],
-    forwards: Mapping[str, Callable[[], torch.Tensor]],
-    verify_tree: Callable[[int], torch.Tensor] | None = None,
-) -> LatencyCurve:
-    """The curve of target and drafter over `widths`, measured once per `setting`; `forwards` by the names of their times."""
+    forwards: Mapping[str, Callable[[], torch.Tensor]] | None,
+) -> LatencyCurve | None:
+    """The curve of target and drafter over `widths`, from at most `ROUNDS` rounds per `setting`; `tree_ms`: of the widest forward.
+
+    Without `forwards` the known curve, or `None` if a round is due.
+    """
     target, drafter = models
     of_pair = _measured.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, {})
     key = (setting, tuple(widths), target.dtype, target.device, torch.get_num_threads())
-    if key not in of_pair:
-        # A wider forward is never faster; a measurement that says so is an outlier.
-        times = tuple(accumulate([_milliseconds(partial(verify, width)) for width in widths], max))
-        tree_ms = verify_tree and max(0.0, _milliseconds(partial(verify_tree, widths[-1])) - times[-1])
-        others = {name: _milliseconds(run) for name, run in forwards.items()}
-        of_pair[key] = LatencyCurve(tuple(widths), times, machine=machine(target, drafter), tree_ms=tree_ms, **others)
-    return of_pair[key]
+    rounds = of_pair.setdefault(key, [])
+    if not rounds or (len(rounds) < ROUNDS and clock() > rounds[-1][0]):
+        if forwards is None:
+            return None
+        runs: dict[Any, Any] = {**{width: partial(verify, width) for width in widths}, **forwards}
+        began, num_untimed = clock(), 1 if rounds else UNTIMED
+        times = {name: _milliseconds(run, num_untimed) for name, run in runs.items()}
+        rounds.append((clock() + PATIENCE * (clock() - began), times))  # when the next one is due
+    times = {name: min(times[name] for _, times in rounds) for name in rounds[0][1]}  # other processes only add time
+    # A wider forward is never faster; a measurement that says so is an outlier.
+    verify_ms = tuple(accumulate([times.pop(width) for width in widths], max))
+    times |= {"tree_ms": max(0.0, times["tree_ms"] - verify_ms[-1])} if "tree_ms" in times else {}
+    return LatencyCurve(tuple(widths), verify_ms, machine=machine(target, drafter), **times)
 
 
-def _milliseconds(run: Callable[[], torch.Tensor]) -> float:
+def _milliseconds(run: Callable[[], torch.Tensor], num_untimed: int) -> float:
     times = []
-    for _ in range(UNTIMED + REPEATS):
+    for _ in range(num_untimed + REPEATS):
         began = clock()
         run().flatten()[0].item()  # reading a value waits for the device
         times.append(1e3 * (clock() - began))
-    return min(times[UNTIMED:])  # the minimum: other processes only add time
+    return min(times[num_untimed:])
 
 
 DECAY = 0.95  # of running sums, per step: about twenty steps count
@@ -378,8 +396,9 @@ class Pacer:
     ) -> None:
         self.curve, self.num_sequences = curve, num_sequences
         self.habits, self._widths = habits or Habits(), widths
-        for pause in (self.habits.drafts, self.habits.trees, self.habits.choices):
+        for pause in (self.habits.trees, self.habits.choices):
             pause.left = min(pause.left, LONGEST_PAUSE // 2)  # this text may differ
+        self.habits.drafts.left = 0  # so it is tried
         self.habits.weigh_anew()
         # Of recent steps: tokens, milliseconds by the curve, accepted proposals, and expected ones.
         self._tokens, self._milliseconds = float(num_sequences), curve.verify(1)

@@ -100,13 +100,9 @@ class Layout:
         types = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
         takes_masks = target._supports_attention_backend and attention_of(target) in ("sdpa", "eager")
         is_plain = takes_masks and set(types) <= {"full_attention", "sliding_attention"}
-        return cls(
-            tuple(taps),
-            types,
-            getattr(config, "sliding_window", None),
-            not is_plain or _rope_of_images(target) is not None,
-            bool(getattr(config, "num_kv_shared_layers", 0)),
-        )
+        makes_own_masks = not is_plain or _rope_of_images(target) is not None
+        window, num_shared = getattr(config, "sliding_window", None), getattr(config, "num_kv_shared_layers", 0)
+        return cls(tuple(taps), types, window, makes_own_masks, bool(num_shared))
 
     def masks(
         self,
@@ -170,23 +166,17 @@ class Place:
 def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [B, S, V] and context features [B, S, L * D] of token_ids [B, S]."""
     dtype = None if place.is_flex else target.dtype
-    return tapped_forward(
-        target,
-        layout.taps,
-        input_ids=token_ids,
-        position_ids=place.positions,
-        attention_mask=layout.masks(place.positions, place.num_keys, dtype, place.ancestors),
-        past_key_values=place.cache,
-    )
+    masks = layout.masks(place.positions, place.num_keys, dtype, place.ancestors)
+    inputs = {"input_ids": token_ids, "position_ids": place.positions, "attention_mask": masks}
+    return tapped_forward(target, layout.taps, **inputs, past_key_values=place.cache)
 
 
 def draft(
     drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor | None, place: Place
 ) -> torch.Tensor:
     """Last hidden states [B, N, D] of blocks at starts [B], None: at the end, from noise_embeds [B, N, D] and new context."""
-    masks = (
-        None if starts is None else drafter.step_masks(starts, noise_embeds.shape[1], place.num_keys, place.is_flex)
-    )
+    shape = noise_embeds.shape[1], place.num_keys, place.is_flex
+    masks = None if starts is None else drafter.step_masks(starts, *shape)
     return drafter(
         noise_embeds=noise_embeds,
         context_hidden_states=features,
@@ -473,7 +463,7 @@ class CompiledPair:
     def run(self, models: Any, key: Any, function: Callable[..., Any], given: Callable[[Any], Sequence[Any]]) -> Any:
         """The output of `function`, compiled, for arguments `given(None)`; NotCompiledError if it can only run eagerly.
 
-        `key` names function and shapes. `COMPARED_CALLS` are compared with an eager run in the same slots; if results differ, the pair runs eagerly from then on.
+        `key` names function and shapes. If `COMPARED_CALLS` differ from eager ones, the pair runs eagerly from then on.
         """
         is_first = key not in self._num_calls
         if not self.is_active or _is_watched(*models) or (is_first and not self._is_due(key)):
@@ -633,14 +623,8 @@ class Pair:
             to_keep = torch.arange(width - num_logits, width, device=token_ids.device)
         # A later chunk needs no mask. All forwards run inside, so that another thread's chunk does not change them.
         with cache.recording(width if num_logits == width else 0), step_attention(self.target, CHUNK):
-            logits, features = tapped_forward(
-                self.target,
-                self.layout.taps,
-                input_ids=token_ids,
-                past_key_values=cache,
-                logits_to_keep=to_keep,
-                **placed,
-            )
+            inputs = {"input_ids": token_ids, "past_key_values": cache, "logits_to_keep": to_keep, **placed}
+            logits, features = tapped_forward(self.target, self.layout.taps, **inputs)
         if placed is self._prompt_inputs and self._rope is not None:
             # `generate` of transformers 5 has prepared positions, [3, 1, S], or [4, 1, S] with the text's own first. Otherwise
             # the model has computed them.
@@ -663,7 +647,7 @@ class Pair:
         place = Place(positions, cache, max(cache.lengths) + width, ancestors)
         if cache.is_ragged:
             cache.place(positions, place.num_keys)
-        with cache.recording(width), step_attention(self.target):
+        with cache.recording(width, tree), step_attention(self.target):
             logits, features = verify(self.target, self.layout, token_ids, place)
         if cache.is_ragged:
             cache.advance([width] * num_sequences)

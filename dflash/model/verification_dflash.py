@@ -36,11 +36,8 @@ WARPERS = (logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarp
 # Processors that read only the scores, so that all positions of a block can share one call.
 PREFIX_FREE_PROCESSORS = (
     *WARPERS,
-    logits_process.EpsilonLogitsWarper,
-    logits_process.EtaLogitsWarper,
-    logits_process.MinPLogitsWarper,
-    logits_process.SuppressTokensLogitsProcessor,
-    logits_process.TypicalLogitsWarper,
+    *(logits_process.EpsilonLogitsWarper, logits_process.EtaLogitsWarper, logits_process.MinPLogitsWarper),
+    *(logits_process.SuppressTokensLogitsProcessor, logits_process.TypicalLogitsWarper),
 )
 
 
@@ -373,10 +370,8 @@ class Verifier:
                         of_sequence[column] = raw[column]  # never written, or not finite: reported when it is read
                         continue
                     names = ", ".join(type(processor).__name__ for processor in self.processors)
-                    raise ValueError(
-                        f"The logits processors ({names}) left no token possible after {text_ids.shape[1]} tokens "
-                        "(scores are NaN or all -inf): remove or correct the one that does."
-                    )
+                    given = f"The logits processors ({names}) left no token possible after {text_ids.shape[1]} tokens"
+                    raise ValueError(f"{given} (scores are NaN or all -inf): remove or correct the one that does.")
                 children, chosen = tree.children[column], None
                 if rule == "match" and children:
                     chosen = int(self._choose(of_sequence[None, column, None], [sequence], [len(path)]))
