@@ -27,6 +27,7 @@ from dflash.training import (
     DrafterLoss,
     Example,
     FrozenTarget,
+    TrainingSettings,
     chunked_loss,
     collate,
     decay_weights,
@@ -85,7 +86,7 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
     """Every way of training over all examples."""
     pair = FrozenTarget(target, drafter)
     settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
-    ours, naive = DrafterLoss(pair), partial(naive_loss, drafter, pair)
+    ours, naive = DrafterLoss(pair, TrainingSettings(recipe="paper")), partial(naive_loss, drafter, pair)
     ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
         "naive": (naive, list(naive_batches(examples, args))),
         "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),

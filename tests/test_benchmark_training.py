@@ -6,7 +6,8 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import pytest
 from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
@@ -34,51 +35,55 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_finished_cell_is_not_run_again(
+def test_finished_rows_are_not_run_again_and_equal_time_gives_a_slower_recipe_fewer_steps(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["recipes.py", "--smoke", "--only", "layers", "--threads", "1", "--work", str(tmp_path / "work")]
-    monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "first.json")])
-    benchmark.main()
+    make_target().save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *range(30, 44), 8]} for i in range(12)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    output = tmp_path / "recipes.json"
+    base = "num_hidden_layers=1+block_size=4+batch_tokens=128+held_out=1+eval_new_tokens=4"
+    words = ["recipes.py", "--threads", "1", "--work", str(tmp_path / "work"), "--output", str(output)]
+    words += ["--pair", "tiny", str(tmp_path / "target"), str(tmp_path / "answers.jsonl"), "--base", base]
+    words += ["--budgets", "4", "--seeds", "2", "--axis", "recipe", "recipe=paper", "recipe=short"]
+    speeds = {"paper": 1.0, "short": 2.0}
+    monkeypatch.setattr(benchmark, "TIMED_STEPS", 1)
+    settings = TrainingSettings(**benchmark.given(base), steps=4)
+    assert benchmark.seconds_per_step(tmp_path / "target", tmp_path / "answers.jsonl", settings) > 0
+    monkeypatch.setattr(benchmark, "seconds_per_step", lambda target, data, settings: speeds[settings.recipe])
+
+    def result(*more: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        benchmark.main()
+        return json.loads(output.read_text())
+
+    first = result()
     monkeypatch.setattr(benchmark, "train_drafter", lambda *_, **__: pytest.fail("ran again"))
-    monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / "second.json")])
-    benchmark.main()
-    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second"))
-    assert first["summary"] == second["summary"]
-    assert [(row["axis"], row["cell"], row["seeds"]) for row in first["summary"]] == [
-        ("layers", str(number), 2) for number in (1, 2, 3)
-    ]
-    assert [row["parameters"] for row in first["measurements"][::2]] == sorted(
-        {row["parameters"] for row in first["measurements"]}
-    )
-    assert first["kind"] == "training"
-    assert str(tmp_path) not in json.dumps(first)
-    monkeypatch.setattr(sys, "argv", [*words, "--lr", "1"])
-    with pytest.raises(ValueError, match=r"of another run \(learning_rate: 0\.003, now 1\.0\)"):
-        benchmark.main()
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(
-        benchmark, "smoke_pair", lambda work: ("tiny", str(work / "embedded" / "tiny-target"), "other.jsonl")
-    )
-    with pytest.raises(ValueError, match=r'of another run \(data: "answers.jsonl", now "other.jsonl"\)'):
-        benchmark.main()
+    assert result() == first
     monkeypatch.undo()
-    record = tmp_path / "work" / "tiny" / "base" / "seed-0" / "training.json"
-    facts = json.loads(record.read_text())
-    facts["data"]["fingerprint"] = "another"
-    record.write_text(json.dumps(facts))
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(benchmark, "seconds_per_step", lambda target, data, settings: speeds[settings.recipe])
+    both = result("--equal", "time")
+    assert both["measurements"][:4] == first["measurements"]
+    found = [(row["axis"], row["cell"], row["seed"], row["steps"], row["is_base"]) for row in both["measurements"]]
+    assert found[:4] == [
+        ("recipe, 4 steps", f"recipe={name}", seed, 4, name == "paper") for seed in (0, 1) for name in speeds
+    ]
+    of_time = [
+        ("recipe, time of 4 steps", f"recipe={name}", seed, 4 // speeds[name], name == "paper")
+        for seed in (0, 1)
+        for name in speeds
+    ]
+    assert found[4:] == of_time
+    assert [row["tau"] for row in both["measurements"][4::2]] == [row["tau"] for row in first["measurements"][::2]]
+    assert both["measurements"][1]["recipe"].startswith("short (learning_rate=0.002")
+    assert both["kind"] == "training"
+    assert str(tmp_path) not in json.dumps(both)
+    with pytest.raises(ValueError, match=r"runs of another base \(held_out: 1, now 2\)"):
+        result("--base", base.replace("held_out=1", "held_out=2"))
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows[1:])))
     with pytest.raises(ValueError, match=r"Runs of tiny, seed 0, have other data: give another --work"):
-        benchmark.main()
-
-
-def test_cells_change_one_thing_and_are_shared_between_axes(benchmark: ModuleType) -> None:
-    args = SimpleNamespace(num_anchors=32, anchors=[8, 32, 256], layers=2, taps=5)
-    cells = {axis: list(make(args)) for axis, make in benchmark.AXES.items()}
-    assert [cell.name for cell in cells["anchors"]] == ["8", "32", "256"]
-    assert [cell.settings for cell in cells["loss"]][:2] == [{}, {"position_weights": "dpace"}]
-    assert all("base" in {cell.key for cell in row} for row in cells.values())
-    assert all(len({cell.key for cell in row}) == len(row) for row in cells.values())
+        result("--budgets", "5")
 
 
 def test_the_intervals_are_students_and_gains_those_of_one_seed(benchmark: ModuleType) -> None:
@@ -93,7 +98,6 @@ def test_the_intervals_are_students_and_gains_those_of_one_seed(benchmark: Modul
     assert (base["gain"], base["gain_interval"]) == (None, None)
     assert (other["gain"], other["gain_interval"]) == (0.8333, 1.4343)  # of 0.5, 0.5 and 1.5
     assert benchmark.summarise(rows[:1])[0]["tau_interval"] is None
-    assert benchmark.summarise(rows[3:])[0]["gain"] is None  # without the base there is nothing to compare with
 
 
 def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

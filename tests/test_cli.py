@@ -505,7 +505,7 @@ def test_every_command_stands_in_its_panel(width: int, monkeypatch: pytest.Monke
         "Try it": ["demo", "export-demo"],
         "Decode": ["generate"],
         "Measure": ["bench", "doctor", "eval", "report"],
-        "Train": ["regenerate", "train"],
+        "Train": ["adapt", "regenerate", "train"],
         "Checkpoints": ["check", "convert", "export", "pair", "publish"],
         "Servers": ["serve", "canary"],
     }

@@ -134,6 +134,9 @@ def test_half_precision_states_get_their_loss_in_fp32() -> None:
     labels = torch.randint(0, VOCAB, (ROWS,))
     losses = chunked_loss(hidden, labels, torch.ones(ROWS), lambda states: states @ head.T, 4)
     assert losses.loss_sum.dtype == torch.float32
+    logits = (hidden @ head.T).float()
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+    assert losses.loss_sum.item() == pytest.approx(expected, rel=1e-5)  # the sum alone was in fp32, of losses in bf16
     (gradient,) = torch.autograd.grad(losses.loss_sum, hidden)
     assert gradient.dtype == torch.bfloat16
 

@@ -735,7 +735,7 @@ def test_logits_that_overflow_on_the_way_stop_the_run(
 def test_the_command_refuses_values_before_a_model_is_loaded(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setattr("dflash.cli.regenerate._target", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("dflash.cli.regenerate.load_writer", lambda *_: pytest.fail("a model was loaded"))
     status, _, error = run(tmp_path / "r.jsonl", *options)
     assert status == 1
     assert said in error

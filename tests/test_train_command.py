@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from hub_server import Hub
+from test_hub_protocol import USERS, WITH_PACKAGE, environment
+from test_remote_code import run_script
 from test_training_resume import no_file_larger_than
 from tiny_models import make_target, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,8 +66,9 @@ def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any], fol
     monkeypatch.setenv("COLUMNS", "300")
 
     def call(*arguments: Any, named: bool = True) -> tuple[int, str, str]:
-        pair = ["--target", folder / "target", "--data", folder / "data.jsonl"] if named else []
-        return dflash_command("train", *pair, *arguments)
+        pair = ["--target", folder / "target"] if named else []
+        data = ["--data", folder / "data.jsonl"] if named and "--data" not in arguments else []
+        return dflash_command("train", *pair, *data, *arguments)
 
     return call
 
@@ -101,6 +105,8 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     assert card.startswith("---\nlicense: apache-2.0\n")
     assert "base_model" not in card  # the target is a folder of this machine
     assert f"| 4 | {facts['curve'][1]['loss']:.3f} |" in card
+    assert facts["recipe"].startswith("short (learning_rate=0.002, muon_learning_rate=0.0")
+    assert f"recipe {facts['recipe']}, loss ce, position weights dpace" in card
     assert str(tmp_path) not in card + json.dumps(facts)
     assert str(folder) not in card + json.dumps(facts)
 
@@ -219,7 +225,8 @@ def test_every_setting_is_a_flag_in_the_panel_of_its_topic(run: Any, monkeypatch
     shown = {panel.split(" ─")[0]: " ".join(panel.replace("│", " ").split()) for panel in panels}
     assert next(iter(shown)) == "Options"
     assert re.match(
-        r"Options ─+╮ --target <str> Required\..* --data <str> Required\..* --output <path> Required", shown["Options"]
+        r"Options ─+╮ --target <str> Required\..* --data <list\[str\]> Required\..* --output <path> Required",
+        shown["Options"],
     )
     assert set(shown) == {"Options"} | {one.metadata["topic"] for one in fields(TrainingSettings)}
     for one in fields(TrainingSettings):
@@ -254,15 +261,21 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path
     status, out, _ = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 40}), "--dry-run")
     assert status == 0
     assert "steps     40 (" in out
+    assert "recipe    short: learning_rate=0.002, muon_learning_rate=0.0" in out
     assert re.search(r"18 sequences, 342 tokens an epoch, 288 supervised; 2 held-out prompts", out)
     assert re.search(r"memory    about \d+.*estimated from shapes", out)
     assert re.search(r"time      about \d+ s: \d+\.\d\d s a step, mean of 3 measured steps", out)
+    assert re.search(
+        r"speed     a draft and its check take as long as \d+\.\d plain tokens: decoding is faster above", out
+    )
     assert list(tmp_path.iterdir()) == []
     words = flags(**TINY | {"steps": 2}, features=tmp_path / "features")
     out = run("--output", tmp_path / "drafter", *words, "--dry-run")[1]
     assert re.search(r"features  \d+ KiB in .*features, written once", out)
     assert list(tmp_path.iterdir()) == []
-    assert "not measured" in run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}), "--dry-run")[1]
+    out = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}, recipe="paper", seed=1), "--dry-run")[1]
+    assert "not measured" in out
+    assert "recipe    paper: learning_rate=0.0006, weights decay" in out
 
 
 def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
@@ -307,7 +320,8 @@ def test_training_that_diverges_is_one_sentence_and_keeps_the_best_checkpoint(
     status, _, err = run("--output", output, *flags(**TINY))
     assert (status, err.count("\n")) == (1, 1)
     assert re.search(
-        r"The loss of step 4 is nan, on batch \d.*: lower learning_rate=0\.0006.*checkpoint of step 2 stands", err
+        r"The loss of step 4 is nan, on batch \d.*: lower learning_rate=0\.002, muon_learning_rate=0\.\d+, .*checkpoint of step 2 stands",
+        err,
     )
     assert json.loads((output / "training.json").read_text())["best_step"] == 2
 
@@ -374,6 +388,15 @@ def test_a_run_that_a_signal_ends_says_how_to_go_on(run: Any, tmp_path: Path, mo
             "one process writes features with the whole target",
         ),
         (["--output", "OUT", "--num-taps", "2", "--target-layer-ids", "1"], "give the number or the layers"),
+        (["--output", "OUT", "--data", "a.jsonl:0"], "data a.jsonl:0: its weight is 0; give a number above 0"),
+        (["--output", "OUT", "--data", "a.jsonl:0.5", "--data", "b"], "beside others with one (b): give every part a"),
+        (["--output", "OUT", "--data", "/nowhere.jsonl:0.5"], "/nowhere.jsonl does not exist"),
+        (["--output", "OUT", "--data", ""], "The name of the data is empty: give a file"),
+        (["--output", "OUT", "--lora-rank", "2"], "lora_rank=2 changes a trained drafter: give init (--init)"),
+        (
+            ["--output", "OUT", "--min-length", "99"],
+            "Part 1 of the data has no sequence left (20 shorter than 99 tokens): give",
+        ),
         (["--output", "OUT", "--mask-token-id", "40"], "Sequence 1 holds the mask token (40, at position"),
         (["--output", "OUT", "--mask-token-id", "400"], "outside the vocabulary of 96"),
         (["--output", "OUT", "--mask-token-id", "2"], "mask_token_id=2 is also an end-of-text (2) token"),
@@ -464,7 +487,8 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     facts = json.loads((second / "training.json").read_text())
     assert facts["data"]["tokens"] == 160 * facts["data"]["examples"]
     assert facts["settings"]["init"] == "short-DFlash"
-    losses = [point["loss"] for point in facts["curve"]]
+    assert facts["curve"][0].keys() == {"step", "tau", "tokens_per_step"}  # what it began with
+    losses = [point["loss"] for point in facts["curve"][1:]]
     assert losses[2] < losses[1] < losses[0]
     assert losses[2] < 0.9 * losses[0]
     config = DFlashDraftModel.from_pretrained(second).config
@@ -472,6 +496,45 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     status, _, err = run("--output", tmp_path / "other", *flags(**TINY, init=first))
     assert status == 1
     assert "has weights of its own shape: leave out num_hidden_layers" in err
+
+
+def test_a_warm_start_that_only_harms_leaves_the_drafter_it_began_with(run: Any, tmp_path: Path) -> None:
+    """No point of step 0 was measured: whether training helped could not be seen, and worse weights were kept."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
+    learned = {"steps": 60, "eval_every": 60, "eval_new_tokens": 16, "learning_rate": 5e-3}
+    assert run("--output", first, *flags(**TINY | learned))[0] == 0
+    status, out, _ = run("--output", second, *flags(**kept, init=first, learning_rate=3, warmup_ratio=0, seed=0))
+    assert (status, out.splitlines()[0].startswith("step 0: tau "), ": step 0, tau" in out) == (0, True, True)
+    weights = [DFlashDraftModel.from_pretrained(folder).state_dict() for folder in (first, second)]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    assert re.search(r"^\| 0 \| \| \| \d\.\d\d \|$", (second / "README.md").read_text(), re.MULTILINE)
+
+
+def test_acceptance_is_measured_on_prompts_of_other_data_if_it_is_given(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [9, 8, 7 + i], "response_ids": list(range(30, 44))} for i in range(5)]
+    (tmp_path / "others.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = TrainingSettings(**TINY | {"held_out": 3}, eval_data=str(tmp_path / "others.jsonl"))
+    ready = prepare(folder / "target", folder / "data.jsonl", settings)
+    assert len(ready.examples) == 20
+    assert len(ready.held_out) == 3
+    assert all(prompt[:2] == [9, 8] for prompt in ready.held_out)
+
+
+def test_several_data_are_one_mix(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Of two --data the last was taken, silently."""
+    rows = [{"prompt_ids": [9, 8, 7 + i], "response_ids": list(range(30, 44 + i % 2))} for i in range(40)]
+    (tmp_path / "others.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    both = ["--data", f"{folder / 'data.jsonl'}:0.5", "--data", f"{tmp_path / 'others.jsonl'}:0.25"]
+    status, _, err = run(*both, "--output", tmp_path / "drafter", *flags(**TINY, min_length=18))
+    assert (status, err) == (0, "Left out: 20 shorter than 18 tokens, 10 beyond their weight in the mix.\n")
+    facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert (facts["data"]["examples"], facts["held_out"]["prompts"]) == (28, 2)
+    assert facts["data_name"] == "data.jsonl:0.5, others.jsonl:0.25"
+    (tmp_path / "mix.yaml").write_text(f"data: [{folder / 'data.jsonl'}, {tmp_path / 'others.jsonl'}]")
+    words = ["--config", tmp_path / "mix.yaml", "--target", folder / "target", "--output", tmp_path / "whole"]
+    assert run(*words, *flags(**TINY), named=False)[0] == 0
+    assert json.loads((tmp_path / "whole" / "training.json").read_text())["data"]["examples"] == 58
 
 
 def test_a_shallow_target_gives_as_many_taps_as_it_has() -> None:
@@ -548,3 +611,48 @@ def test_a_tracker_gets_loss_rate_and_acceptance(run: Any, tmp_path: Path) -> No
     scalars = {name: [event.step for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
     assert scalars["train/loss"] == scalars["train/learning_rate"] == [1, 2, 3, 4]
     assert scalars["eval/tau"] == scalars["eval/accuracy_1"] == scalars["eval/accepted_per_block"] == [2, 4]
+
+
+UPLOADING = """
+import json
+import os
+from pathlib import Path
+
+from dflash.training import TrainingSettings, train_drafter
+
+said = []
+for name, repo_id in RUNS:
+    settings = TrainingSettings(**TINY, publish_to=repo_id)
+    record = train_drafter(TARGET, DATA, name, settings, show_progress=False, announce=said.append)
+    assert record.curve[-1]["step"] == 4
+Path("mine/README.md").write_text("---\\nlicense: cc-by-nd-4.0\\n---\\n")
+for token, repo_id, init in (("loopback-me", "no-name", None), ("loopback-me", "me/new", "mine"), ("", "me/new", None)):
+    os.environ["HF_TOKEN"] = token
+    try:
+        train_drafter(TARGET, DATA, "refused", TrainingSettings(steps=4, init=init, publish_to=repo_id))
+    except ValueError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder: Path, tmp_path: Path) -> None:
+    """Promise: the repository holds the best checkpoint so far, is private if it is new, and the Hub cannot stop a run."""
+    runs = [("mine", "me/mine-DFlash"), ("theirs", "you/theirs-DFlash")]
+    names = {"TARGET": folder / "target", "DATA": folder / "data.jsonl", "TINY": TINY, "RUNS": runs}
+    with Hub(USERS) as hub:
+        variables = environment(hub, tmp_path / "home", "loopback-me")
+        said = run_script(UPLOADING, tmp_path, path=WITH_PACKAGE, variables=variables, **names)
+        repo = hub.repos["me/mine-DFlash"]
+    assert repo.private
+    facts = json.loads((tmp_path / "mine" / "training.json").read_text())
+    assert repo.head().message == f"Step {facts['best_step']}"
+    assert json.loads(repo.head().files["training.json"]) == facts, "of the whole run"
+    assert {"model.safetensors", "config.json", "README.md"} <= set(repo.head().files)
+    uploaded, refused, no_namespace, no_sharing, no_token = said[0], said[-4], *said[-3:]
+    assert re.search(r"^Step \d is at http.*/me/mine-DFlash\.$", uploaded)
+    assert "was not uploaded, and the run goes on: you/theirs-DFlash was not published" in refused
+    assert "names no namespace: give namespace/name" in no_namespace
+    assert "the licence cc-by-nd-4.0 of mine forbids to share a changed copy" in no_sharing
+    assert "there is no token of the Hub: run `hf auth login`" in no_token
+    assert not (tmp_path / "refused").exists()

@@ -3,13 +3,14 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_target
+from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_prompt, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks
@@ -301,9 +302,10 @@ RECIPE: dict[str, dict[str, Any]] = {
     "weight_decay": {"weight_decay": 0.5},
     "max_grad_norm": {"max_grad_norm": 1e-4, "warmup_ratio": 1.0},
     "loss": {"loss": "forward_kl"},
-    "position_weights": {"position_weights": "dpace"},
-    "gamma": {"gamma": 1.0},
-    "dpace_alpha": {"position_weights": "dpace", "dpace_alpha": 0.9},
+    "position_weights": {"position_weights": "decay"},
+    "recipe": {"recipe": "paper"},
+    "gamma": {"gamma": 1.0, "position_weights": "decay"},
+    "dpace_alpha": {"dpace_alpha": 0.9},
     "selector_weight": {"selector_weight": 0.1},
     "num_anchors": {"num_anchors": 1},
     "batch_tokens": {"batch_tokens": 96},
@@ -364,6 +366,33 @@ def test_acceptance_is_measured_uncompiled(
     assert asked == [False]
 
 
+def test_tokens_that_a_cut_takes_away_are_committed_but_not_kept() -> None:
+    """The tokens of a step were counted as kept before its text was cut."""
+    target, prompt = make_target(), make_prompt(9)
+    text = greedy(target, prompt, max_new_tokens=20)
+    drafter, new_ids = ScriptedDrafter(target, text, [BLOCK_SIZE - 1]), text[0, 9:].tolist()
+    lengths = [i + 1 for i in range(1, BLOCK_SIZE) if new_ids.index(new_ids[i]) == i]
+    assert len(lengths) > 2, "choose a seed whose text repeats itself less"
+    for length in lengths:
+        target.generation_config.eos_token_id = new_ids[length - 1]
+        found = measure_acceptance(drafter, target, prompt.tolist(), 20)
+        # One step, and the prefill, whose token is not counted.
+        assert (found.steps, found.committed, found.kept) == (1, BLOCK_SIZE, length - 1)
+
+
+def test_a_run_that_was_resumed_twice_in_an_epoch_is_where_it_would_be(
+    target: PreTrainedModel, drafter: DFlashDraftModel
+) -> None:
+    """The number of the batch began again at 0 after a resume: the second one repeated data."""
+    data, chosen = written_by(target, 10), settings(batch_tokens=64, num_anchors=2)
+    trainer = Trainer(drafter, target, data, chosen)
+    assert trainer.batches_per_epoch > 4
+    for step in range(1, 4):
+        trainer.step()
+        assert trainer.next_place == (0, step)
+        trainer = Trainer(drafter, target, data, chosen, trainer.state())
+
+
 @pytest.mark.parametrize("pack_length", [None, 64])
 def test_the_memory_estimate_is_of_the_widest_batch(
     target: PreTrainedModel, drafter: DFlashDraftModel, pack_length: int | None
@@ -383,11 +412,64 @@ def test_the_memory_estimate_is_of_the_widest_batch(
     assert {"columns": columns, "rows": rows, "pairs": pairs} == pytest.approx(most, rel=0.3)
 
 
-def test_muon_trains_each_matrix_and_adamw_the_rest(drafter: DFlashDraftModel) -> None:
-    muon, adamw = build_optimizers(drafter, 1e-3, 0.0, muon_learning_rate=2e-3)
-    matrices, others = (optimizer.param_groups[0]["params"] for optimizer in (muon, adamw))
-    assert {parameter.ndim for parameter in matrices} == {2}
-    assert {parameter.ndim for parameter in others} == {1}
-    assert len(matrices) + len(others) == len(list(drafter.parameters()))
-    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (2e-3, 1e-3)
-    assert len(build_optimizers(drafter, 6e-4, 0.0, muon_learning_rate=None)) == 1
+def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel) -> None:
+    """Norms were decayed beside Muon, and it mixed the rows of codebooks, which are looked up by token."""
+    shape = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+    drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4, **shape)
+    names = {id(parameter): name for name, parameter in drafter.named_parameters()}
+
+    def groups(**rates: float) -> list[tuple[str, float, float, set[str]]]:
+        found = [(one, group) for one in build_optimizers(drafter, 1e-3, 0.1, **rates) for group in one.param_groups]
+        assert sorted(id(weight) for _, group in found for weight in group["params"]) == sorted(names)
+        return [
+            (type(one).__name__, group["lr"], group["weight_decay"], {names[id(weight)] for weight in group["params"]})
+            for one, group in found
+        ]
+
+    codebooks = {name for name in names.values() if name.endswith("codebook")}
+    others = {name for name in names.values() if name.endswith(("norm.weight", "layernorm.weight", "kernel"))}
+    matrices = {*names.values()} - codebooks - others
+    assert len(codebooks) == 2
+    assert {"fc.weight", "layers.0.mlp.up_proj.weight", "candidate_selector.hidden_projection.weight"} < matrices
+    assert groups(muon_learning_rate=2e-3) == [
+        ("Muon", 2e-3, 0.1, matrices),
+        ("AdamW", 2e-3, 0.1, codebooks),
+        ("AdamW", 1e-3, 0.0, others),
+    ]
+    assert groups() == [("AdamW", 1e-3, 0.1, matrices | codebooks), ("AdamW", 1e-3, 0.0, others)]
+
+
+def test_every_rate_follows_its_own_peak(target: PreTrainedModel) -> None:
+    """All followed the first one's."""
+    drafter = new_drafter(
+        target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4, selector_rank=3, selector_top_k=8
+    )
+    chosen = settings(steps=4, warmup_ratio=0.5, learning_rate=1e-3, muon_learning_rate=4e-3)
+    trainer = Trainer(drafter, target, written_by(target, 2), chosen)
+    for factor in (0.5, 1.0):
+        trainer.step()
+        rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
+        assert rates == pytest.approx([factor * peak for peak in (4e-3, 4e-3, 1e-3)])
+
+
+def test_a_recipe_gives_the_defaults_and_what_is_given_wins() -> None:
+    """The recipe that learns in short runs is the default, but not for a drafter that is trained already."""
+    short, paper = TrainingSettings(), TrainingSettings(recipe="paper")
+    assert (short.recipe, short.position_weights, short.learning_rate) == ("short", "dpace", 2e-3)
+    assert (paper.position_weights, paper.learning_rate, paper.muon_rate(128)) == ("decay", 6e-4, 0.0)
+    assert TrainingSettings(init="some/drafter").recipe == "paper"
+    assert TrainingSettings(init="some/drafter", recipe="short").recipe == "short"
+    mixed = TrainingSettings(learning_rate=1e-3, muon_learning_rate=0)
+    assert (mixed.learning_rate, mixed.muon_rate(128), mixed.position_weights) == (1e-3, 0.0, "dpace")
+    assert mixed.recipe_text() == "short with learning_rate=0.001, muon_learning_rate=0.0"
+    assert TrainingSettings(gamma=3.0).position_weights == "decay"  # D-PACE would ignore it
+    assert replace(short, seed=1).recipe_text() == "short"
+    with pytest.raises(ValueError, match="recipe='long' is not one of short, paper"):
+        TrainingSettings(recipe="long")
+
+
+def test_the_recipes_rate_of_muon_falls_with_the_root_of_the_width() -> None:
+    """A quarter of it at 16 times the width; one that is given is that of any width."""
+    rates = [TrainingSettings().muon_rate(width) for width in (128, 2048)]
+    assert rates == pytest.approx([2e-2, 5e-3])
+    assert TrainingSettings(muon_learning_rate=1e-2).muon_rate(2048) == 1e-2

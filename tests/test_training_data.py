@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 import dflash.regeneration
 import dflash.training
 from dflash.checkpoints import TARGET_NAME, embedded_path
-from dflash.training import Example, encode, load_examples, with_response, write_examples
+from dflash.training import Example, TrainingSettings, encode, load_examples, with_response, write_examples
+from dflash.training.data import mixed, parts_of
 from dflash.training.data_checks import check_lengths, check_mask_token, check_tokenizer, usable
 
 
@@ -202,6 +203,44 @@ def test_what_was_renamed_is_found_by_its_old_name_with_a_warning() -> None:
 def test_every_exported_name_is_there() -> None:
     assert [name for name in dflash.training.__all__ if not hasattr(dflash.training, name)] == []
     assert dir(dflash.training) == sorted(dflash.training.__all__)
+
+
+# --- mixes ---
+
+
+def test_a_mix_has_its_weights_and_no_repeats() -> None:
+    """The part that is smallest for its weight is whole; the same seed draws the same of the others."""
+    many, few = ([with_response([first], [i, i]) for i in range(count)] for first, count in ((3, 50), (4, 8)))
+    settings = TrainingSettings()
+    kept, left_out = mixed([many + many[:5], few], (0.6, 0.4), settings)
+    assert [sum(example.input_ids[0] == first for example in kept) for first in (3, 4)] == [12, 8]
+    assert len(set(kept)) == 20
+    assert left_out == {"repeats of another one": 5, "beyond their weight in the mix": 38}
+    assert mixed([many + many[:5], few], (0.6, 0.4), settings)[0] == kept
+    assert mixed([many, few], (0.6, 0.4), TrainingSettings(seed=1))[0] != kept
+    assert mixed([many, few], (None, None), settings) == ([*many, *few], {})
+    assert mixed([few, few], (None, None), TrainingSettings(deduplicate=False)) == ([*few, *few], {})
+
+
+def test_sequences_of_another_length_are_left_out_of_a_mix() -> None:
+    part = [with_response([3], [4] * length) for length in range(1, 9)]  # of 2 to 9 tokens
+    kept, left_out = mixed([part], (None,), TrainingSettings(min_length=4, max_length=6, drop_long=True))
+    assert [len(example) for example in kept] == [4, 5, 6]
+    assert left_out == {"shorter than 4 tokens": 2, "longer than 6 tokens": 3}
+    with pytest.raises(
+        ValueError, match=r"Part 2 of the data has no sequence left \(8 repeats of another one\): give"
+    ):
+        mixed([part, part], (0.5, 0.5), TrainingSettings())
+
+
+def test_a_weight_ends_the_name_of_a_part(tmp_path: Path) -> None:
+    assert parts_of(["a.jsonl:0.7", "org/name:main:3e-1"]) == [("a.jsonl", 0.7), ("org/name:main", 0.3)]
+    assert parts_of("org/name:main") == [("org/name:main", None)]
+    (tmp_path / "rows:2").touch()
+    assert parts_of(tmp_path / "rows:2") == [(str(tmp_path / "rows:2"), None)]
+    for wrong in ("a:-1", "a:nan", "a:inf"):
+        with pytest.raises(ValueError, match="give a number above 0, or leave the part out"):
+            parts_of(wrong)
 
 
 # --- what cannot be trained on ---

@@ -144,6 +144,32 @@ def test_a_run_that_died_before_its_first_checkpoint_is_in_nobodys_way(
     assert written(output) == unbroken[0]
 
 
+def test_a_flat_tau_and_the_steps_of_a_run_without_a_bar_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that proposed one token everywhere stayed at tau 1.25 to the end, and nothing said so."""
+    taus = iter((10, 12, 12, 12, 12, 12))
+    measured = lambda *_: Acceptance(steps=10, committed=next(taus), kept=10)  # noqa: E731
+    monkeypatch.setattr("dflash.training.trainer.measure_acceptance", measured)
+    monkeypatch.setattr("dflash.training.run.LINE_SECONDS", 0)
+    said: list[str] = []
+    settings = replace(SETTINGS, steps=60, eval_every=10)
+    record = run(tmp_path / "drafter", settings, announce=said.append)
+    flat = [line for line in said if line.startswith("tau has stayed at 1.20 for 4 measurements")]
+    assert len(flat) == 1
+    assert "(short with learning_rate=0.005): give other rates, or more steps." in flat[0]
+    assert len(record.curve) == 6
+    lines = [line for line in said if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == [f"step {step} of 60" for step in range(1, 61)]
+    assert said.index(flat[0]) == said.index(lines[49]) + 1  # the first point is not flat
+
+
+@pytest.mark.parametrize(("steps", "interval"), [(3, 1), (240, 24), (100_000, 500)])
+def test_a_run_is_measured_and_saved_ten_times_or_every_500_steps(steps: int, interval: int) -> None:
+    settings = TrainingSettings(save_every=7)
+    assert (settings.interval("eval_every", steps), settings.interval("save_every", steps)) == (interval, 7)
+
+
 def test_the_checkpoint_that_accepts_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, taus, seen = tmp_path / "drafter", iter((2, 5, 5, 4)), []
 

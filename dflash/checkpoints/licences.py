@@ -15,7 +15,7 @@ from dflash.common.messages import first_line
 from .rules.checkpoint_files import downloaded, read_json
 
 
-Purpose = Literal["check", "pair", "publish", "train"]
+Purpose = Literal["adapt", "check", "pair", "publish", "train"]
 
 FILES = ("README.md", "LICENSE*", "LICENCE*", "training.json")
 NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|\bresearch\b", re.IGNORECASE)
@@ -66,6 +66,11 @@ class Licence:
         return ", ".join(dict.fromkeys(filter(None, (self.origin, self.name)))) or None
 
     @property
+    def forbids_changed_copies(self) -> bool:
+        """Whether its name, or that of its origin, forbids to share what was trained on from it."""
+        return NO_DERIVATIVES.search(self.inherited or "") is not None
+
+    @property
     def terms(self) -> list[str]:
         """What the name says that it forbids."""
         found = [("non-commercial", NON_COMMERCIAL), ("no derivatives", NO_DERIVATIVES)]
@@ -99,7 +104,8 @@ def licence_lines(
 
     Raises:
         ValueError: if a licence forbids the purpose, unless `is_accepted`: to train on from a drafter whose licence
-            allows no derivatives, or to publish what was trained so.
+            allows no derivatives, or to publish what was trained so. "adapt" is refused also where the licence would
+            allow a changed copy that is not shared, because who adapts means to use it.
 
     Example:
         >>> lines = licence_lines("check", drafter="drafter-DFlash", target="Qwen/Qwen3-8B")
@@ -111,8 +117,13 @@ def licence_lines(
     if not is_accepted and purpose == "publish" and own.origin and NO_DERIVATIVES.search(own.origin):
         what = "forbids to share changed copies, and this drafter was trained from one of that licence"
         raise ValueError(f"The licence {own.origin} {what}: keep it to yourself, or {ACCEPT}.")
-    forbids = "no derivatives" in own.terms and not CHANGES_ARE_PRIVATE.search(own.name or "")
-    if not is_accepted and purpose == "train" and forbids:
+    is_forbidden = "no derivatives" in own.terms and not is_accepted
+    if purpose == "adapt" and is_forbidden:
+        raise ValueError(
+            f"The licence {own.name} of {drafter} allows no derivatives, and adapting makes one: train a new drafter "
+            "(dflash train without --init), or pass --i-have-permission if its authors allow it."
+        )
+    if purpose == "train" and is_forbidden and not CHANGES_ARE_PRIVATE.search(own.name or ""):
         raise ValueError(
             f"The licence {own.name} of {drafter} forbids changed copies, and --init makes one: begin without "
             f"--init, or {ACCEPT}."

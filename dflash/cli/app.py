@@ -10,7 +10,9 @@ import typer
 from dflash import __version__
 from dflash.common.messages import first_line
 from dflash.common.name_clash import import_name_clash
+from dflash.training import ADAPTATION, DRAFTER
 
+from .adapt import adapt
 from .bench import bench
 from .canary import canary
 from .check import check
@@ -33,7 +35,11 @@ PANELS: dict[str, dict[str, Callable[..., Any]]] = {
     "Try it": {"demo": demo, "export-demo": export_demo},
     "Decode": {"generate": generate},
     "Measure": {"bench": bench, "doctor": doctor, "eval": evaluate, "report": report},
-    "Train": {"regenerate": regenerate, "train": with_flags(train)},
+    "Train": {
+        "adapt": with_flags(adapt, ADAPTATION, without=(DRAFTER,)),
+        "regenerate": regenerate,
+        "train": with_flags(train),
+    },
     "Checkpoints": {"check": check, "convert": convert, "export": export, "pair": pair, "publish": publish},
     "Servers": {"serve": serve, "canary": canary},
 }

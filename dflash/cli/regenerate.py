@@ -33,6 +33,9 @@ def regenerate(
     drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
     batch_size: Annotated[int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64.")] = None,
     drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
+    trace: Annotated[
+        Path | None, model_option(help="A .jsonl file to write: where drafts were rejected, for dflash adapt.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
@@ -48,12 +51,19 @@ def regenerate(
     """
     if url is not None and drafter is not None:
         raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
+    if trace is not None and drafter is None:
+        raise ValueError(
+            f"--trace {trace} records rejected drafts, and nothing drafts: give --drafter, or leave it out."
+        )
+    if trace is not None and trace.resolve() in (output.resolve(), Path(data).resolve()):
+        raise ValueError(f"--trace {trace} is also --data or --output: name another file.")
     if url is None and (model is not None or api_key_env is not None):
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
+    from dflash.training import Trace
 
     settings = RegenerationSettings(
         max_new_tokens=max_new_tokens,
@@ -72,11 +82,16 @@ def regenerate(
     if processes.is_first:
         check_answer_file(output, resume, overwrite)
         check_output(output)
+        if trace is not None:
+            check_output(trace, overwrite or resume)
     target = loading.checkpoint(target, "--target")
     if url is not None:
         writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
     else:
-        writer, tokenizer = _target(target, drafter, dtype, device or loading.own_device(processes), batch_size or 8)
+        place = device or loading.own_device(processes)
+        writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8)
+    if trace is not None:
+        writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
     with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
         progress = _Bar(bar)
         record = regenerate_data(
@@ -95,6 +110,8 @@ def regenerate(
             on_row=progress.row,
         )
     if processes.is_first:
+        if trace is not None:
+            writer.trace.join()
         print(summary(output, record, drop_cut))
 
 
@@ -111,7 +128,7 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
     return ", ".join(parts)
 
 
-def _target(target: str, drafter: str | None, dtype: str, device: str | None, batch_size: int) -> tuple[Any, Any]:
+def load_writer(target: str, drafter: str | None, dtype: str, device: str | None, batch_size: int) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 

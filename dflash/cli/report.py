@@ -7,7 +7,7 @@ import typer
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Result files of bench, eval and canary, or folders of them.")],
+    results: Annotated[list[Path], typer.Argument(help="Results of bench, eval, canary and train, or folders.")],
     output: Annotated[Path | None, typer.Option(help="Folder for index.html and the plots as PNG.")] = None,
     pages: Annotated[
         list[Path] | None,

@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -26,7 +26,10 @@ def train(
         str | None, typer.Option(help="Required. The target: a local folder or an id on the Hub.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Required. Chats, prompts and completions, or texts to train on.")
+        list[str] | None,
+        typer.Option(
+            help="Required. Chats, prompts and completions, or texts. May be repeated, with weights: a.jsonl:0.7."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")] = None,
@@ -38,7 +41,7 @@ def train(
     accept_licence: AcceptLicence = False,
     **flags: Any,
 ) -> None:
-    """Trains a drafter for a target, by the paper's recipe unless told otherwise, and writes its checkpoint.
+    """Trains a drafter for a target by a recipe and writes its checkpoint.
 
     In N processes, on GPUs or on a CPU (where accelerate launch starts one alone):
     torchrun --nproc_per_node N -m dflash train …
@@ -48,13 +51,15 @@ def train(
         given["target_layer_ids"] = numbers(given["target_layer_ids"], "--target-layer-ids")
     places = {"target": target, "data": data, "output": output}
     asked = read_yaml(config, list(places)) if config is not None else {}
-    asked |= given | {name: place for name, place in places.items() if place is not None}
+    asked |= given | {name: place for name, place in places.items() if place not in (None, [])}
     for name in asked.keys() & REMOVED.keys():
         raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
     for name in places:
         if asked.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
-    model, texts, folder = (str(asked.pop(name)) for name in places)
+    model, texts, folder = (asked.pop(name) for name in places)
+    model, folder = str(model), str(folder)
+    texts = list(map(str, texts if isinstance(texts, list) else [texts]))
     settings = TrainingSettings(**asked)
     hide_loading_bars()
     origin = {} if settings.init is None else _origin(checkpoint(settings.init, "--init"), model, accept_licence)
@@ -65,15 +70,13 @@ def train(
     from dflash.common.provenance import command
     from dflash.training import train_drafter
 
-    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "on_point": _print_point, "announce": _announce}
+    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "on_point": _print_point, "announce": announce}
     how |= {"provenance": {"command": command()} | origin, "show_progress": sys.stderr.isatty()}
     try:
         record = train_drafter(model, texts, folder, settings, **how)
     except FloatingPointError as error:
         raise ValueError(str(error)) from error
-    if record.stopped_at is not None:
-        print(f"Stopped after step {record.stopped_at}: go on with the same command and --resume.", file=sys.stderr)
-        raise typer.Exit(128 + (record.signal or 0))
+    say_stopped(record)
     if os.environ.get("RANK", "0") == "0":
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
@@ -85,32 +88,44 @@ def _origin(init: str, target: str, is_accepted: bool) -> dict[str, Any]:
     from dflash.checkpoints import licence_lines, read_licence
 
     for line in licence_lines("train", init, target, is_accepted):
-        _announce(line)
+        announce(line)
     return {"init_licence": read_licence(init).inherited}
 
 
-def _announce(sentence: str) -> None:
+def say_stopped(record: Any) -> None:
+    """Says how to go on after a signal, and exits with its status."""
+    if record.stopped_at is not None:
+        print(f"Stopped after step {record.stopped_at}: go on with the same command and --resume.", file=sys.stderr)
+        raise typer.Exit(128 + (record.signal or 0))
+
+
+def announce(sentence: str) -> None:
+    """Prints a sentence on standard error, once for all processes."""
     if os.environ.get("RANK", "0") == "0":
         print(sentence, file=sys.stderr)
 
 
 def _print_point(point: dict[str, Any]) -> None:
-    tau = f", tau {point['tau']:.2f}" if "tau" in point else ""
-    accepted = f"{point['accepted_per_block']:.2f} accepted per block"
-    print(f"step {point['step']}: loss {point['loss']:.3f}, {accepted}{tau}", flush=True)
+    said = [f"tau {point['tau']:.2f}"] if "tau" in point else []
+    if "loss" in point:
+        said = [f"loss {point['loss']:.3f}", f"{point['accepted_per_block']:.2f} accepted per block", *said]
+    print(f"step {point['step']}: {', '.join(said)}", flush=True)
 
 
-def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
+def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
     """Prints what the run would take, after a few real steps of it; writes nothing."""
+    import resource
+
     import torch
 
     from dflash.common.stopwatch import seconds_of
     from dflash.training import Trainer, estimate_memory, prepare
 
-    ready = prepare(target, data, settings, _announce)
+    ready = prepare(target, data, settings, announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     steps, batches, config = trainer.num_steps, trainer.batches_per_epoch, ready.drafter.config
     supervised = sum(sum(example.mask_array) for example in ready.examples)
+    print(f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}")
     print(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
     print(
         f"data      {len(ready.examples):,} sequences, {sum(map(len, ready.examples)):,} tokens an epoch, {supervised:,} "
@@ -136,8 +151,44 @@ def _rehearse(target: str, data: str, settings: TrainingSettings) -> None:
         f"time      about {_duration(seconds * steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
-    if (device := trainer.accelerator.device).type == "cuda":
-        print(f"measured  {_bytes(torch.cuda.max_memory_allocated(device))} at most on {device} in these steps")
+    if trainer.accelerator.num_processes == 1:
+        ratio = _step_cost(ready)
+        print(
+            f"speed     a draft and its check take as long as {ratio:.1f} plain tokens: decoding is faster above that tau"
+        )
+    device, what = trainer.accelerator.device, "in these steps"
+    if device.type == "cuda":
+        held = torch.cuda.max_memory_allocated(device)
+    else:  # of everything, Python and the data too
+        unit = 1 if sys.platform == "darwin" else 1024
+        held, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "by the whole process up to here"
+    print(f"measured  {_bytes(held)} at most on {device}, {what}")
+
+
+def _step_cost(ready: Any) -> float:
+    """Seconds of a decoding step with the drafter over those of a plain token, eagerly, after a short prompt."""
+    from statistics import median
+
+    import torch
+
+    from dflash.common.stopwatch import seconds_of
+    from dflash.model.generation_dflash import generate_blocks
+    from dflash.training import prompt_of
+
+    ready.drafter.eval()
+    ids = torch.tensor([prompt_of(ready.examples[0])[:16]], device=ready.target.device)
+    how: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}
+    steps: list[float] = []
+
+    def plain() -> None:
+        ready.target.generate(ids, max_new_tokens=17, min_new_tokens=17, do_sample=False).tolist()
+
+    def drafted() -> None:
+        blocks = generate_blocks(ready.drafter, ready.target, ids, max_new_tokens=17, **how)
+        steps.append(sum(not block.is_prefill for block in blocks))
+
+    times = [(seconds_of(plain) / 16, seconds_of(drafted) / steps[-1]) for _ in range(4)]
+    return median(of_step / of_token for of_token, of_step in times[1:])  # the first warms up
 
 
 def _bytes(size: float) -> str:
@@ -152,11 +203,21 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def with_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`."""
+def with_flags(
+    function: Callable[..., None], defaults: TrainingSettings | None = None, without: Collection[str] = ()
+) -> Callable[..., None]:
+    """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`.
+
+    The help names `defaults`, by default the fields' own; fields whose topic is in `without` have no option.
+    """
     *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
-    options: dict[str, Any] = {name: Annotated[str | None, typer.Option(hidden=True)] for name in REMOVED}
-    options |= {one.name: _option(one, get_type_hints(TrainingSettings)[one.name]) for one in fields(TrainingSettings)}
+    options: dict[str, Any] = {} if without else {n: Annotated[str | None, typer.Option(hidden=True)] for n in REMOVED}
+    hints, asked = get_type_hints(TrainingSettings), fields(TrainingSettings)
+    options |= {
+        one.name: _option(one, hints[one.name], one.default if defaults is None else getattr(defaults, one.name))
+        for one in asked
+        if one.metadata["topic"] not in without
+    }
     kind = inspect.Parameter.KEYWORD_ONLY
     own += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in options.items()]
     function.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
@@ -164,13 +225,13 @@ def with_flags(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def _option(one: Any, hint: Any) -> Any:
+def _option(one: Any, hint: Any, default: Any) -> Any:
     """The option of a field. Its choices are in the help text alone: `TrainingSettings` checks them."""
     is_text = hint == list[int] | None or get_origin(hint) is Literal
     text = one.metadata["help"]
     if get_origin(hint) is Literal:
         text += f" One of {', '.join(get_args(hint))}."
-    if one.default is not None:
-        text += f" Default: {'no' if one.default is False else one.default}."
+    if default is not None:
+        text = text.partition(" Default: ")[0] + f" Default: {'no' if default is False else default}."
     option = typer.Option(help=text, show_default=False, rich_help_panel=one.metadata["topic"])
     return Annotated[str | None if is_text else hint | None, option]

@@ -14,9 +14,9 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
-from dflash.model.generation_dflash import SETTINGS, max_positions
+from dflash.model.generation_dflash import SETTINGS, generate_blocks, max_positions
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
-from dflash.training import Example, stop_ids, with_response
+from dflash.training import Example, Trace, recorded, stop_ids, with_response
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,21 @@ class TargetWriter:
     """The target in this process. A drafter makes it faster; in fp32 it changes no token.
 
     An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
-    ValueError if the target's logits are NaN or infinite, here or in an answer.
+    With a `trace`, the anchors of drafts that were rejected are recorded there. ValueError if the target's logits are NaN
+    or infinite, here or in an answer.
     """
 
     is_concurrent = False  # requests do not run side by side
 
-    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel | None = None, batch_size: int = 8) -> None:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel | None = None,
+        batch_size: int = 8,
+        trace: Trace | None = None,
+    ) -> None:
         check_logits(target)
-        self.target, self.drafter, self.batch_size = target, drafter, batch_size
+        self.target, self.drafter, self.batch_size, self.trace = target, drafter, batch_size, trace
         self.positions = max_positions(target)  # the longest sequence, `None` if the config does not say
         self.revision = getattr(target.config, "_commit_hash", None)
         self.facts = {  # that the answers depend on besides requests and sampling
@@ -83,17 +90,22 @@ class TargetWriter:
         else:
             drafter: Any = self.drafter
             names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
-            output = drafter.spec_generate(
+            blocks = generate_blocks(
+                drafter,
+                self.target,
                 [torch.tensor(prompt) for prompt in prompts],
-                target=self.target,
                 max_new_tokens=longest,
                 generator=generators,
                 verification="match",  # the uniforms of a position then choose its token as without a drafter
-                return_dict_in_generate=True,
+                # What is recorded are the drafter's own drafts.
+                **({} if self.trace is None else {"prompt_lookup_num_tokens": 0}),
                 **{name: getattr(sampling, name) for name in names},
             )
-            width = max(map(len, prompts))
-            responses, lengths = output.sequences[:, width:].tolist(), output.acceptance_lengths
+            responses = [[] for _ in requests]
+            for block in blocks if self.trace is None else recorded(blocks, prompts, self.trace):
+                responses[block.sequence] += block.token_ids
+                if not block.is_prefill:
+                    lengths[block.sequence].append(block.acceptance_length)
         stops = stop_ids(self.target.generation_config)
         answers = []
         for response, request, its_lengths in zip(responses, requests, lengths, strict=True):

@@ -7,6 +7,8 @@ from dflash.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
+    from .adaptation import adapt, adaptation_sources
+    from .adaptation_trace import Trace, recorded
     from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
     from .checkpointing import TrainingRecord, save_drafter
     from .data import (
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
-    from .run import train, train_drafter
-    from .settings import REMOVED, TrainingSettings, read_yaml
+    from .run import claimed, train, train_drafter
+    from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory
     from .trainer import Trainer
     from .training_state import state_folder
 
 __all__ = [
+    "ADAPTATION",
+    "DRAFTER",
     "FORMS",
     "LOSSES",
     "REMOVED",
@@ -45,12 +49,16 @@ __all__ = [
     "Example",
     "FrozenTarget",
     "Prepared",
+    "Trace",
     "Trainer",
     "TrainingRecord",
     "TrainingSettings",
+    "adapt",
+    "adaptation_sources",
     "build_optimizers",
     "can_pack",
     "chunked_loss",
+    "claimed",
     "collate",
     "decay_weights",
     "default_gamma",
@@ -69,6 +77,7 @@ __all__ = [
     "prompt_of",
     "read_rows",
     "read_yaml",
+    "recorded",
     "sample_anchors",
     "save_drafter",
     "sharegpt_messages",

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ class Acceptance:
         steps: Verify steps.
         committed: Accepted proposals and one token of the target's own per step, before stop and length cuts.
         kept: Tokens kept after these cuts.
+        accepted: Of each position of a draft, in how many steps it was accepted.
     """
 
     steps: int
     committed: int
     kept: int
+    accepted: tuple[int, ...] = ()
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        return Acceptance(self.steps + other.steps, self.committed + other.committed, self.kept + other.kept)
+        accepted = tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0)))
+        return Acceptance(self.steps + other.steps, self.committed + other.committed, self.kept + other.kept, accepted)
 
     @property
     def tau(self) -> float:
@@ -48,7 +52,8 @@ def measure_acceptance(
 
     A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
     """
-    total = Acceptance(0, 0, 0)
+    config: Any = drafter.config
+    total = Acceptance(0, 0, 0, (0,) * config.num_proposals)
     level = decoding_dflash.logger.level
     decoding_dflash.logger.setLevel(logging.ERROR)
     try:
@@ -58,7 +63,7 @@ def measure_acceptance(
             how: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0}
             for block in generate_blocks(drafter, target, input_ids, max_new_tokens=max_new_tokens, **how):
                 if not block.is_prefill:
-                    total += Acceptance(1, block.acceptance_length, len(block.token_ids))
+                    total += Acceptance(1, block.acceptance_length, len(block.token_ids), (1,) * block.num_accepted)
     finally:
         decoding_dflash.logger.setLevel(level)
     return total

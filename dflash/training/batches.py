@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ PADDING_DOCUMENT = -1
 NO_ANCHOR = -1
 # Widths are multiples of this, so that there are few shapes: kernels are chosen (and on a CPU compiled) anew for each.
 WIDTH_STEP = 16
-# Neighbours are chosen among so many sequences.
+# Number of sequences among which neighbours are chosen.
 POOL = 2048
 
 
@@ -26,11 +27,21 @@ def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
     return [i for i in range(len(loss_mask) - 1) if loss_mask[i] and loss_mask[i + 1]]
 
 
-def sample_anchors(loss_mask: Sequence[int], num_anchors: int, *, seed: int, epoch: int, index: int) -> list[int]:
+def sample_anchors(
+    loss_mask: Sequence[int],
+    num_anchors: int,
+    *,
+    seed: int,
+    epoch: int,
+    index: int,
+    rejected: Sequence[int] = (),
+    rejected_share: float = 0.0,
+) -> list[int]:
     """At most `num_anchors` distinct valid anchors in ascending order, drawn anew each epoch.
 
     They depend on `(seed, epoch, index)` and on the sequence alone, `index` being its place in the data. Neither its batch nor
-    a restart changes them. A sequence with fewer valid positions gives all of them.
+    a restart changes them. A sequence with fewer valid positions gives all of them. `rejected_share` of them, as far as there are
+    as many, are drawn from `rejected`, the anchors of drafts that verification rejected.
 
     Example:
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
@@ -38,7 +49,10 @@ def sample_anchors(loss_mask: Sequence[int], num_anchors: int, *, seed: int, epo
     """
     candidates = valid_anchors(loss_mask)
     rng = random.Random(f"{seed}-{epoch}-{index}")
-    return sorted(rng.sample(candidates, min(num_anchors, len(candidates))))
+    count, recorded = min(num_anchors, len(candidates)), sorted(set(rejected).intersection(candidates))
+    chosen = set(rng.sample(recorded, min(round(rejected_share * count), len(recorded))))
+    others = [anchor for anchor in candidates if anchor not in chosen]
+    return sorted([*chosen, *rng.sample(others, count - len(chosen))])
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,7 @@ def epoch_batches(
     seed: int,
     pack_length: int | None = None,
     first: int = 0,
+    rejected_share: float = 0.0,
 ) -> Iterator[Batch]:
     """All examples once, with the anchors of this epoch. The same seed and epoch give the same batches.
 
@@ -187,14 +202,16 @@ def epoch_batches(
         seed: Of the order and of the anchors.
         pack_length: Documents side by side in sequences of this width. Default: a sequence each.
         first: Batches before this one are left out, and cost nothing.
+        rejected_share: Share of a document's anchors that are drawn from its `rejected` ones.
     """
     lengths = [len(example) for example in examples]
     batches = epoch_sequences(lengths, epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length)
     for batch in batches[first:]:
         chosen = [i for sequence in batch for i in sequence]
         # A document's anchors depend on the document and not on its neighbours, and so does what is learned from it.
-        masks = ((i, examples[i].mask_array) for i in chosen)
-        anchors = [sample_anchors(mask, num_anchors, seed=seed, epoch=epoch, index=i) for i, mask in masks]
+        how: dict[str, Any] = {"seed": seed, "epoch": epoch, "rejected_share": rejected_share}
+        of_each = ((i, examples[i]) for i in chosen)
+        anchors = [sample_anchors(e.mask_array, num_anchors, index=i, rejected=e.rejected, **how) for i, e in of_each]
         places = iter(range(len(chosen)))
         sequences = [[next(places) for _ in sequence] for sequence in batch]
         yield collate([examples[i] for i in chosen], anchors, pad_token_id, sequences, _padded(pack_length or 0))

@@ -18,7 +18,8 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
     source = facts.get("data_name")
     processes = "1 process" if facts["processes"] == 1 else f"{facts['processes']} processes"
     points = [
-        f"| {point['step']} | {point['loss']:.3f} | {point['accepted_per_block']:.2f} | "
+        f"| {point['step']} | "
+        + (f"{point['loss']:.3f} | {point['accepted_per_block']:.2f} | " if "loss" in point else "| | ")
         + (f"{point['tau']:.2f} |" if "tau" in point else " |")
         for point in facts["curve"]
     ]
@@ -26,13 +27,14 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
         "## Training",
         "",
         f"{data['examples']:,} sequences{f' of {source}' if source else ''}, {data['tokens']:,} tokens of which "
-        f"{data['supervised_tokens']:,} supervised (fingerprint {data['fingerprint']}); loss {settings['loss']}, position "
-        f"weights {settings['position_weights']}, {settings['num_anchors']} random anchors, seed "
-        f"{settings['seed']}. {facts['parameters']:,} parameters; the weights are those of step {facts['best_step']}, of "
-        f"{facts['seconds'] / 60:.1f} minutes on {processes} in all. Settings, "
+        f"{data['supervised_tokens']:,} supervised (fingerprint {data['fingerprint']}); recipe "
+        f"{facts['recipe']}, loss {settings['loss']}, position weights {settings['position_weights']}, "
+        f"{settings['num_anchors']} anchors a sequence, seed {settings['seed']}. {facts['parameters']:,} parameters; the "
+        f"weights are those of step {facts['best_step']}, of {facts['seconds'] / 60:.1f} minutes on {processes} in all. Settings, "
         "versions, fingerprints and the whole curve are in `training.json`.",
         "",
         *([_answers_text(answers), ""] if answers else []),
+        *([*adaptation_lines(facts), ""] if "adapted" in facts else []),
         f"| step | loss | accepted drafts per block, teacher-forced | tau on {facts['held_out']['prompts']} held-out prompts |",
         "|---|---|---|---|",
         *points,
@@ -41,6 +43,28 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
         *([] if licence else ["No licence was stated for these weights.", ""]),
     ]
     return card + "\n" + "\n".join(lines)
+
+
+def adaptation_lines(facts: dict[str, Any]) -> list[str]:
+    """What was adapted, under which licence, and the acceptance before and after, by texts and by position."""
+    origin, curve, licence = facts["adapted"], facts["curve"], facts.get("init_licence")
+    after = next(point for point in curve if point["step"] == facts["best_step"])["domains"]
+    lines = [
+        f"Adapted from {_code(origin['name'])} (weights {origin['weights']}), "
+        + (f"whose licence is {licence}." if licence else "which states no licence.")
+        + (
+            " The licence allows no derivatives: who made this one stated to have permission."
+            if facts.get("has_permission")
+            else ""
+        ),
+        "",
+        "| held-out prompts of | tau before | tau after | accepted at positions 1, 2, 3, … before | after |",
+        "|---|---|---|---|---|",
+    ]
+    for name, before in curve[0]["domains"].items():
+        shares = [" ".join(f"{share:.2f}" for share in one["accepted"]) for one in (before, after[name])]
+        lines.append(f"| {name} | {before['tau']:.2f} | {after[name]['tau']:.2f} | {' | '.join(shares)} |")
+    return lines
 
 
 def _answers_text(answers: dict[str, Any]) -> str:

@@ -89,8 +89,9 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
     """What a reader needs to repeat the run."""
     return {
         "settings": asdict(public_settings(trainer.settings)),
+        "recipe": f"{trainer.settings.recipe_text()} ({trainer.rates})",
         "processes": trainer.accelerator.num_processes,
-        "parameters": trainer.drafter.num_parameters(),
+        "parameters": inputs["drafter"]["parameters"],
         **inputs,
         "versions": {"dflash": __version__, **versions(), "accelerate": accelerate.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

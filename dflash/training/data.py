@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import random
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+
+from .settings import TrainingSettings
 
 
 FORMS = "messages, prompt and completion, or text"
@@ -25,17 +30,24 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # What `datasets` calls the files it reads.
 FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
 
+Source = str | os.PathLike[str]
+
 
 @dataclass(slots=True, init=False)
 class Example:
-    """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1."""
+    """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1.
+
+    `rejected` are the anchors of drafts that verification rejected, where a [`Trace`] recorded them.
+    """
 
     token_array: array[int]
     mask_array: array[int]
+    rejected: array[int]
 
-    def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[int]) -> None:
+    def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[int], rejected: Sequence[int] = ()) -> None:
         self.token_array = array("i", input_ids)
         self.mask_array = array("b", loss_mask)
+        self.rejected = array("i", rejected)
 
     @property
     def input_ids(self) -> list[int]:
@@ -63,7 +75,8 @@ class Example:
 
     def cut(self, length: int) -> Example:
         """The first `length` tokens."""
-        return self if len(self) <= length else Example(self.token_array[:length], self.mask_array[:length])
+        left = [anchor for anchor in self.rejected if anchor < length]
+        return self if len(self) <= length else Example(self.token_array[:length], self.mask_array[:length], left)
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Example:
@@ -80,7 +93,9 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
     """
     row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
     if "response_ids" in row:
-        return with_response(row["prompt_ids"], row["response_ids"], row.get("response_mask"))
+        example = with_response(row["prompt_ids"], row["response_ids"], row.get("response_mask"))
+        example.rejected.extend(row.get("rejected", ()))
+        return example
     if "completion" in row:
         return _encode_completion(row["prompt"], row["completion"], tokenizer, template_kwargs)
     if "messages" in row:
@@ -196,12 +211,74 @@ def load_examples(
     return examples
 
 
+def parts_of(data: Source | Sequence[Source]) -> list[tuple[str, float | None]]:
+    """The sources of a mix with their weights, `None` where none is given: `["a.jsonl:0.7", "org/name:0.3"]`.
+
+    Raises:
+        ValueError: for no source, a weight that is not above 0, or a weight of some sources only.
+    """
+    parts: list[tuple[str, float | None]] = []
+    for one in [data] if isinstance(data, (str, os.PathLike)) else data:
+        source, _, last = os.fspath(one).rpartition(":")
+        weight = None
+        if source and not Path(os.fspath(one)).expanduser().exists():
+            with suppress(ValueError):  # else the configuration of a data set
+                weight = float(last)
+        if weight is not None and not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(
+                f"data {os.fspath(one)}: its weight is {last}; give a number above 0, or leave the part out."
+            )
+        parts.append((os.fspath(one) if weight is None else source, weight))
+    if not parts or len({weight is None for _, weight in parts}) > 1:
+        said = ", ".join(source for source, weight in parts if weight is None)
+        raise ValueError(f"data without a weight beside others with one ({said}): give every part a weight, or none.")
+    return parts
+
+
+def mixed(
+    parts: Sequence[Sequence[Example]], weights: Sequence[float | None], settings: TrainingSettings
+) -> tuple[list[Example], dict[str, int]]:
+    """The examples of all parts that the settings keep, by their weights, and how many are left out for which reason.
+
+    Weights are shares of the sequences. The part that is smallest for its weight is taken whole; of the others as many are
+    drawn by the seed as the weights say. Without weights all are taken. ValueError for a part of which nothing is left.
+    """
+    seen: set[bytes] = set()
+    left_out: Counter[str] = Counter()
+    kept: list[list[Example]] = [[] for _ in parts]
+    for place, part in enumerate(parts):
+        for example in part:
+            key = hashlib.blake2b(example.token_array.tobytes(), digest_size=16).digest()
+            if settings.min_length is not None and len(example) < settings.min_length:
+                left_out[f"shorter than {settings.min_length} tokens"] += 1
+            elif settings.drop_long and settings.max_length is not None and len(example) > settings.max_length:
+                left_out[f"longer than {settings.max_length} tokens"] += 1
+            elif settings.deduplicate and key in seen:
+                left_out["repeats of another one"] += 1
+            else:
+                seen.add(key)
+                kept[place].append(example)
+    for place, part in enumerate(kept, start=1):
+        if not part:
+            said = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
+            remedy = "give another min_length or max_length, or leave it out"
+            raise ValueError(f"Part {place} of the data has no sequence left ({said}): {remedy}.")
+    if all(weights):
+        unit = min(len(part) / (weight or 1) for part, weight in zip(kept, weights, strict=True))
+        for place, (part, weight) in enumerate(zip(kept, weights, strict=True)):
+            count = max(1, round(unit * (weight or 1)))
+            chosen = random.Random(f"mix-{settings.seed}-{place}").sample(range(len(part)), count)
+            left_out["beyond their weight in the mix"] += len(part) - count
+            kept[place] = [part[index] for index in sorted(chosen)]
+    return [example for part in kept for example in part], {why: count for why, count in left_out.items() if count}
+
+
 @contextmanager
 def named_row(number: int, name: str) -> Iterator[None]:
     """Names the row in what the body finds wrong with it, as a ValueError of one sentence."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, TemplateError) as error:
         reason = f"it is malformed ({type(error).__name__}: {error})."
         if isinstance(error, ValueError):
             reason = str(error)
@@ -212,6 +289,8 @@ def named_row(number: int, name: str) -> Iterator[None]:
 
 def read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:
     """The rows of a source by its name, as [`load_examples`] takes it."""
+    if not source:
+        raise ValueError("The name of the data is empty: give a file, a folder, or the id of a data set on the Hub.")
     path = Path(source).expanduser()
     if path.suffix in (".jsonl", ".json") and path.is_file():
         return _read_json_lines(path)
@@ -227,7 +306,7 @@ def read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:
     name, _, configuration = (source, "", "") if path.exists() else source.partition(":")
     try:
         return _split(datasets.load_dataset(name, configuration or None), split, source)
-    except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+    except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "
             "folder, or the id of a data set on the Hub."
@@ -261,7 +340,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
     """A short hash of the examples, to tell one version of the data from another."""
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(repr((example.input_ids, example.loss_mask)).encode())
+        rejected = [example.rejected.tolist()] if example.rejected else []
+        digest.update(repr((example.input_ids, example.loss_mask, *rejected)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .acceptance import Acceptance
+from .adaptation_lora import is_changed, merged
 from .losses import DraftCounts
 
 
@@ -86,7 +87,9 @@ def load_full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 
 
 def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
-    """The drafter as it decodes and is saved: itself, or of a sharded one a copy in each process."""
+    """The drafter as it decodes and is saved: itself, or of one that is sharded or changed in low rank a copy in each process."""
+    if is_changed(drafter):
+        return merged(drafter)
     if not is_sharded(drafter):
         return drafter
     whole: Any = DFlashDraftModel(copy.deepcopy(drafter.config))
@@ -137,5 +140,8 @@ def counts_of_each(accelerator: accelerate.Accelerator, counts: DraftCounts) -> 
 
 def join_acceptances(accelerator: accelerate.Accelerator, acceptance: Acceptance) -> Acceptance:
     """The acceptance over the prompts of all processes."""
-    sums = torch.tensor([acceptance.steps, acceptance.committed, acceptance.kept], device=accelerator.device)
-    return Acceptance(*accelerator.reduce(sums, reduction="sum").tolist())
+    counts = [acceptance.steps, acceptance.committed, acceptance.kept, *acceptance.accepted]
+    steps, committed, kept, *accepted = accelerator.reduce(
+        torch.tensor(counts, device=accelerator.device), reduction="sum"
+    ).tolist()
+    return Acceptance(steps, committed, kept, tuple(accepted))

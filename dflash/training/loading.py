@@ -19,13 +19,14 @@ from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import check_pair
 
-from .data import Example, load_examples
+from .adaptation_trace import check_trace
+from .data import Example, Source, load_examples, mixed, parts_of, read_rows
 from .data_checks import check_mask_token, check_tokenizer, usable
 from .initialization import find_mask_token, new_drafter, window_fields
 from .settings import DRAFTER, TrainingSettings
 
 
-# Where acceptance is measured, a text without a prompt is continued from so many of its first tokens.
+# Where acceptance is measured, a text without a prompt is continued after this many of its tokens.
 SHORTEST_PROMPT = 8
 
 # Settings of the drafter that one of `init` can change; the others are of the weights' shape, which only a new drafter takes.
@@ -47,38 +48,49 @@ class Prepared:
 
 def prepare(
     target: str | os.PathLike[str],
-    data: str | os.PathLike[str],
+    data: Source | Sequence[Source],
     settings: TrainingSettings,
     announce: Callable[[str], None] | None = None,
+    ready: Prepared | None = None,
 ) -> Prepared:
     """Loads data and models, the small ones first; `announce` is told in a sentence what is left out.
+
+    With `ready`, of other data, its models are taken.
 
     Raises:
         ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
     """
     _check_device_map(settings.device_map)
+    sources, weights = zip(*parts_of(data), strict=True)
     with _named_target(target):
-        tokenizer = AutoTokenizer.from_pretrained(target)
-    split, max_length, thinking = settings.split, settings.max_length, settings.thinking
-    examples = load_examples(data, tokenizer, split=split, max_length=max_length, enable_thinking=thinking)
-    begun = None
-    if settings.init is not None:
-        begun = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
-    with _named_target(target):
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=settings.target_dtype, device_map=settings.device_map
-        )
-    positions, vocab_size = max_positions(model), model.config.get_text_config(decoder=True).vocab_size
-    if positions is not None:
-        examples = [example.cut(positions) for example in examples]
-    check_tokenizer(tokenizer, vocab_size)
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)
-        drafter = make_drafter(model, tokenizer, settings, begun)
-    check_pair(model, drafter)
-    ends = {tokenizer.eos_token_id} - {None}
-    check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
-    usable_ones = usable(examples, drafter, model, announce)  # of all, so that what is refused is named by its row
+        tokenizer = ready.tokenizer if ready else AutoTokenizer.from_pretrained(target)
+    how: dict[str, Any] = {
+        "split": settings.split,
+        "max_length": settings.max_length,
+        "enable_thinking": settings.thinking,
+    }
+    if settings.drop_long and settings.max_length is not None:
+        how["max_length"] += 1  # by which a longer one is still known
+    if settings.eval_data is not None:
+        sources = (*sources, settings.eval_data)
+    parts = [load_examples(source, tokenizer, **how) for source in sources]
+    model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings)
+    positions = max_positions(model)
+    for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
+        try:  # all at once, so that what is refused is named by its row
+            if any(example.rejected for example in part):
+                check_trace(read_rows(source, settings.split), target, tokenizer, model)
+            part = [example.cut(positions or len(example)) for example in part]
+            parts[place] = usable(part, drafter, model, announce)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+    others = parts.pop() if settings.eval_data is not None else []
+    usable_ones, left_out = mixed(parts, weights, settings)
+    if left_out and announce is not None:
+        announce(f"Left out: {', '.join(f'{count:,} {why}' for why, count in left_out.items())}.")
+    if others:
+        chosen = random.Random(f"held-out-{settings.seed}").sample(others, min(settings.held_out, len(others)))
+        return Prepared(model, tokenizer, drafter, usable_ones, [prompt_of(example) for example in chosen])
     found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
     if settings.held_out > len(usable_ones):
         raise ValueError(f"held_out={settings.held_out}: the {found} give at most {len(usable_ones) // 10}.")
@@ -87,6 +99,32 @@ def prepare(
         left = "true acceptance is not measured, and the last weights are kept"
         announce(f"The {found} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
     return Prepared(model, tokenizer, drafter, examples, held_out)
+
+
+def _load_models(
+    target: str | os.PathLike[str], tokenizer: Any, settings: TrainingSettings
+) -> tuple[PreTrainedModel, DFlashDraftModel]:
+    """The target, and the drafter of `init` or a new one, checked against each other."""
+    if settings.lora_rank is not None and settings.init is None:
+        raise ValueError(
+            f"lora_rank={settings.lora_rank} changes a trained drafter: give init (--init), or leave it out."
+        )
+    begun = None
+    if settings.init is not None:
+        begun = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+    with _named_target(target):
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=settings.target_dtype, device_map=settings.device_map
+        )
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    check_tokenizer(tokenizer, vocab_size)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        drafter = make_drafter(model, tokenizer, settings, begun)
+    check_pair(model, drafter)
+    ends = {tokenizer.eos_token_id} - {None}
+    check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
+    return model, drafter
 
 
 def _check_device_map(device_map: str | None) -> None:
@@ -115,7 +153,7 @@ def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
 def answers_of(
     data: str | os.PathLike[str], target: PreTrainedModel, announce: Callable[[str], None] | None = None
 ) -> dict[str, Any] | None:
-    """The manifest of `dflash regenerate` beside `data`; `None` for data that it did not write.
+    """The manifest of `dflash regenerate` beside one source of the data; `None` for data that it did not write.
 
     `announce` is told if answers are missing, or if another target wrote them.
     """

@@ -32,7 +32,7 @@ class DrafterLoss:
 
     Args:
         pair: The target, frozen, and its drafter.
-        settings: The recipe; what it says of the loss is read. Default: the paper's.
+        settings: The recipe; what it says of the loss is read. Default: short.
         network: Computes the drafter's forward, such as a compiled one. Default: the drafter.
         states_of: Gives the target's states of a batch, such as those on disk. Default: the target's forward.
 

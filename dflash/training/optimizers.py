@@ -1,25 +1,40 @@
-"""AdamW as in the paper or, for the matrices, Muon; both along the same warm-up and cosine."""
+"""Which optimiser trains which weights, and the warm-up and cosine that all their rates follow."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 
 def build_optimizers(
-    drafter: nn.Module, learning_rate: float, weight_decay: float, muon_learning_rate: float | None
+    drafter: nn.Module, learning_rate: float, weight_decay: float, muon_learning_rate: float | None = None
 ) -> list[torch.optim.Optimizer]:
-    """AdamW over everything, or Muon over the matrices and AdamW over the rest if `muon_learning_rate` is given."""
-    parameters = list(drafter.parameters())
-    if muon_learning_rate is None:
-        return [torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, betas=(0.9, 0.95))]
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    others = [parameter for parameter in parameters if parameter.ndim != 2]
-    return [
-        # Scaled so that its updates are as large as AdamW's, whose rates then fit.
-        torch.optim.Muon(matrices, lr=muon_learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95)),
+    """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW for the rest, with groups of their own.
+
+    - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
+    - Codebooks, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of unrelated tokens, and a
+      tenth of its rate learns less (vllm-project/speculators, 866 and 1066).
+    - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
+    """
+    matrices: list[nn.Parameter] = []
+    codebooks: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in drafter.named_parameters():
+        kind = others if parameter.ndim != 2 else codebooks if name.endswith("codebook") else matrices
+        if parameter.requires_grad:
+            kind.append(parameter)
+    decayed = codebooks if muon_learning_rate else matrices + codebooks
+    groups = [
+        {"params": decayed, "lr": muon_learning_rate or learning_rate, "weight_decay": weight_decay},
+        {"params": others, "lr": learning_rate, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # of a change of low rank there are matrices alone
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=(0.9, 0.95))] if groups else []
+    if muon_learning_rate:
+        how: dict[str, Any] = {"lr": muon_learning_rate, "weight_decay": weight_decay}
+        optimizers.insert(0, torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how))
+    return optimizers
 
 
 def rate_factor(step: int, steps: int, warmup_ratio: float) -> float:

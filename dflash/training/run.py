@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.checkpoints import check_replaceable
 from dflash.common.files import check_writable, only_writer
+from dflash.common.fingerprints import model_fingerprint
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
 from dflash.common.stopwatch import stopwatch
@@ -23,12 +24,34 @@ from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
-from .data import Example
+from .data import Example, Source, parts_of
 from .data_checks import check_lengths, usable
 from .loading import answers_of, prepare
 from .settings import TrainingSettings
 from .trainer import StepFigures, Trainer, is_cpu_alone
 from .training_state import clear_leftovers, find_run, read_tensors, refuse_changes, state_folder
+from .uploading import Uploads, check_upload
+
+
+# Without a bar, a line of progress is shown after so long.
+LINE_SECONDS = 60
+# Tau is called flat if the last `FLAT_POINTS` points are below `LEARNED_TAU` and differ by less than `FLAT_TAU`.
+FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a run measures, and which point is the best: that of the highest tau on the `held_out` prompts, or the last one."""
+
+    held_out: Sequence[Sequence[int]]
+
+    def measure(self, trainer: Trainer) -> dict[str, Any]:
+        """A point of the curve."""
+        return trainer.measure(self.held_out)
+
+    def is_better(self, point: dict[str, Any], record: TrainingRecord) -> bool:
+        """Whether the weights at `point` are better than the best ones of `record`."""
+        return not self.held_out or point["tau"] > record.best_tau
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,7 @@ class Claim:
 
 def train_drafter(
     target: str | os.PathLike[str],
-    data: str | os.PathLike[str],
+    data: Source | Sequence[Source],
     output: str | os.PathLike[str],
     settings: TrainingSettings | None = None,
     *,
@@ -55,9 +78,10 @@ def train_drafter(
 
     Args:
         target: Folder or Hub id of any `AutoModelForCausalLM`.
-        data: The texts to train on; best the target's own answers.
+        data: The texts to train on; best the target's own answers. Several sources are mixed, by weights if each has one:
+            `["chats.jsonl:0.7", "org/name:0.3"]`.
         output: Folder of the checkpoint.
-        settings: The recipe. Default: the paper's.
+        settings: The recipe. Default: short.
         resume: As in `train`.
         overwrite: As in `train`.
         provenance: As in `train`.
@@ -67,15 +91,18 @@ def train_drafter(
         >>> record = train_drafter("Qwen/Qwen3-4B", "answers.jsonl", "Qwen3-4B-DFlash", TrainingSettings(epochs=2))
     """
     settings, announce = settings or TrainingSettings(), arguments.get("announce")
-    with _claimed(output, settings, resume, overwrite) as claim:  # before anything is loaded
+    with claimed(output, settings, resume, overwrite) as claim:  # before anything is loaded
         if claim.finished is not None:
             return TrainingRecord.of_finished(claim.finished)
         ready = prepare(target, data, settings, announce)
+        parts = parts_of(data)
+        manifests = [answers_of(source, ready.target, announce) for source, _ in parts]
+        names = [f"{public_name(source)}{f':{weight:g}' if weight else ''}" for source, weight in parts]
         known = {
             "target_name": public_name(target),
             "target_is_local": os.path.exists(target),
-            "data_name": public_name(data),
-            "answers": answers_of(data, ready.target, announce),
+            "data_name": ", ".join(names),
+            "answers": manifests[0] if len(parts) == 1 else None,
         }
         models_and_data = ready.drafter, ready.target, ready.examples, ready.held_out
         return train(*models_and_data, settings, output, known | (provenance or {}), claim=claim, **arguments)
@@ -95,6 +122,7 @@ def train(
     overwrite: bool = False,
     announce: Callable[[str], None] | None = None,
     claim: Claim | None = None,
+    goal: Goal | None = None,
 ) -> TrainingRecord:
     """Trains `drafter` in place and keeps in `output` the state of it that accepts most on the `held_out` prompts.
 
@@ -121,15 +149,16 @@ def train(
         overwrite: Begin anew where another run wrote.
         announce: Told in a sentence what is about to take long or much room.
         claim: On `output`, by a caller that holds its lock, as `train_drafter` does.
+        goal: Another measure of what is best than tau on the `held_out` prompts.
 
     Raises:
         ValueError: if nothing in the data can be trained on, if `output` holds another run or another process writes it, or if
             a run to resume had other settings or data.
-        FloatingPointError: if loss or gradient are not finite; checkpoint and training state are the last good ones.
+        FloatingPointError: if loss, gradient or logits are not finite; checkpoint and training state are the last good ones.
         OSError: if one of them cannot be written; the older one stands.
     """
     elapsed = stopwatch()
-    with nullcontext(claim) if claim else _claimed(output, settings, resume, overwrite) as held:
+    with nullcontext(claim) if claim else claimed(output, settings, resume, overwrite) as held:
         output, saved = held.output, held.saved
         if held.finished is not None:
             return TrainingRecord.of_finished(held.finished)
@@ -137,6 +166,8 @@ def train(
         examples = usable(examples, drafter, target, announce)
         check_lengths(examples, held_out, max_positions(target))
         inputs = describe_inputs(target, drafter, examples, held_out)
+        if settings.init is not None:
+            inputs["init"] = {"fingerprint": model_fingerprint(drafter)}
         if saved is not None:
             before, now = ({name: one["fingerprint"] for name, one in of.items()} for of in (saved["inputs"], inputs))
             refuse_changes(before, now)
@@ -150,41 +181,54 @@ def train(
                 f"The run began in {saved['processes']} processes and goes on in {trainer.accelerator.num_processes}: it learns "
                 "the same, but sums round another way."
             )
-        display = _Display(trainer, show_progress, on_point)
+        display, last = _Display(trainer, show_progress, on_point, announce), trainer.num_steps
+        eval_every, save_every = (settings.interval(name, last) for name in ("eval_every", "save_every"))
 
-        last = trainer.num_steps
-        with _noted_signals() as signals:
+        goal = goal or Goal(held_out)
+        uploads = Uploads(output, settings.publish_to if trainer.is_first else None, announce)
+
+        def measure() -> bool:
+            """Adds a point to the curve and keeps the weights if they are the best; gives whether the run has to end here."""
+            point = goal.measure(trainer)
+            is_better = goal.is_better(point, record)
+            record.curve.append(point)
+            display.show_point(point, record.curve)
+            if is_better:
+                record.best_step, record.best_tau = point["step"], point.get("tau", float("nan"))
+                checkpointer.save_checkpoint()
+            since_best = sum(one["step"] > record.best_step for one in record.curve)
+            return settings.patience is not None and since_best >= settings.patience
+
+        if settings.init is not None and held_out and not record.curve:  # what it begins with may stay the best
+            measure()
+        with _named_divergence(record, output), _noted_signals() as signals:
             for step in display.steps:
-                try:
-                    figures = trainer.step(stop=bool(signals))
-                except FloatingPointError as error:
-                    best = f"the checkpoint of step {record.best_step} stands in {output}"
-                    kept = best if record.curve else "it had saved no checkpoint yet"
-                    raise FloatingPointError(f"{str(error).rstrip('.')}; {kept}.") from error
+                figures = trainer.step(stop=bool(signals))
                 if step % settings.log_every == 0:
                     display.show_step(step, figures)
-                if step % settings.eval_every == 0 or step == last:
-                    point = trainer.measure(held_out)
-                    record.curve.append(point)
-                    display.show_point(point)
-                    if not held_out or point["tau"] > record.best_tau:
-                        record.best_step, record.best_tau = step, point.get("tau", float("nan"))
-                        checkpointer.save_checkpoint()
+                display.show_line(step, figures)
+                if (step % eval_every == 0 or step == last) and measure():
+                    checkpointer.finish()
+                    break
                 if figures.is_stopping and step < last:
                     checkpointer.save_state()
                     record.stopped_at, record.signal = step, signals[0] if signals else None
                     break
-                if step % settings.save_every == 0 and step < last:
+                if step % save_every == 0 and step < last:
                     checkpointer.save_state()
+                if step % eval_every == 0 and step < last:  # after the state is saved: an upload may take long
+                    uploads.add(record.best_step)
             else:
                 checkpointer.finish()
+        if record.stopped_at is None:
+            uploads.add(record.best_step, is_last=True)
         display.close()
         trainer.accelerator.wait_for_everyone()  # whoever returns finds the checkpoint
         return record
 
 
 @contextmanager
-def _claimed(
+def claimed(
     output: str | os.PathLike[str], settings: TrainingSettings, resume: bool, overwrite: bool
 ) -> Iterator[Claim]:
     """The claim on `output`, made by the first process under the lock; what it finds, or why it refuses, is told to all."""
@@ -200,12 +244,25 @@ def _claimed(
                 for path in (folder, state_folder(folder)):
                     clear_leftovers(path)
                 found = [Claim(folder, *find_run(folder, settings, resume, overwrite))]
+                if found[0].finished is None:
+                    check_upload(settings)
             except (ValueError, OSError) as error:
                 found = [error]
         broadcast_object_list(found)
         if isinstance(found[0], Exception):
             raise found[0]
         yield found[0]
+
+
+@contextmanager
+def _named_divergence(record: TrainingRecord, output: Path) -> Iterator[None]:
+    """Says in a FloatingPointError of the body which checkpoint stands."""
+    try:
+        yield
+    except FloatingPointError as error:
+        best = f"the checkpoint of step {record.best_step} stands in {output}"
+        kept = best if record.curve else "it had saved no checkpoint yet"
+        raise FloatingPointError(f"{str(error).rstrip('.')}; {kept}.") from error
 
 
 @contextmanager
@@ -234,8 +291,13 @@ class _Display:
     """What is seen of a run: a progress bar over `steps`, those that are left, the trackers, and the points of the curve."""
 
     def __init__(
-        self, trainer: Trainer, show_progress: bool, on_point: Callable[[dict[str, Any]], None] | None
+        self,
+        trainer: Trainer,
+        show_progress: bool,
+        on_point: Callable[[dict[str, Any]], None] | None,
+        announce: Callable[[str], None] | None,
     ) -> None:
+        self._announce, self._is_warned, self._since_line = announce, False, stopwatch()
         self._trainer, self._accelerator = trainer, trainer.accelerator
         self._on_point = on_point if trainer.is_first else None
         if trainer.settings.log_with is not None:
@@ -249,7 +311,24 @@ class _Display:
         shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": rate}
         self._accelerator.log(_flat(shown, "train/"), step=step)
 
-    def show_point(self, point: dict[str, Any]) -> None:
+    def show_line(self, step: int, figures: StepFigures) -> None:
+        """A sentence a minute where no bar is drawn."""
+        if self.steps.disable and self._announce is not None and self._since_line() >= LINE_SECONDS:
+            self._since_line = stopwatch()
+            self._announce(f"step {step:,} of {self._trainer.num_steps:,}: loss {figures.loss:.3f}")
+
+    def show_point(self, point: dict[str, Any], curve: Sequence[dict[str, Any]]) -> None:
+        taus = [one["tau"] for one in curve[-FLAT_POINTS:] if "tau" in one]
+        is_flat = len(taus) == FLAT_POINTS and max(taus) < LEARNED_TAU and max(taus) - min(taus) < FLAT_TAU
+        if is_flat and not self._is_warned and self._announce is not None:
+            self._is_warned = True
+            settings = self._trainer.settings
+            other = "" if settings.recipe == "short" else "--recipe short, "
+            self._announce(
+                f"tau has stayed at {taus[-1]:.2f} for {FLAT_POINTS} measurements, as of a drafter that proposes one token everywhere "
+                f"({settings.recipe_text()}): give {other}other rates, or more steps."
+            )
+        self.steps.clear()
         if self._on_point is not None:
             self._on_point(point)
         self._accelerator.log(_flat(point, "eval/"), step=point["step"])
@@ -280,6 +359,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, list):
             flat |= {f"{prefix}{name}_{place}": item for place, item in enumerate(value, start=1)}
+        elif isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}/")
         elif value is not None and name != "step":
             flat[prefix + name] = value
     return flat

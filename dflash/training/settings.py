@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LossName = Literal["ce", "forward_kl"]
 PositionWeights = Literal["decay", "dpace"]
+RecipeName = Literal["short", "paper"]
 Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -22,6 +23,14 @@ REMOVED_VALUES = {
     "position_weights": {"uniform": "decay"},
 }
 REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
+
+# The one place of the defaults that differ between recipes; a Muon rate is of a drafter with `RECIPE_WIDTH` hidden channels.
+# short: for runs of hundreds or thousands of steps. paper: DFlash, appendix A.1, for 800 K samples and 6 epochs.
+RECIPES: dict[str, dict[str, Any]] = {
+    "short": {"learning_rate": 2e-3, "muon_learning_rate": 2e-2, "position_weights": "dpace"},
+    "paper": {"learning_rate": 6e-4, "muon_learning_rate": 0.0, "position_weights": "decay"},
+}
+RECIPE_WIDTH = 128
 
 DRAFTER = "The drafter's shape"
 TARGET = "The target"
@@ -39,7 +48,7 @@ def _setting(default: Any, topic: str, help: str, least: int | None = None, is_f
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """The recipe; the defaults are the paper's (DFlash, appendix A.1), where it states them.
+    """The settings of a run. `recipe` decides the defaults of some; one that is given wins over it.
 
     The `help` of each field says what it means and what `None` leads to.
 
@@ -47,6 +56,11 @@ class TrainingSettings:
         ValueError: for a value of another type, or out of range.
     """
 
+    recipe: RecipeName = _setting(
+        None,
+        STEPS,
+        "short: Muon, D-PACE; paper: AdamW, for 800 K texts or --init. Default: short, or paper with --init.",
+    )
     steps: int | None = _setting(None, STEPS, "Optimiser steps, in as many epochs as they take. Default: --epochs.", 1)
     epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
     init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
@@ -57,32 +71,52 @@ class TrainingSettings:
     block_size: int | None = _setting(None, DRAFTER, "Tokens of a block with anchor. Default: 16, or --init's.", 1)
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
     is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
-    conv_kernel_size: int | None = _setting(None, DRAFTER, "DFlash2: positions mixed into one. Default: no mixing.", 1)
-    conv_group_size: int | None = _setting(None, DRAFTER, "DFlash2: channels that share a mixture.", 1)
-    selector_rank: int | None = _setting(None, DRAFTER, "DFlash2: rank of the selector. Default: no selector.", 1)
-    selector_top_k: int | None = _setting(None, DRAFTER, "DFlash2: candidates that the selector chooses among.", 1)
+    conv_kernel_size: int | None = _setting(
+        None, DRAFTER, "DFlash2: positions mixed into one; published: 2. Default: no mixing.", 1
+    )
+    conv_group_size: int | None = _setting(None, DRAFTER, "DFlash2: channels that share a mixture; published: 16.", 1)
+    selector_rank: int | None = _setting(
+        None, DRAFTER, "DFlash2: rank of the selector; published: 256. Default: no selector.", 1
+    )
+    selector_top_k: int | None = _setting(
+        None, DRAFTER, "DFlash2: candidates that the selector chooses among; published: 16.", 1
+    )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
     )
     target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
     device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
     loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl: the target's distribution.")
-    position_weights: PositionWeights = _setting("decay", LOSS, "Weights along a block: exponential or D-PACE.")
-    gamma: float | None = _setting(None, LOSS, "Decay of these weights. Default: the paper's for the block size.")
+    position_weights: PositionWeights = _setting(
+        None, LOSS, "Along a block: exponential or D-PACE. Default: by recipe."
+    )
+    gamma: float | None = _setting(
+        None, LOSS, "Decay of the exponential, which it asks for. Default: the paper's for the block size."
+    )
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
     selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of a DFlash2 drafter's selector.", 0)
     num_anchors: int = _setting(512, LOSS, "Blocks per sequence, at most.", 1)
+    rejected_share: float = _setting(0.0, LOSS, "Share of the blocks at recorded rejections, where data has them.", 0)
     seed: int = _setting(0, LOSS, "Seed of the first weights, the order of the data and the anchors.", 0)
     max_length: int | None = _setting(3072, DATA, "Longer sequences are cut to this many tokens.", 1)
+    min_length: int | None = _setting(None, DATA, "Shorter sequences are left out. Default: shorter than a block.", 1)
+    drop_long: bool = _setting(False, DATA, "Leave longer sequences than --max-length out instead of cutting them.")
+    deduplicate: bool = _setting(True, DATA, "Leave out sequences that repeat another one.")
     pack_length: int | None = _setting(None, DATA, "Pack sequences into this many tokens. Default: no packing.", 1)
     split: str = _setting("train", DATA, "Split of a data set that has several.")
     thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
     batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
     held_out: int = _setting(8, DATA, "Sequences to measure acceptance on, a tenth of the data at most.", 0)
-    learning_rate: float = _setting(6e-4, STEPS, "Peak rate of AdamW.")
-    muon_learning_rate: float | None = _setting(None, STEPS, "Peak rate of Muon for the matrices. Default: no Muon.")
+    eval_data: str | None = _setting(None, DATA, "Data to take these sequences from. Default: --data, without them.")
+    lora_rank: int | None = _setting(
+        None, STEPS, "Train a change of this rank to each matrix. Default: all weights.", 1
+    )
+    learning_rate: float = _setting(None, STEPS, "Peak rate of AdamW. Default: by recipe.")
+    muon_learning_rate: float | None = _setting(
+        None, STEPS, "Peak rate of Muon for the matrices; 0: AdamW trains them. Default: by recipe and width.", 0
+    )
     warmup_ratio: float = _setting(0.04, STEPS, "Share of the steps in which the rate rises; then a cosine falls.")
-    weight_decay: float = _setting(0.0, STEPS, "Weight decay of the optimisers.", 0)
+    weight_decay: float = _setting(0.0, STEPS, "Weight decay of matrices and codebooks.", 0)
     max_grad_norm: float = _setting(1.0, STEPS, "Gradients are clipped to this norm.")
     mixed_precision: Precision = _setting("bf16", COMPUTE, "bf16 computes in bf16 over fp32 weights, no in fp32.")
     gradient_accumulation_steps: int = _setting(1, STEPS, "Parts of a batch: less memory, the same step.", 1)
@@ -92,15 +126,32 @@ class TrainingSettings:
     shard_target: bool = _setting(False, COMPUTE, "Shard the target's layers over the processes too.")
     features: str | None = _setting(None, COMPUTE, "Folder of the target's features, written if new. Default: online.")
     chunk_rows: int | None = _setting(None, COMPUTE, "Positions whose logits exist at a time. Default: 256 MiB.", 1)
-    eval_every: int = _setting(500, KEPT, "Steps between measurements on the held-out prompts.", 1)
+    patience: int | None = _setting(
+        None, KEPT, "End after this many measurements in a row without a better one. Default: never.", 1
+    )
+    eval_every: int | None = _setting(
+        None, KEPT, "Steps between measurements on held-out prompts. Default: a tenth of the run, 500 at most.", 1
+    )
     eval_new_tokens: int = _setting(256, KEPT, "Length of the texts that are measured.", 1)
-    save_every: int = _setting(500, KEPT, "Steps between training states, from which --resume goes on.", 1, True)
+    save_every: int | None = _setting(
+        None, KEPT, "Steps between training states, from which --resume goes on. Default: as --eval-every's.", 1, True
+    )
     log_every: int = _setting(10, KEPT, "Steps between lines in the trackers.", 1, True)
     log_with: str | None = _setting(None, KEPT, "A tracker of accelerate's, such as tensorboard.", is_free=True)
+    publish_to: str | None = _setting(
+        None, KEPT, "Upload each better checkpoint here on the Hub: namespace/name.", is_free=True
+    )
     license: str | None = _setting(None, KEPT, "Licence of the drafter for its card, as in apache-2.0.", is_free=True)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
+        if self.recipe is None:
+            object.__setattr__(self, "recipe", "short" if self.init is None else "paper")
+        if self.gamma is not None and self.position_weights is None:
+            object.__setattr__(self, "position_weights", "decay")
+        for name, value in RECIPES.get(self.recipe, {}).items():
+            if getattr(self, name) is None and name != "muon_learning_rate":  # which waits for the drafter's width
+                object.__setattr__(self, name, value)
         for name, instead in REMOVED_VALUES.items():
             if (value := getattr(self, name)) in instead:
                 raise ValueError(f"{name}={value!r} was removed: use {name}={instead[value]!r}.")
@@ -114,7 +165,7 @@ class TrainingSettings:
                 raise ValueError(f"{one.name}={value!r} is not {_name(hint)}: {one.metadata['help']}")
             if least is not None and value is not None and not (value >= least and math.isfinite(value)):
                 raise ValueError(f"{one.name}={value}: give {least} or more.")
-        for name in ("learning_rate", "muon_learning_rate", "max_grad_norm", "gamma"):
+        for name in ("learning_rate", "max_grad_norm", "gamma"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value}: give a number above 0.")
@@ -122,6 +173,10 @@ class TrainingSettings:
             raise ValueError(f"seed={self.seed}: give less than 2**63.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warmup_ratio={self.warmup_ratio}: give a share of the steps, from 0 to 1.")
+        if self.rejected_share > 1:
+            raise ValueError(f"rejected_share={self.rejected_share}: give a share, from 0 to 1.")
+        if self.lora_rank is not None and self.shard:
+            raise ValueError(f"lora_rank={self.lora_rank} and shard: a change of low rank is small; leave shard out.")
         if not 0 < self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.")
         if self.features is not None and self.shard_target:
@@ -130,6 +185,27 @@ class TrainingSettings:
         if self.num_taps is not None and self.target_layer_ids is not None:
             both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
             raise ValueError(f"{both}: give the number or the layers.")
+
+    def muon_rate(self, width: int) -> float:
+        """Peak rate of Muon for a drafter of `width` hidden channels, 0 for none: the one given, or the recipe's.
+
+        The recipe's falls with the square root of the width, so that one default serves all sizes. Muon's updates are scaled to
+        the RMS of AdamW's (Moonlight, arXiv 2502.16982), so their spectral norm grows with that root; features are learned
+        alike at all widths where it does not grow (A Spectral Condition for Feature Learning, arXiv 2310.17813).
+        """
+        if self.muon_learning_rate is not None:
+            return self.muon_learning_rate
+        return RECIPES[self.recipe]["muon_learning_rate"] * math.sqrt(RECIPE_WIDTH / width)
+
+    def recipe_text(self) -> str:
+        """The recipe, and what was given instead of its values: `short with learning_rate=0.001`."""
+        given = {name: getattr(self, name) for name in RECIPES[self.recipe]}
+        other = [f"{name}={value}" for name, value in given.items() if value not in (None, RECIPES[self.recipe][name])]
+        return self.recipe + (f" with {', '.join(other)}" if other else "")
+
+    def interval(self, name: str, steps: int) -> int:
+        """`eval_every` or `save_every` of a run of `steps` steps."""
+        return getattr(self, name) or max(1, min(500, steps // 10))
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what is learned."""
@@ -187,3 +263,16 @@ def _name(hint: Any) -> str:
         return f"one of {', '.join(get_args(option))}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(option, "a list of numbers")
+
+
+# What `dflash adapt` does unless told otherwise.
+ADAPTATION = TrainingSettings(
+    recipe="paper",
+    steps=600,
+    position_weights="dpace",
+    num_anchors=64,
+    learning_rate=1.5e-4,
+    held_out=24,
+    eval_every=50,
+    patience=4,
+)

@@ -1,5 +1,7 @@
 """The memory that a run will take, said before it begins."""
 
+import torch
+
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES
 from .distributed import is_sharded
@@ -18,8 +20,8 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     processes = trainer.accelerator.num_processes
     share = processes if is_sharded(trainer.drafter) else 1
     weights = trainer.drafter.num_parameters() * 4 // share
-    matrices = sum(parameter.numel() for parameter in trainer.drafter.parameters() if parameter.ndim == 2) * 4 // share
-    moments = 2 * weights - (matrices if settings.muon_learning_rate is not None else 0)
+    muon = [group for one in trainer.optimizers if isinstance(one, torch.optim.Muon) for group in one.param_groups]
+    moments = 2 * weights - sum(matrix.numel() for group in muon for matrix in group["params"]) * 4 // share
 
     tokens, queries, scored = widest(trainer)
     width = 2 if settings.mixed_precision == "bf16" else 4

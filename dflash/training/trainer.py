@@ -1,4 +1,4 @@
-"""One optimiser step after another: the paper's recipe, on one process or several. It knows no text.
+"""One optimiser step after another by a recipe, on one process or several. It knows no text.
 
 Every process takes its share of each batch, in as many parts as gradients are accumulated over. Losses, gradients and counts
 travel as sums, so that neither the number of processes nor that of parts changes what is learned.
@@ -21,7 +21,8 @@ from dflash.common.files import only_writer
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import decoder_layers
 
-from .acceptance import measure_acceptance
+from .acceptance import Acceptance, measure_acceptance
+from .adaptation_lora import change_in_low_rank
 from .batches import Batch, epoch_batches, epoch_sequences
 from .data import Example
 from .distributed import (
@@ -94,11 +95,14 @@ class Trainer:
         is_bf16 = settings.mixed_precision == "bf16"
         self._autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_bf16)
         self.target = target
+        if settings.lora_rank is not None:
+            change_in_low_rank(drafter, settings.lora_rank, settings.seed)
         self._place_models(drafter, state)
         self.drafter = drafter
-        rates = settings.learning_rate, settings.weight_decay, settings.muon_learning_rate
+        self.muon_rate = settings.muon_rate(drafter.config.hidden_size)
+        rates = settings.learning_rate, settings.weight_decay, self.muon_rate
         self.optimizers = build_optimizers(drafter, *rates)
-        self._peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         network: Any = torch.compile(drafter) if settings.compile else drafter
         if settings.gradient_checkpointing:
             # Its name changes in transformers 5, its default in 4 keeps gradients from arguments by name.
@@ -131,6 +135,12 @@ class Trainer:
             shard_drafter(drafter, **(sharding or {}))
         # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
         drafter.to(device)
+
+    @property
+    def rates(self) -> str:
+        """The peak rates, as they are given: `learning_rate=0.002, muon_learning_rate=0.02`."""
+        rates = {"learning_rate": self.settings.learning_rate, "muon_learning_rate": self.muon_rate}
+        return ", ".join(f"{name}={rate:.4g}" for name, rate in rates.items() if rate)
 
     @property
     def attention(self) -> str:
@@ -186,11 +196,12 @@ class Trainer:
             raise FloatingPointError(
                 f"The {what} of step {step} is {value}, on batch {index} of epoch {epoch} "
                 f"({len(batch.input_ids)} sequences, the first of which begins with the ids {batch.input_ids[0, :8].tolist()}): "
-                f"lower learning_rate={settings.learning_rate}, set mixed_precision='no', or look at that batch."
+                f"lower {self.rates}, set mixed_precision='no', or look at that batch."
             )
         factor = rate_factor(step, self.num_steps, settings.warmup_ratio)
-        for optimizer, peak in zip(self.optimizers, self._peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * factor
+        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.counts = counts if self.counts is None else self.counts + counts
@@ -199,23 +210,33 @@ class Trainer:
         return StepFigures(loss, norm.item(), factor, is_stopping)
 
     def measure(self, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """A point of the curve: the counts since the last one, and true acceptance on the `held_out` prompts."""
+        """A point of the curve: the counts since the last one, if any, and true acceptance on the `held_out` prompts."""
         accelerator = self.accelerator
-        assert self.counts is not None
-        counts, self.counts = join_counts(accelerator, self.counts), None
-        runs = {"accepted": int(counts.accepted), "blocks": int(counts.blocks)}
-        point: dict[str, Any] = {"step": self.step_number, **counts.summary(), **runs}
+        point: dict[str, Any] = {"step": self.step_number}
+        if self.counts is not None:
+            counts, self.counts = join_counts(accelerator, self.counts), None
+            point |= counts.summary() | {"accepted": int(counts.accepted), "blocks": int(counts.blocks)}
         if held_out:
-            whole = whole_copy(self.drafter)
-            whole.eval()
-            # A sharded target runs only where all processes run it, so each decodes all prompts.
-            is_everywhere = is_sharded(self.target)
-            index, count = (0, 1) if is_everywhere else (accelerator.process_index, accelerator.num_processes)
-            acceptance = measure_acceptance(whole, self.target, held_out[index::count], self.settings.eval_new_tokens)
-            if count > 1:
-                acceptance = join_acceptances(accelerator, acceptance)
+            acceptance = self.acceptance(held_out)
             point |= {"tau": acceptance.tau, "tokens_per_step": acceptance.tokens_per_step}
         return point
+
+    def acceptance(self, prompts: Sequence[Sequence[int]]) -> Acceptance:
+        """True acceptance on `prompts`, greedy, over all processes. FloatingPointError if the last steps broke the drafter."""
+        whole = whole_copy(self.drafter)
+        whole.eval()
+        # A sharded target runs only where all processes run it, so each decodes all prompts.
+        is_everywhere = is_sharded(self.target)
+        index, count = (0, 1) if is_everywhere else (self.accelerator.process_index, self.accelerator.num_processes)
+        try:
+            acceptance = measure_acceptance(whole, self.target, prompts[index::count], self.settings.eval_new_tokens)
+        except ValueError as error:
+            if not self.step_number or "drafter's logits" not in str(error):
+                raise
+            raise FloatingPointError(
+                f"After step {self.step_number} the drafter's logits are NaN or infinite: lower {self.rates}."
+            ) from error
+        return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on; of a sharded drafter on the first process alone, but all must call."""
@@ -259,6 +280,7 @@ class Trainer:
         padding = self.target.config.get_text_config(decoder=True).pad_token_id or 0
         while True:
             how = self.cut() | {"num_anchors": self.settings.num_anchors, "pad_token_id": padding, "first": first}
+            how["rejected_share"] = self.settings.rejected_share
             for index, batch in enumerate(epoch_batches(self.examples, epoch, **how), start=first):
                 yield (epoch, index), batch
             epoch, first = epoch + 1, 0

@@ -130,7 +130,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def public_settings(settings: TrainingSettings) -> TrainingSettings:
     """The settings without paths of this machine."""
-    return replace(settings, init=public_name(settings.init), features=public_name(settings.features))
+    init, features, eval_data = map(public_name, (settings.init, settings.features, settings.eval_data))
+    return replace(settings, init=init, features=features, eval_data=eval_data)
 
 
 def _refuse_other_settings(settings: TrainingSettings, saved: dict[str, Any]) -> None:

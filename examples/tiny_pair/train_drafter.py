@@ -239,6 +239,7 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         examples,
         [encode_prompt(text, tokenizer) for text in choosing],
         TrainingSettings(
+            recipe="paper",  # but for the optimiser
             steps=scale.steps,
             learning_rate=arguments.lr,
             muon_learning_rate=arguments.muon_lr,

@@ -1,0 +1,63 @@
+"""A change of low rank to each matrix of a drafter (LoRA, https://arxiv.org/abs/2106.09685), merged where it decodes or is saved.
+
+As a parametrisation of torch's it is seen by every reader of `weight`, also by compiled forwards and other optimisers.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+class LowRankChange(nn.Module):
+    """The weight and a matrix of low rank, which is 0 at first."""
+
+    def __init__(self, weight: torch.Tensor, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        height, width = weight.shape
+        down = torch.randn(rank, width, generator=generator) / math.sqrt(width)
+        self.down = nn.Parameter(down.to(weight))  # [R, in]
+        self.up = nn.Parameter(weight.new_zeros(height, rank))  # [out, R]
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The changed weight, [out, in]."""
+        return weight + self.up @ self.down
+
+
+def change_in_low_rank(drafter: nn.Module, rank: int, seed: int) -> None:
+    """Freezes all weights and gives each matrix of a linear layer a change of at most `rank`, which alone is trained.
+
+    Raises:
+        ValueError: for a rank that saves nothing in any matrix.
+    """
+    linear = [module for module in drafter.modules() if isinstance(module, nn.Linear)]
+    largest = max(min(module.weight.shape) for module in linear)
+    if rank >= largest:
+        raise ValueError(
+            f"lora_rank={rank} and the largest matrix has rank {largest}: give less, or train all weights."
+        )
+    drafter.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for module in linear:
+        change = LowRankChange(module.weight, min(rank, *module.weight.shape), generator)
+        parametrize.register_parametrization(module, "weight", change)
+
+
+def is_changed(drafter: nn.Module) -> bool:
+    """Whether `drafter` has changes of low rank."""
+    return any(isinstance(module, LowRankChange) for module in drafter.modules())
+
+
+def merged(drafter: Any) -> Any:
+    """A copy in which the changes are part of the weights."""
+    state = {name: value for name, value in drafter.state_dict().items() if ".parametrizations." not in name}
+    for name, module in drafter.named_modules():
+        if parametrize.is_parametrized(module, "weight"):
+            state[f"{name}.weight"] = module.weight
+    # Not a deep copy, which would share the classes that torch made: without their parametrisation both would lose it.
+    whole = type(drafter)(copy.deepcopy(drafter.config))
+    whole.load_state_dict(state)
+    return whole.to(drafter.device).eval()

@@ -1,0 +1,99 @@
+"""Where verification rejected a draft, recorded while a pair decodes, as rows to train on: the text and the anchors in it."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.common.fingerprints import fingerprint, model_fingerprint
+from dflash.common.json_lines import JsonLines, whole_lines
+from dflash.common.provenance import public_name
+from dflash.model.decoding_dflash import Block
+
+
+class Trace:
+    """A file of rows, one a text: its ids, and the anchors of the drafts of which a token was `rejected`.
+
+    Each row also says which target wrote it with which tokenizer, so that files can be joined.
+
+    Args:
+        path: A `.jsonl` file, to which rows are added.
+        target: The target, whose weights are known again by their fingerprint.
+        tokenizer: Its tokenizer.
+        name: The target's name; of a path its last part is written.
+        rank: Number of this process; every process but the first writes a file of its own beside `path`.
+        begin: Delete what the file holds.
+
+    Raises:
+        ValueError: for a path that does not end in `.jsonl`, which is how training reads it.
+
+    Example:
+        >>> trace = Trace(Path("trace.jsonl"), target, tokenizer, "Qwen/Qwen3-4B")
+        >>> for block in recorded(generate_blocks(drafter, target, [prompt_ids]), [prompt_ids], trace):
+        ...     print(tokenizer.decode(block.token_ids), end="")
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        target: PreTrainedModel,
+        tokenizer: Any,
+        name: str | None = None,
+        rank: int = 0,
+        begin: bool = False,
+    ) -> None:
+        if path.suffix != ".jsonl":
+            raise ValueError(f"The trace {path} must be a file that ends in .jsonl, which is how training reads it.")
+        self._lines = JsonLines(path, rank)
+        for part in self._lines.parts() if begin and not rank else ():
+            part.unlink()
+        self._lines.mend()
+        self._origin = {"target": public_name(name), "weights": model_fingerprint(target)}
+        self._origin["tokenizer"] = fingerprint(tokenizer.get_vocab())
+
+    def append(self, prompt_ids: Sequence[int], response_ids: Sequence[int], rejected: Sequence[int]) -> None:
+        """Adds a text; `rejected` are places in prompt and response together."""
+        ids = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "rejected": list(rejected)}
+        self._lines.append([self._origin | ids])
+
+    def join(self) -> None:
+        """Puts what other processes wrote into the file; for the first process, when all are done."""
+        if len(parts := self._lines.parts()) > 1:
+            self._lines.join(line for part in parts for _, line in whole_lines(part))
+
+
+def recorded(blocks: Iterable[Block], prompts: Sequence[Sequence[int]], trace: Trace) -> Iterator[Block]:
+    """The blocks of `generate_blocks`, unchanged; at the end, also an early one, the texts of `prompts` are added to `trace`.
+
+    What a lookup proposed is not recorded: the drafter learns nothing from it.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    rejected: list[list[int]] = [[] for _ in prompts]
+    try:
+        for block in blocks:
+            text, anchor = texts[block.sequence], len(prompts[block.sequence]) + len(texts[block.sequence]) - 1
+            if block.num_accepted < block.num_proposals and not block.is_lookup:
+                rejected[block.sequence].append(anchor)
+            text += block.token_ids
+            yield block
+    finally:
+        for prompt, text, anchors in zip(prompts, texts, rejected, strict=True):
+            trace.append(prompt, text, anchors)
+
+
+def check_trace(
+    rows: Iterable[Mapping[str, Any]], target: str | os.PathLike[str], tokenizer: Any, model: PreTrainedModel
+) -> None:
+    """Raises ValueError for a row of a trace that was recorded with another tokenizer or with another target than `model`."""
+    ours = {"tokenizer": fingerprint(tokenizer.get_vocab()), "weights": model_fingerprint(model)}
+    for number, row in enumerate(rows, start=1):
+        if row.get("rejected") is None:
+            continue
+        for what, own in ours.items():
+            if row.get(what) != own:
+                raise ValueError(
+                    f"Row {number} was recorded with the {what} {row.get(what)} of {row.get('target') or 'another target'} and "
+                    f"those of {target} are {own}: record a trace of this target (dflash regenerate --trace)."
+                )

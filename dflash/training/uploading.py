@@ -1,0 +1,63 @@
+"""Puts a run's checkpoints on the Hub while it goes on. What fails there is said, and the run goes on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils import logging
+
+from dflash.checkpoints import licence_lines, plan_publication, publish, read_licence
+
+from .settings import TrainingSettings
+
+
+logger = logging.get_logger(__name__)
+
+
+def check_upload(settings: TrainingSettings) -> None:
+    """Raises ValueError if nothing could be uploaded: for the repository's name, without a token, or by the licence of `init`."""
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    repo_id, init = settings.publish_to, settings.init
+    if repo_id is None:
+        return
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"publish_to={repo_id!r} names no namespace: give namespace/name.")
+    if get_token() is None:
+        raise ValueError(
+            f"publish_to={repo_id!r}, and there is no token of the Hub: run `hf auth login`, or set HF_TOKEN."
+        )
+    licence = None if init is None else read_licence(init)
+    if licence is not None and licence.forbids_changed_copies:
+        raise ValueError(
+            f"publish_to={repo_id!r}: the licence {licence.inherited} of {init} forbids to share a changed copy; leave it out, or "
+            "use `dflash publish --accept-licence` if you have permission."
+        )
+
+
+@dataclass
+class Uploads:
+    """What a run has uploaded; the step that it begins with is not its own work, and stays."""
+
+    folder: Path
+    repo_id: str | None
+    announce: Callable[[str], None] | None
+    step: int = 0
+
+    def add(self, step: int, is_last: bool = False) -> None:
+        """Uploads the checkpoint of `step` in one commit, if it is new or the run's last; a new repository is private."""
+        from huggingface_hub import HfApi
+
+        if self.repo_id is None or not step or (step == self.step and not is_last):
+            return
+        try:
+            plan = plan_publication(self.folder, self.repo_id)
+            licence_lines("publish", str(self.folder))
+            is_there = HfApi().repo_exists(self.repo_id)
+            done = publish(plan, private=not is_there, message=f"Step {step}")
+            self.step, said = step, f"Step {step:,} is at {done.url}."
+        except Exception as error:  # of any type: hours of training do not end for an upload
+            said = f"Step {step:,} was not uploaded, and the run goes on: {str(error).strip() or type(error).__name__}"
+        (self.announce or logger.warning)(said)

@@ -1,0 +1,344 @@
+"""`dflash adapt`: rejected drafts recorded, changes of low rank, the drafter as it was among the candidates, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    BLOCK_SIZE,
+    SMALL,
+    ScriptedDrafter,
+    expected_lengths,
+    greedy,
+    make_drafter,
+    make_prompt,
+    make_target,
+    make_tokenizer,
+)
+
+from dflash import DFlashDraftModel, generate_blocks
+from dflash.common.files import only_writer
+from dflash.model.decoding_dflash import Block
+from dflash.training import (
+    ADAPTATION,
+    Trace,
+    adapt,
+    build_optimizers,
+    load_examples,
+    measure_acceptance,
+    recorded,
+    sample_anchors,
+)
+from dflash.training.adaptation import AdaptationGoal
+from dflash.training.adaptation_lora import change_in_low_rank, merged
+
+
+PROMPTS = [make_prompt(6, seed=seed)[0].tolist() for seed in range(2)]
+TINY = replace(
+    ADAPTATION,
+    steps=12,
+    num_anchors=8,
+    batch_tokens=256,
+    learning_rate=5e-3,
+    mixed_precision="no",
+    eval_every=6,
+    eval_new_tokens=24,
+    held_out=2,
+    deduplicate=False,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a drafter, and prompts of which few differ, so that what is held out is learned; read-only."""
+    folder = tmp_path_factory.mktemp("adapt")
+    make_target(num_hidden_layers=2).save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    make_drafter(**SMALL).save_pretrained(folder / "drafter")
+    for name, prompts in (("asked", PROMPTS), ("general", PROMPTS[:1])):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt_ids": ids}) for ids in prompts * 10))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Path:
+    """A trace of the target's answers, as the command's first half writes it; read-only."""
+    target, path = make_target(num_hidden_layers=2), folder / "answers.jsonl"
+    trace = Trace(path, target, make_tokenizer(), str(folder / "target"))
+    for prompt in PROMPTS * 10:
+        text = greedy(target, torch.tensor([prompt]), max_new_tokens=24)[0].tolist()
+        trace.append(prompt, text[len(prompt) :], [len(prompt) + 3])
+    return path
+
+
+@pytest.fixture
+def run(dflash_command: Callable[..., Any], folder: Path) -> Any:
+    """`run(output, data, "--steps", 4)`: exit status, standard output, standard error."""
+
+    def call(output: Path, data: Path, *words: Any) -> tuple[int, str, str]:
+        pair = ["--target", folder / "target", "--drafter", folder / "drafter", "--data", data, "--output", output]
+        tiny = {name: value for name, value in vars(TINY).items() if value != getattr(ADAPTATION, name)}
+        flags = [word for name, value in tiny.items() for word in _flag(name.replace("_", "-"), value)]
+        return dflash_command("adapt", *pair, *flags, *words)
+
+    return call
+
+
+def _flag(name: str, value: Any) -> list[Any]:
+    return [f"--no-{name}"] if value is False else [f"--{name}", value]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return DFlashDraftModel.from_pretrained(path, dtype=torch.bfloat16).state_dict()
+
+
+def test_a_trace_holds_the_text_and_the_anchors_of_the_drafts_that_were_rejected(tmp_path: Path) -> None:
+    """Promise: an anchor per step of which a draft was rejected, and none of a step that accepted all; blocks pass unchanged."""
+    target, prompt, script = make_target(num_hidden_layers=2), make_prompt(), [1, BLOCK_SIZE - 1, 0, 2]
+    truth = greedy(target, prompt, max_new_tokens=40)
+    drafter = ScriptedDrafter(target, truth, script, **SMALL)
+    how: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "prompt_lookup_num_tokens": 0}
+    trace = Trace(tmp_path / "trace.jsonl", target, make_tokenizer(), "org/target")
+    ids = prompt[0].tolist()
+    blocks = recorded(generate_blocks(drafter, target, prompt, max_new_tokens=20, **how), [ids], trace)
+    seen = [token_id for block in blocks for token_id in block.token_ids]
+    row = json.loads((tmp_path / "trace.jsonl").read_text())
+    assert row["prompt_ids"] + row["response_ids"] == ids + seen == truth[0, : len(ids) + 20].tolist()
+    anchors, place = [], len(ids)
+    for length in expected_lengths(script, 20):
+        if length < BLOCK_SIZE and place < len(ids) + 19:  # for the last token nothing is drafted
+            anchors.append(place)
+        place += length
+    assert row["rejected"] == anchors
+    (example,) = load_examples(tmp_path / "trace.jsonl")
+    assert example.rejected.tolist() == anchors
+    assert example.cut(anchors[1] + 1).rejected.tolist() == anchors[:2]
+
+    early = recorded(generate_blocks(drafter, target, prompt, max_new_tokens=20, **how), [ids], trace)
+    next(early)
+    early.close()
+    assert json.loads((tmp_path / "trace.jsonl").read_text().splitlines()[1])["response_ids"] == seen[:1]
+
+
+def test_each_sequence_of_a_batch_is_recorded_and_what_lookups_proposed_is_not(tmp_path: Path) -> None:
+    steps = [
+        Block([4], 0, 0, is_prefill=True),
+        Block([5, 6], 3, 1),
+        Block([7], 3, 0, is_lookup=True),
+        Block([8], 3, 0),
+    ]
+    batch = [replace(one, sequence=sequence) for one in steps for sequence in (0, 1) if sequence or one != steps[1]]
+    trace = Trace(tmp_path / "trace.jsonl", make_target(num_hidden_layers=1), make_tokenizer())
+    assert list(recorded(batch, [[1], [1, 2, 3]], trace)) == batch
+    rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [(row["response_ids"], row["rejected"]) for row in rows] == [([4, 7, 8], [2]), ([4, 5, 6, 7, 8], [3, 6])]
+
+
+def test_a_share_of_the_anchors_is_where_drafts_were_rejected() -> None:
+    """Promise: that share of them, as far as there are as many; the others are random, none twice, and without a record all."""
+    mask, rejected = [0] * 4 + [1] * 60, [2, 9, 17, 30, 31, 44, 63]  # 2 and 63 begin no block
+    drawn = [
+        sample_anchors(mask, 8, seed=0, epoch=epoch, index=0, rejected=rejected, rejected_share=0.5)
+        for epoch in range(200)
+    ]
+    assert all(len(set(anchors)) == 8 and sorted(anchors) == anchors for anchors in drawn)
+    assert min(len({9, 17, 30, 31, 44}.intersection(anchors)) for anchors in drawn) == 4
+    assert set().union(*drawn) == set(range(4, 63))
+    few = sample_anchors(mask, 8, seed=0, epoch=0, index=0, rejected=[9], rejected_share=1.0)
+    assert 9 in few
+    assert len(few) == 8
+    plain = sample_anchors(mask, 8, seed=0, epoch=0, index=0)
+    assert plain == sample_anchors(mask, 8, seed=0, epoch=0, index=0, rejected_share=1.0)
+
+
+def test_a_change_of_low_rank_begins_at_nothing_and_is_merged_into_the_drafters_own_weights() -> None:
+    drafter = make_drafter(**SMALL)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    change_in_low_rank(drafter, 2, seed=0)
+    trained = {name for name, value in drafter.named_parameters() if value.requires_grad}
+    assert trained
+    assert all(re.search(r"weight\.0\.(up|down)$", name) for name in trained)
+    assert [type(one).__name__ for one in build_optimizers(drafter, 1e-3, 0.0, 2e-3)] == ["Muon"]
+    whole = merged(drafter)
+    assert whole.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    whole = merged(drafter)
+    inputs = {"noise_embeds": torch.randn(1, 4, 32), "context_hidden_states": torch.randn(1, 3, 32)}
+    states = [model(**inputs).last_hidden_state for model in (drafter, whole)]
+    assert torch.equal(*states)
+    changed = {name for name, value in whole.state_dict().items() if not torch.equal(value, before[name])}
+    assert {
+        torch.linalg.matrix_rank(whole.state_dict()[name] - before[name], tol=1e-3).item() for name in changed
+    } == {2}
+    assert not any("norm" in name for name in changed)
+    with pytest.raises(ValueError, match="lora_rank=999 and the largest matrix has rank"):
+        change_in_low_rank(make_drafter(**SMALL), 999, seed=0)
+
+
+def test_the_command_answers_adapts_and_says_before_and_after(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Promise: prompts alone are enough. What is kept accepts more, is a plain checkpoint, and its card says what was before."""
+    output = tmp_path / "my-DFlash"
+    words = ["--general", folder / "general.jsonl", "--max-new-tokens", 24, "--steps", 24, "--lora-rank", 4]
+    status, out, err = run(output, folder / "asked.jsonl", *words)
+    assert status == 0, err
+    facts = json.loads((output / "training.json").read_text())
+    first, *_, last = facts["curve"]
+    assert (first["step"], first["tau"] < last["tau"], facts["best_step"] > 0) == (0, True, True)
+    assert first["domains"].keys() == {"asked", "general"}
+    trace = (tmp_path / "my-DFlash.answers" / "asked.trace.jsonl").read_text()
+    rejected = [json.loads(line)["rejected"] for line in trace.splitlines()]
+    assert len(rejected) == 20
+    assert all(rejected)
+    best = next(point for point in facts["curve"] if point["step"] == facts["best_step"])["domains"]["asked"]
+    said = f"asked: tau {first['domains']['asked']['tau']:.2f} before, {best['tau']:.2f} after; accepted by position"
+    assert said in out
+    card = (output / "README.md").read_text()
+    assert f"| asked | {first['domains']['asked']['tau']:.2f} | {best['tau']:.2f} | " in card
+    assert "Adapted from `drafter`" in card
+    assert str(tmp_path) not in card + json.dumps(facts)
+    assert weights(output).keys() == weights(folder / "drafter").keys()
+    drafter = DFlashDraftModel.from_pretrained(output, dtype=torch.float32)
+    assert measure_acceptance(drafter, make_target(num_hidden_layers=2), PROMPTS, 24).tau > first["tau"]
+    assert run(output, folder / "asked.jsonl", *words)[0] == 1  # it holds a run now
+
+
+def test_a_drafter_that_only_gets_worse_is_given_back_as_it_was(
+    run: Any, folder: Path, answers: Path, tmp_path: Path
+) -> None:
+    """Promise: never worse. The beginning is a candidate, and the run ends when nothing has improved for `patience` points."""
+    good, output = tmp_path / "good", tmp_path / "output"
+    assert adapt(folder / "target", folder / "drafter", [answers], good, replace(TINY, steps=24), show_progress=False)
+    spoil = replace(TINY, steps=40, eval_every=2, patience=3, learning_rate=10.0, warmup_ratio=0.0)
+    record = adapt(folder / "target", good, [answers], output, spoil, show_progress=False)
+    assert record.best_step == 0
+    assert record.curve[0]["tau"] > 1.2
+    assert [point["step"] for point in record.curve] == [0, 2, 4, 6]
+    before = weights(good)
+    assert all(torch.equal(value, before[name]) for name, value in weights(output).items())
+    assert not (tmp_path / "output.state").exists()
+
+
+def test_what_forgets_general_texts_is_not_better() -> None:
+    def point(step: int, general: float, own: float) -> dict[str, Any]:
+        return {"step": step, "tau": own, "domains": {"general": {"tau": general}, "own": {"tau": own}}}
+
+    goal = AdaptationGoal(held_out=[[1]], domains={"general": [[1]], "own": [[1]]}, general="general")
+    record = SimpleNamespace(curve=[], best_tau=float("-inf"))
+    assert goal.is_better(point(0, 7.0, 4.0), record)
+    record.curve, record.best_tau = [point(0, 7.0, 4.0)], 4.0
+    assert goal.is_better(point(5, 6.9, 4.5), record)
+    assert not goal.is_better(point(5, 6.8, 4.5), record)
+    assert not goal.is_better(point(5, 7.5, 3.9), record)
+
+
+def test_divergence_is_one_sentence_and_the_best_weights_are_kept(
+    run: Any, folder: Path, answers: Path, tmp_path: Path
+) -> None:
+    status, _, err = run(tmp_path / "output", answers, "--learning-rate", 1e30)
+    assert (status, re.search(r"is nan.*the checkpoint of step 0 stands in", err) is not None) == (1, True), err
+    status, _, err = run(tmp_path / "measured first", answers, "--learning-rate", 1e30, "--eval-every", 1)
+    said = r"After step 1 the drafter's logits are NaN or infinite: lower learning_rate=1e\+30; the checkpoint of step 0 stands"
+    assert (status, re.search(said, err) is not None) == (1, True), err
+    before = weights(folder / "drafter")
+    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "output").items())
+
+
+def test_a_run_goes_on_with_its_own_drafter_alone(folder: Path, answers: Path, tmp_path: Path) -> None:
+    """Promise: a state of low rank, or of any weights, is not put on another drafter."""
+    begun, how = tmp_path / "begun", {"show_progress": False}
+    DFlashDraftModel.from_pretrained(folder / "drafter").save_pretrained(begun)
+    settings = replace(TINY, lora_rank=2, save_every=3)
+
+    def stop(point: dict[str, Any]) -> None:
+        if point["step"]:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        adapt(folder / "target", begun, [answers], tmp_path / "output", settings, on_point=stop, **how)
+    make_drafter(seed=5, **SMALL).save_pretrained(begun)
+    with pytest.raises(ValueError, match=r"The run to resume had other settings \(init: "):
+        adapt(folder / "target", begun, [answers], tmp_path / "output", settings, resume=True, **how)
+    DFlashDraftModel.from_pretrained(folder / "drafter").save_pretrained(begun)
+    record = adapt(folder / "target", begun, [answers], tmp_path / "output", settings, resume=True, **how)
+    assert [point["step"] for point in record.curve] == [0, 6, 12]
+
+
+def test_bad_input_is_one_sentence_before_anything_is_trained(
+    run: Any, dflash_command: Any, folder: Path, answers: Path, tmp_path: Path
+) -> None:
+    def refused(said: str, data: Path = answers, *words: Any, output: Path = tmp_path / "output") -> None:
+        status, _, err = run(output, data, *words)
+        assert (status, said in err) == (1, True), err
+        assert not (output / "config.json").exists()
+
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+
+    def written(name: str, **fields: Any) -> Path:
+        (tmp_path / name).write_text("\n".join(json.dumps(row | fields) for row in rows))
+        return tmp_path / name
+
+    ours, path = rows[0], tmp_path / "other.jsonl"
+    refused(
+        f"{path}: Row 1 was recorded with the tokenizer 0a of org/other and those of",
+        written("other.jsonl", tokenizer="0a", target="org/other"),
+    )
+    refused(
+        f"with the weights 0b of target and those of {folder / 'target'} are {ours['weights']}",
+        written("other.jsonl", weights="0b"),
+    )
+    refused("is as long as a block of 6 with two supervised", written("short.jsonl", response_ids=[5]))
+    path.write_text("\n".join(answers.read_text().splitlines()[:9]))
+    refused("none is held out to see what accepts more: give ten or more", path)
+    (tmp_path / "asked.jsonl").write_text((folder / "asked.jsonl").read_text())
+    refused("have one name (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
+    assert not (tmp_path / "output.answers").exists()
+    refused("general_share=1.0: give a share", answers, "--general-share", 1)
+    refused("lora_rank=999 and the largest matrix", answers, "--lora-rank", 999)
+    with only_writer(tmp_path / "busy"):
+        refused("is being written by process", answers, output=tmp_path / "busy")
+    trace = ["--target", folder / "target", "--data", folder / "asked.jsonl", "--output", tmp_path / "a.jsonl"]
+    status, _, err = dflash_command("regenerate", *trace, "--trace", tmp_path / "t.jsonl")
+    assert (status, "nothing drafts: give --drafter" in err) == (1, True)
+    words = [*trace, "--trace", tmp_path / "a.jsonl", "--drafter", folder / "drafter"]
+    status, _, err = dflash_command("regenerate", *words)
+    assert (status, "is also --data or --output" in err) == (1, True)
+    words = [
+        "--target",
+        folder / "target",
+        "--data",
+        written("other.jsonl", weights="0b"),
+        "--output",
+        tmp_path / "new",
+    ]
+    status, _, err = dflash_command("train", *words, "--block-size", 4)
+    assert (status, "Row 1 was recorded with the weights 0b of target" in err) == (1, True)
+
+
+def test_a_licence_that_forbids_changes_is_refused_unless_there_is_permission_which_the_card_says(
+    run: Any, folder: Path, answers: Path, tmp_path: Path
+) -> None:
+    card = folder / "drafter" / "README.md"
+    card.write_text("---\nlicense: cc-by-nc-nd-4.0\n---\n# A drafter\n")
+    try:
+        status, _, err = run(tmp_path / "output", answers)
+        assert (status, "cc-by-nc-nd-4.0" in err, "allows no derivatives, and adapting makes one" in err) == (
+            1,
+            True,
+            True,
+        )
+        assert run(tmp_path / "output", answers, "--i-have-permission", "--steps", 1)[0] == 0
+    finally:
+        card.unlink()
+    said = (tmp_path / "output" / "README.md").read_text()
+    assert "whose licence is cc-by-nc-nd-4.0. The licence allows no derivatives: " in said
