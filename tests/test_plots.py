@@ -48,7 +48,7 @@ def test_acceptance_is_drawn_of_all_steps_and_of_those_that_got_there():
     assert list(of_all.get_ydata()) == pytest.approx([14 / 20, 11 / 20, 10 / 20])
     assert list(of_reached.get_ydata()) == pytest.approx([14 / 20, 11 / 14, 10 / 11])
     assert list(of_all.get_xdata()) == [1, 2, 3]
-    assert texts(figure) == ["11 steps", "of all steps", "of steps that got there (≥ 10)"]
+    assert texts(figure) == ["11 steps", "of all steps", "of steps that got there"]
 
 
 def test_a_share_of_very_few_steps_is_not_drawn():
@@ -104,11 +104,12 @@ def test_lengths_are_shares_of_steps_with_tau_marked():
 
 
 def test_every_mark_of_tau_names_its_method_and_strikes_through_no_label():
-    names = ["dflash", "dflash tree", "dflash eager", "dflash adaptive"]
+    names = ["dflash", "dflash tree", "dflash with lookup", "dflash adaptive"]
     rows = [
         row(method=name, tau_micro=4 + i / 100, acceptance_histogram=[9, i + 1, 1]) for i, name in enumerate(names)
     ]
-    figure = plots.acceptance_lengths(rows)
+    as_ours = row(method="dflash compiled", tau_micro=4.5, acceptance_histogram=[8, 2, 1])  # but for near-ties
+    figure = plots.acceptance_lengths([*rows, as_ours])
     figure.draw_without_rendering()
     (axes,) = figure.axes
     legend = axes.get_legend()

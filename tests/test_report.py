@@ -52,6 +52,13 @@ RESULT = {
 }  # fmt: skip
 
 
+RUN = {
+    "settings": {"seed": 3}, "recipe": "short (Muon 0.02)", "versions": {"torch": "2.13.0"}, "device": "x86_64", "seconds": 90.0,
+    "target": {"parameters": 3_543_232}, "drafter": {"parameters": 2_250_624}, "command": ["dflash", "train"],
+    "curve": [{"step": 0, "tau": 3.25}, {"step": 50, "tau": 3.5, "loss": 1.25, "accuracy": [0.5]}],
+}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def _coarse_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page holds does not depend on how finely its figures are drawn, and most of the time goes into that."""
@@ -186,6 +193,27 @@ def test_figures_are_those_that_the_rows_have_something_for(run: Any, tmp_path: 
         2.0,
         2.0,
     ]  # the batch's row is another axis
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_a_checkpoint_is_shown_by_its_run(run: Any, tmp_path: Path, best: int) -> None:
+    folder, facts = tmp_path / "my-DFlash", copy.deepcopy(RUN)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    facts["best_step"] = 50 * best
+    facts["curve"][best]["tau"], facts["curve"][1 - best]["tau"] = 4.125, 5.0  # that forgets, and is not kept
+    (folder / "training.json").write_text(json.dumps(facts))
+    code, _, err = run(str(folder), "--output", str(tmp_path / "page"))
+    assert code == 0, err
+    page = (tmp_path / "page" / "index.html").read_text()
+    for said in ("my-DFlash", "target of 3.5 M parameters", "short (Muon 0.02), 1.5 minutes, seed 3", "dflash train"):
+        assert said in page
+    figure = drawings(read_result(folder / "training.json"))[0].draw(canvas.LIGHT, True)
+    figure.draw_without_rendering()
+    (label,) = figure.axes[0].texts
+    assert label.get_text() == f"4.12 at step {50 * best}"
+    assert figure.axes[0].get_window_extent().contains(*label.get_window_extent().min)
+    assert figure.axes[0].get_window_extent().contains(*label.get_window_extent().max)
 
 
 def test_a_figure_that_no_row_has_anything_for_is_a_sentence(tmp_path: Path) -> None:

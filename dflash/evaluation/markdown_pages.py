@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash.common.files import write_text
 
-from .results import read_result, setup, stated
+from .results import RUN, read_result, setup, stated
 from .tables import caveat, markdown, tables_of
 
 
@@ -51,8 +51,13 @@ def fill_pages(results: Sequence[str | Path], pages: Sequence[str | Path], check
 
 
 def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:
-    """The files, and in place of each folder those in it that match the pattern."""
-    return [file for path in map(Path, paths) for file in (sorted(path.glob(pattern)) if path.is_dir() else [path])]
+    """The files, and in place of each folder those in it that match the pattern: of a checkpoint its `training.json`."""
+
+    def matching(folder: Path) -> list[Path]:
+        run = folder / RUN
+        return [run] if run.is_file() and run.match(pattern) else sorted(folder.glob(pattern))
+
+    return [file for path in map(Path, paths) for file in (matching(path) if path.is_dir() else [path])]
 
 
 def names_of(mark: str) -> list[str]:

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dflash tree": {**EAGER, "adaptive": True, "draft_tree": True},
     "dflash drafting nothing": {**ALONE, "max_draft_tokens": 0},
 }
+DRAFTS_AS_OURS = ("dflash eager", "dflash compiled")
 RANDOM_DRAFTER = "random drafter adaptive"
 
 # All names, in the order of a result's rows. Native DFlash exists from transformers 5.15 on.

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from . import canvas, plots
 from .markdown_pages import files_in
 from .methods import PLAIN
-from .results import KNOWN_BY, Row, published, read_result, setup, stated, template_name
+from .results import KNOWN_BY, RUN, Row, published, read_result, setup, stated, template_name
 from .tables import COLUMNS, DECODED, EVALUATED, Table, caveat, table_of, tables_of
 
 
@@ -40,7 +40,7 @@ class Drawing(NamedTuple):
 def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     """Writes `index.html` and two PNG per figure, for light and dark pages, into `folder`; returns the page's path.
 
-    Paths are result files, and folders of them.
+    Paths are result files, folders of them, and checkpoints that `dflash train` has written.
 
     Raises:
         ValueError: A file is no result, or no file has rows; nothing is written then.
@@ -53,7 +53,9 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
         del results[name]
     if not results:
         given = ", ".join(map(str, paths))
-        raise ValueError(f"{given} is no result: its summary holds no rows; give results of bench, eval or canary.")
+        raise ValueError(
+            f"{given} is no result: its summary holds no rows; give results of bench, eval, canary or train."
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sections = [_section(name, result, folder) for name, result in results.items()]
@@ -81,7 +83,8 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
     add("speedup", shows, compared, plots.speedups, paper=paper and paper[0])
     histograms = _having(rows, "task", "method", "acceptance_histogram")
     accepting = [row for row in histograms if row["acceptance_histogram"][1:]]
-    shows = "How often the proposal at each position is accepted: of all verify steps, and of those that got there."
+    shows = "How often the proposal at each position is accepted: of all verify steps, and of those that got there, if at least "
+    shows += f"{plots.FEWEST_STEPS} did."
     add("acceptance", shows, accepting, plots.acceptance_by_position)
     add("lengths", "How many tokens a verify step gives; τ (micro) marked.", accepting, plots.acceptance_lengths)
     widths = _having(result.get("widths", rows), "width", "ms_verify")
@@ -97,6 +100,8 @@ def drawings(result: dict[str, Any]) -> list[Drawing]:
     shows = "Throughput of all requests against the wait of one, by the number of requests at once."
     target_ms = result.get("decoding", {}).get("target_ms_per_output_token")
     add("latency_throughput", shows, loads, plots.latency_throughput, target_ms=target_ms)
+    measured = _having(rows, "step", "tau") if result["kind"] == "run" else []
+    add("run", "Tokens of a verify step on held-out prompts, by the step of the run.", measured, plots.run_curve)
     return found
 
 
@@ -166,7 +171,7 @@ def _names(paths: Sequence[str | Path]) -> dict[str, str | Path]:
     """A name per file, from its own; told apart by a number where two files have the same."""
     names: dict[str, str | Path] = {}
     for path in dict.fromkeys(map(str, paths)):
-        stem = Path(path).stem
+        stem = Path(path).absolute().parent.name if Path(path).name == RUN else Path(path).stem
         candidates = chain([stem], (f"{stem}-{number}" for number in count(2)))
         names[next(name for name in candidates if name not in names)] = path
     return names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import canvas
 from .canvas import LIGHT, Curve, Entry, Theme
-from .methods import OURS, PLAIN
+from .methods import DRAFTS_AS_OURS, OURS, PLAIN
 from .results import Row, position_rates, task_key
 
 
@@ -32,7 +32,7 @@ def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = L
     chosen = _accepting(rows)
     colours = canvas.colours_of([row["method"] for row in chosen], theme)
     key: list[Entry] = [(method, colours[method], "-") for method in colours if len(colours) > 1]
-    key += [("of all steps", theme.ink, "-"), (f"of steps that got there (≥ {FEWEST_STEPS})", theme.ink, "--")]
+    key += [("of all steps", theme.ink, "-"), ("of steps that got there", theme.ink, "--")]
     labels = "Proposals accepted, by position", "position after the anchor (tokens)", "accepted"
     figure, panels = canvas.small_plots(_tasks(chosen), labels, note, theme, key)
     last = max([2, *(len(row["acceptance_histogram"]) - 1 for row in chosen)])
@@ -154,6 +154,24 @@ def growth(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     return canvas.curves(labels, drawn, note, theme)
 
 
+def run_curve(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
+    """Tau on held-out prompts by the step of a training run; a row has `step`, `tau`, and `is_kept` for the checkpoint's."""
+    figure, axes = canvas.one_plot("Acceptance while training", note, theme, 3.9)
+    points = sorted((row["step"], row["tau"]) for row in rows)
+    axes.plot(*zip(*points, strict=True), color=theme.ours, linewidth=2, marker="o", markersize=4)
+    kept = [(row["step"], row["tau"]) for row in rows if row.get("is_kept")]
+    step, tau = (kept or points)[-1]
+    side, shift = ("left", 6) if step == points[0][0] else ("right", -6)
+    axes.annotate(
+        f"{tau:.2f} at step {step:,}", (step, tau), (shift, 6), textcoords="offset points", ha=side, color=theme.ours,
+        weight="bold", path_effects=canvas.outlined(theme),
+    )  # fmt: skip
+    axes.set_ylim(0, 1.15 * max(tau for _, tau in points))
+    axes.set_xlabel("step")
+    axes.set_ylabel("tau on held-out prompts (tokens)")
+    return figure
+
+
 def latency_throughput(
     rows: Sequence[Row], note: str = "", theme: Theme = LIGHT, target_ms: float | None = None
 ) -> Figure:
@@ -190,9 +208,13 @@ def latency_throughput(
 
 
 def _accepting(rows: Sequence[Row]) -> list[Row]:
-    """Rows with proposals; of rows with the same acceptance the first alone."""
+    """Rows with proposals; of rows with the same acceptance, or the same drafts, the first alone."""
     kept: list[Row] = []
+    with_ours = {row["task"] for row in rows if row["method"] == OURS}
     for row in rows:
+        # Near-ties apart, and there are fewer colours than methods.
+        if row["task"] in with_ours and row["method"] in DRAFTS_AS_OURS:
+            continue
         histogram = row.get("acceptance_histogram")
         twin = any((row["task"], histogram) == (other["task"], other["acceptance_histogram"]) for other in kept)
         if histogram and len(histogram) > 1 and not twin:

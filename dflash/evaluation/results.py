@@ -16,6 +16,7 @@ from dflash.common.provenance import SCHEMA_VERSION
 
 Row = dict[str, Any]
 
+RUN = "training.json"  # what `dflash train` writes into a checkpoint
 LONGEST_TEMPLATE = 40  # letters of a chat template that is written out
 # Facts that one line states; of these the first ones need no name beside them.
 UNNAMED = ("pair", "hardware", "versions", "run", "simulated", "training", "targets")
@@ -29,12 +30,14 @@ KNOWN_BY = {"decode": ("task", "method"), "eval": ("task", "method"), "serving":
 def read_result(path: str | Path) -> dict[str, Any]:
     """A result file's content; its `kind` is a word and its `summary` a list of rows, empty where the kind has no rows.
 
+    The `training.json` of a checkpoint is read as a result of the kind "run", with a row for each measurement.
+
     Raises:
         ValueError: The file cannot be read, is no result or has another schema version; the message names the file.
     """
 
     def refused(what: str) -> ValueError:
-        return ValueError(f"{path} {what} of `dflash bench`, `dflash eval` or `dflash canary`.")
+        return ValueError(f"{path} {what} of `dflash bench`, `eval`, `canary` or `train`.")
 
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -42,6 +45,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
         raise refused(f"cannot be read ({error.strerror}): give a result") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise refused(f"is no JSON ({error}): give a result") from error
+    if isinstance(result, dict) and "schema_version" not in result and Path(path).name == RUN:
+        result = _of_run(result)
     version = result.get("schema_version") if isinstance(result, dict) else None
     if version is None:
         raise refused("is no result: it has no schema_version; give one")
@@ -60,6 +65,19 @@ def read_result(path: str | Path) -> dict[str, Any]:
         if not all(name in row for row in rows):
             raise ValueError(f"{path} is no whole result: a row of its summary has no {name}; measure again.")
     return {**result, "summary": rows}
+
+
+def _of_run(facts: dict[str, Any]) -> dict[str, Any]:
+    names = ("step", "loss", "tau", "tokens_per_step", "accepted_per_block")
+    points = facts.get("curve") or ()
+    rows = [{name: point[name] for name in names if point.get(name) is not None} for point in points]
+    for row in rows:
+        row["is_kept"] = row.get("step") == facts.get("best_step")
+    sizes = {f"{role}_parameters": (facts.get(role) or {}).get("parameters") for role in ("target", "drafter")}
+    environment = {**(facts.get("versions") or {}), **sizes, "device": facts.get("device")}
+    made = {"schema_version": SCHEMA_VERSION, "kind": "run", "environment": environment, "training": facts}
+    command = facts.get("command")  # earlier runs wrote its words
+    return {**made, "command": " ".join(command) if isinstance(command, list) else command, "summary": rows}
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -185,6 +203,10 @@ def _simulated(decoding: dict[str, Any], environment: dict[str, Any]) -> str | N
 def _trained(result: dict[str, Any]) -> dict[str, str]:
     """How a drafter was trained, or what recipes were tried on."""
     made = result.get("training", {})
+    if result.get("kind") == "run":
+        seconds, settings = made.get("seconds"), made.get("settings") or {}
+        how = "" if seconds is None else f"{seconds / 60:.1f} minutes, seed {settings.get('seed', 0)}"
+        return {"training": ", ".join(filter(None, (made.get("recipe"), how)))}
     if result.get("kind") == "drafter":
         target, command = made["target"], made["command"]
         command = command if isinstance(command, str) else " ".join(command)
