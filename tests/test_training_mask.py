@@ -9,6 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.training import lay_out_blocks
+from dflash.training import block_attention
 from dflash.training.block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
 from dflash.training.layout import BlockLayout, packed_causal_mask
 
@@ -208,16 +209,18 @@ def test_the_blockwise_mask_is_the_dense_one_without_other_blocks(shape: str) ->
             assert dense[name][:, :, rows].sum() == mask[:, :, rows].sum()  # of other blocks it sees nothing
 
 
-@pytest.mark.parametrize("most_scores", [None, 1, 2 * 2 * 2 * 4 * 16])
+@pytest.mark.parametrize("most_scores", ["fused", None, 1, 2 * 2 * 2 * 4 * 16])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blockwise_attention_gives_the_same_states_and_gradients(
-    shape: str, heads: tuple[int, int], most_scores: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: str, heads: tuple[int, int], most_scores: int | str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All blocks at once, and some after others."""
+    """By a fused kernel, all blocks at once, and some after others."""
     torch.manual_seed(0)
-    if most_scores is not None:
-        monkeypatch.setattr("dflash.training.block_attention.MOST_SCORES", most_scores)
+    if most_scores != "fused":
+        monkeypatch.setattr(block_attention, "FUSED", ())
+    if isinstance(most_scores, int):
+        monkeypatch.setattr(block_attention, "MOST_SCORES", most_scores)
     config = drafter_config(**SHAPES[shape], num_attention_heads=heads[0], num_key_value_heads=heads[1])
     drafter = DFlashDraftModel(config)
     noise_embeds, features = torch.randn(2, 12, 16), torch.randn(2, 12, 32)
@@ -235,8 +238,10 @@ def test_blockwise_attention_gives_the_same_states_and_gradients(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_scores_of_many_blocks_are_never_held_whole() -> None:
+@pytest.mark.parametrize("fused", [("cpu",), ()], ids=["fused", "parts"])
+def test_scores_of_many_blocks_are_never_held_whole(fused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What autograd keeps of them grows with rows and not with rows times keys."""
+    monkeypatch.setattr(block_attention, "FUSED", fused)
     held = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,6 +259,29 @@ def test_scores_of_many_blocks_are_never_held_whole() -> None:
     output.sum().backward()
     assert query.grad is not None
     assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_fused_attention_of_other_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients are those of the scores written out, also of a block that sees no context."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 12, 8, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(2, 2, 9 + 12, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    mask = torch.zeros(2, 1, 12, 9 + 4, dtype=dtype)
+    mask[:, :, :4, :9] = torch.finfo(dtype).min  # the first block has no context
+    mask[:, :, 4:8, 5:9] = torch.finfo(dtype).min
+    mask[:, :, :, 9:] += torch.full((4, 4), torch.finfo(dtype).min, dtype=dtype).triu(1).repeat(3, 1)
+    found = []
+    for fused in (("cpu",), ()):
+        monkeypatch.setattr(block_attention, "FUSED", fused)
+        output, _ = blockwise_attention(torch.nn.Identity(), query, key, value, mask)
+        output.square().sum().backward()
+        found.append([output, *(tensor.grad for tensor in (query, key, value))])
+        query.grad = key.grad = value.grad = None
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-6
+    for fused_one, written_out in zip(*found, strict=True):
+        assert fused_one.dtype == dtype
+        torch.testing.assert_close(fused_one, written_out, rtol=tolerance, atol=tolerance)
 
 
 def test_under_autocast_attention_takes_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
 
 All blocks of a sequence are in one forward, and a query sees the context and its own block alone. Dense scores grow with the
-square of the number of blocks, these with the number.
+square of the number of blocks, these with the number; on a CPU those of the context are not held at all.
 """
 
 from typing import Any
@@ -11,12 +11,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .fused_attention import FusedBlocks
+
 
 # Its name in a forward. Its masks are [B, 1, R, S + N]: the context's keys, then those of the query's own block.
 BLOCKWISE = "blockwise"
 
 # Scores that are held at a time: 64 MiB in fp32. Blocks with more than that are computed one part after another.
 MOST_SCORES = 2**24
+
+# Devices with a fused kernel whose output can be joined with the block's own.
+FUSED = ("cpu",)
 
 
 def blockwise_attention(
@@ -35,10 +40,17 @@ def blockwise_attention(
     block_size = attention_mask.shape[-1] - length
     blocks, shared = num_rows // block_size, heads // groups
     query = query * (size**-0.5 if scaling is None else scaling)
-    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
-    rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
+    if is_fused(query.device, dropout):
+        all_states = (context_key, context_value, block_key, block_value)
+        *context, block_key, block_value = (states.repeat_interleave(shared, dim=1) for states in all_states)
+        of_context, own = attention_mask.to(query.dtype).split([length, block_size], dim=-1)
+        of_blocks = (states.unflatten(2, (blocks, block_size)) for states in (query, block_key, block_value, own))
+        output = FusedBlocks.apply(*context, of_context, *of_blocks)
+        return output.flatten(2, 3).transpose(1, 2).contiguous(), None
+    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
+    rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
     of_blocks = (
         rows,
         block_key.unflatten(2, (blocks, block_size)),
@@ -56,6 +68,11 @@ def blockwise_attention(
     # [B, G, A, H / G, N, E] -> [B, A, N, G, H / G, E]
     output = output.unflatten(3, (shared, block_size)).permute(0, 2, 4, 1, 3, 5)
     return output.reshape(batch, num_rows, heads, size), None
+
+
+def is_fused(device: torch.device, dropout: float) -> bool:
+    """Whether no scores of the context are held on `device`."""
+    return device.type in FUSED and not dropout
 
 
 def _attend(

@@ -3,7 +3,7 @@
 import torch
 
 from .batches import epoch_sequences, valid_anchors
-from .block_attention import MOST_SCORES
+from .block_attention import MOST_SCORES, is_fused
 from .distributed import is_sharded
 from .losses import rows_of_chunk
 from .trainer import Trainer
@@ -29,10 +29,13 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
-    # Flex attention holds no scores and no mask; blockwise attention those of all layers, or of some blocks of one layer.
+    # Flex attention holds no scores and no mask, a fused kernel the mask alone; without one, blockwise attention holds the
+    # scores of all layers, or of some blocks of one layer.
     of_layer = scored * config.num_attention_heads
     is_whole = of_layer <= MOST_SCORES and not settings.gradient_checkpointing
     held = scored + (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES))
+    if is_fused(trainer.accelerator.device, config.attention_dropout):
+        held = scored
     scores = 0 if trainer.attention == "flex_attention" else held * width
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4

@@ -1,0 +1,76 @@
+"""Blockwise attention on a CPU by torch's fused kernel, which never holds the scores of the context.
+
+The kernel reads the context; the few scores of a block to itself are computed beside it. Both parts are joined by the logarithms
+of their softmax denominators, as in ring attention (arXiv 2310.01889): with the joint output and denominator, the kernel's own
+backward pass gives the gradients of the joint softmax.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class FusedBlocks(torch.autograd.Function):
+    """Softmax attention of `query` to the context's keys and those of its own block; without dropout, and scaled before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context_key: torch.Tensor,  # [B, H, S, E]
+        context_value: torch.Tensor,  # likewise
+        context_mask: torch.Tensor,  # additive [B, 1, A * N, S]
+        query: torch.Tensor,  # [B, H, A, N, E]
+        block_key: torch.Tensor,  # likewise
+        block_value: torch.Tensor,  # likewise
+        block_mask: torch.Tensor,  # additive [B, 1, A, N, N]
+    ) -> torch.Tensor:  # of the shape of query
+        flat = query.flatten(2, 3)
+        output, denominator = _forward(flat, context_key, context_value, 0.0, False, attn_mask=context_mask, scale=1.0)
+        denominator = denominator.view(*query.shape[:4], 1)  # of the context; a logarithm in fp32
+        scores = _own_scores(query, block_key, block_mask)
+        joint = torch.logaddexp(denominator, scores.logsumexp(dim=-1, keepdim=True))
+        own = (scores - joint).exp().to(query.dtype) @ block_value
+        output = output.view_as(query) * (denominator - joint).exp().to(query.dtype) + own
+        ctx.save_for_backward(
+            context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint
+        )
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint) = (
+            ctx.saved_tensors
+        )
+        of_query, of_context_key, of_context_value = _backward(
+            gradient.flatten(2, 3),
+            query.flatten(2, 3),
+            context_key,
+            context_value,
+            output.flatten(2, 3),
+            joint.flatten(2),
+            0.0,
+            False,
+            attn_mask=context_mask,
+            scale=1.0,
+        )
+        weights = (_own_scores(query, block_key, block_mask) - joint).exp()
+        mean = _wide(gradient * output).sum(dim=-1, keepdim=True)
+        of_scores = (weights * (_wide(gradient @ block_value.mT) - mean)).to(query.dtype)
+        of_query = of_query.view_as(query) + of_scores @ block_key
+        of_block_key, of_block_value = of_scores.mT @ query, weights.to(query.dtype).mT @ gradient
+        return of_context_key, of_context_value, None, of_query, of_block_key, of_block_value, None
+
+
+def _own_scores(query: torch.Tensor, block_key: torch.Tensor, block_mask: torch.Tensor) -> torch.Tensor:
+    """The scores of a block to itself, in fp32 at least: [B, H, A, N, N]."""
+    return _wide(query @ block_key.mT) + block_mask
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
