@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
 from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import decoder_layers
 
 
 # What a drafter takes over from its target unless told otherwise.
@@ -28,6 +31,9 @@ SHARED_FIELDS = (
     "rope_scaling",
     "rope_parameters",
 )
+
+# Width of the heads of the published drafters, whose largest scores narrower heads are given too.
+HEAD_DIM = 128
 
 # What a mask token is called in vocabularies that have one.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
@@ -59,9 +65,10 @@ def new_drafter(
     target_layer_ids: Sequence[int] | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    from_target: bool = False,
     **fields: Any,
 ) -> DFlashDraftModel:
-    """A drafter with random weights for `target`.
+    """A drafter for `target`, with random weights or with those of the target's last layers.
 
     Args:
         target: The model to draft for.
@@ -73,6 +80,7 @@ def new_drafter(
         sliding_window: Every layer sees so many positions. Default: all.
         is_causal: Whether rows see only what is before them in the block. Default: full layers are not causal, sliding ones
             are.
+        from_target: Begin with the target's weights, as `begin_at_target` copies them. Default: random ones.
         fields: Fields of `DFlashConfig` that differ from the target's, such as `intermediate_size`.
 
     Raises:
@@ -81,6 +89,9 @@ def new_drafter(
     config = target.config.get_text_config(decoder=True)
     shared = {name: getattr(config, name) for name in SHARED_FIELDS if getattr(config, name, None) is not None}
     layers = config.num_hidden_layers
+    ropes = shared.get("rope_parameters") or {}
+    if "full_attention" in ropes:  # one for each type of layer, as in Gemma 3
+        shared["rope_parameters"] = ropes["full_attention"]
     shape = {
         "num_hidden_layers": num_hidden_layers,
         "num_target_layers": layers,
@@ -89,7 +100,53 @@ def new_drafter(
         "mask_token_id": mask_token_id,
         "is_causal": is_causal,
     } | window_fields(num_hidden_layers, sliding_window)
-    return DFlashDraftModel(DFlashConfig(**(shared | shape | fields)))
+    drafter = DFlashDraftModel(DFlashConfig(**(shared | shape | fields)))
+    if from_target:
+        begin_at_target(drafter, target)
+    return drafter
+
+
+def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Gives the drafter the weights of the target's last layers wherever name and shape agree, and of its final norm.
+
+    The mean of the tapped layers is added to the random `fc`, so that the copied keys and values read the residual stream that they
+    were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
+    those of heads of `HEAD_DIM`: with weights of 1 the largest score is the root of a head's size.
+    """
+    config = drafter.config
+    layers = list(decoder_layers(target))
+    gain = max(1.0, (HEAD_DIM / config.head_dim) ** 0.25)
+    with torch.no_grad():
+        for own, theirs in zip(reversed(drafter.layers), reversed(layers), strict=False):
+            for name, weight in own.named_parameters():
+                found = _found(theirs, name)
+                if found is not None and found.shape == weight.shape:
+                    weight.copy_(found)
+                elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                    weight.fill_(gain)
+        final, first = _found(target.get_decoder(), "norm.weight"), _found(layers[-1], "input_layernorm.weight")
+        for norm, found in ((drafter.norm, final), (drafter.hidden_norm, first)):
+            if found is not None:
+                norm.weight.copy_(found)
+        taps = drafter.fc.weight.view(config.hidden_size, -1, config.hidden_size)  # [D, taps, D]
+        taps += torch.eye(config.hidden_size)[:, None] / taps.shape[1]
+
+
+def _found(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A weight of the target under the drafter's `name`, unless it is quantised; `None` if there is none."""
+    path, _, leaf = name.rpartition(".")
+    if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):  # Gemma's name of that place
+        path = "pre_feedforward_layernorm"
+    try:
+        place = module.get_submodule(path)
+        weight = place.get_parameter(leaf)
+    except AttributeError:
+        return None
+    if type(weight.data) is not torch.Tensor or not weight.is_floating_point() or weight.itemsize < 2:
+        return None
+    if weight.ndim == 1:  # what the norm multiplies by: some store it less 1
+        return place(torch.ones_like(weight)[None])[0] if "RMSNorm" in type(place).__name__ else None
+    return weight
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> dict[str, Any]:

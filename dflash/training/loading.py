@@ -32,7 +32,7 @@ SHORTEST_PROMPT = 8
 # Settings of the drafter that one of `init` can change; the others are of the weights' shape, which only a new drafter takes.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] == DRAFTER}
-NEW_DRAFTER_FIELDS -= {"init", "sliding_window", *CHANGEABLE}
+NEW_DRAFTER_FIELDS -= {"init", "from_target", "sliding_window", *CHANGEABLE}
 
 
 @dataclass
@@ -189,7 +189,8 @@ def make_drafter(
             )
         if settings.mask_token_id is None:
             changeable["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
-        return new_drafter(target, sliding_window=settings.sliding_window, **asked, **changeable)
+        changeable |= {"sliding_window": settings.sliding_window, "from_target": settings.begins_at_target}
+        return new_drafter(target, **asked, **changeable)
     if asked:
         raise ValueError(
             f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "

@@ -27,10 +27,11 @@ REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
 # The one place of the defaults that differ between recipes; a Muon rate is of a drafter with `RECIPE_WIDTH` hidden channels.
 # short: for runs of hundreds or thousands of steps. paper: DFlash, appendix A.1, for 800 K samples and 6 epochs.
 RECIPES: dict[str, dict[str, Any]] = {
-    "short": {"learning_rate": 2e-3, "muon_learning_rate": 2e-2, "position_weights": "dpace"},
-    "paper": {"learning_rate": 6e-4, "muon_learning_rate": 0.0, "position_weights": "decay"},
+    "short": {"learning_rate": 2e-3, "muon_learning_rate": 2e-2, "position_weights": "dpace", "from_target": True},
+    "paper": {"learning_rate": 6e-4, "muon_learning_rate": 0.0, "position_weights": "decay", "from_target": False},
 }
 RECIPE_WIDTH = 128
+LATE = ("muon_learning_rate", "from_target")  # decided where the drafter is known
 
 DRAFTER = "The drafter's shape"
 TARGET = "The target"
@@ -64,6 +65,9 @@ class TrainingSettings:
     steps: int | None = _setting(None, STEPS, "Optimiser steps, in as many epochs as they take. Default: --epochs.", 1)
     epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
     init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
+    from_target: bool | None = _setting(
+        None, DRAFTER, "Begin with the weights of the target's last layers. Default: by recipe, but for --init."
+    )
     num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
     intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)
     num_taps: int | None = _setting(None, DRAFTER, "Target layers it reads, by the paper's spread. Default: 5.", 1)
@@ -150,7 +154,7 @@ class TrainingSettings:
         if self.gamma is not None and self.position_weights is None:
             object.__setattr__(self, "position_weights", "decay")
         for name, value in RECIPES.get(self.recipe, {}).items():
-            if getattr(self, name) is None and name != "muon_learning_rate":  # which waits for the drafter's width
+            if getattr(self, name) is None and name not in LATE:
                 object.__setattr__(self, name, value)
         for name, instead in REMOVED_VALUES.items():
             if (value := getattr(self, name)) in instead:
@@ -182,6 +186,8 @@ class TrainingSettings:
         if self.features is not None and self.shard_target:
             why = "one process writes features with the whole target; leave either out"
             raise ValueError(f"features={self.features!r} and shard_target: {why}.")
+        if self.from_target and self.init is not None:
+            raise ValueError(f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out.")
         if self.num_taps is not None and self.target_layer_ids is not None:
             both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
             raise ValueError(f"{both}: give the number or the layers.")
@@ -196,6 +202,11 @@ class TrainingSettings:
         if self.muon_learning_rate is not None:
             return self.muon_learning_rate
         return RECIPES[self.recipe]["muon_learning_rate"] * math.sqrt(RECIPE_WIDTH / width)
+
+    @property
+    def begins_at_target(self) -> bool:
+        """Whether a new drafter begins with the target's weights."""
+        return RECIPES[self.recipe]["from_target"] if self.from_target is None else self.from_target
 
     def recipe_text(self) -> str:
         """The recipe, and what was given instead of its values: `short with learning_rate=0.001`."""
