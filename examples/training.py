@@ -64,12 +64,10 @@ def main() -> None:
 
     mask_token_id = tokenizer.convert_tokens_to_ids(arguments.mask_token)
     shape = {"num_hidden_layers": arguments.layers, "block_size": arguments.block_size}
-    drafter = new_drafter(target, mask_token_id=mask_token_id, **shape)
+    drafter = new_drafter(target, mask_token_id=mask_token_id, from_target=True, **shape)
     steps = 2 if arguments.tiny else arguments.steps
     settings = TrainingSettings(
         steps=steps,
-        learning_rate=2e-3,
-        muon_learning_rate=2e-2,
         num_anchors=24,
         batch_tokens=1024,
         mixed_precision="bf16" if torch.cuda.is_available() else "no",

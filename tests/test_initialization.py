@@ -45,7 +45,10 @@ def test_its_context_begins_as_the_mean_of_the_tapped_layers() -> None:
 def test_a_deeper_drafter_begins_with_all_layers_of_the_target_at_its_end() -> None:
     target = make_target("qwen3", seed=3)
     depth = target.config.num_hidden_layers
-    drafter, other = begun(target, num_hidden_layers=depth + 1), begun(target, num_hidden_layers=depth + 1, from_target=False)
+    drafter, other = (
+        begun(target, num_hidden_layers=depth + 1),
+        begun(target, num_hidden_layers=depth + 1, from_target=False),
+    )
     assert torch.equal(drafter.layers[0].mlp.up_proj.weight, other.layers[0].mlp.up_proj.weight)
     assert torch.equal(drafter.layers[1].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
 
@@ -73,7 +76,13 @@ def test_norms_that_store_their_weight_less_one_are_read_as_they_multiply() -> N
     kinds: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     target = Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **DIMENSIONS, **kinds, num_hidden_layers=2, rope_theta=50000.0, bos_token_id=1, eos_token_id=1, pad_token_id=0
+            **DIMENSIONS,
+            **kinds,
+            num_hidden_layers=2,
+            rope_theta=50000.0,
+            bos_token_id=1,
+            eos_token_id=1,
+            pad_token_id=0,
         )
     )
     for module in target.modules():
@@ -85,7 +94,11 @@ def test_norms_that_store_their_weight_less_one_are_read_as_they_multiply() -> N
     torch.testing.assert_close(own, 1 + last.pre_feedforward_layernorm.weight)
     ropes = [getattr(config, "rope_parameters", None) for config in (target.config, drafter.config)]
     if ropes[0] is not None:  # transformers 5
-        assert ropes[1]["rope_theta"] == ropes[0]["full_attention"]["rope_theta"] != ropes[0]["sliding_attention"]["rope_theta"]
+        assert (
+            ropes[1]["rope_theta"]
+            == ropes[0]["full_attention"]["rope_theta"]
+            != ropes[0]["sliding_attention"]["rope_theta"]
+        )
 
 
 def test_packed_weights_are_not_taken_for_numbers() -> None:

@@ -502,7 +502,7 @@ def test_a_warm_start_that_only_harms_leaves_the_drafter_it_began_with(run: Any,
     """No point of step 0 was measured: whether training helped could not be seen, and worse weights were kept."""
     first, second = tmp_path / "first", tmp_path / "second"
     kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
-    learned = {"steps": 60, "eval_every": 60, "eval_new_tokens": 16, "learning_rate": 5e-3}
+    learned = {"steps": 60, "eval_every": 60, "eval_new_tokens": 16, "learning_rate": 5e-3, "from_target": False}
     assert run("--output", first, *flags(**TINY | learned))[0] == 0
     status, out, _ = run("--output", second, *flags(**kept, init=first, learning_rate=3, warmup_ratio=0, seed=0))
     assert (status, out.splitlines()[0].startswith("step 0: tau "), ": step 0, tau" in out) == (0, True, True)

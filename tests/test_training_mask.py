@@ -8,8 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.training import lay_out_blocks
-from dflash.training import block_attention
+from dflash.training import block_attention, lay_out_blocks
 from dflash.training.block_attention import BLOCKWISE, MOST_SCORES, blockwise_attention
 from dflash.training.layout import BlockLayout, packed_causal_mask
 

@@ -43,11 +43,11 @@ def blockwise_attention(
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
     if is_fused(query.device, dropout):
-        all_states = (context_key, context_value, block_key, block_value)
-        *context, block_key, block_value = (states.repeat_interleave(shared, dim=1) for states in all_states)
+        states = (context_key, context_value, block_key, block_value)
+        context_key, context_value, *of_own = (one.repeat_interleave(shared, dim=1) for one in states)
         of_context, own = attention_mask.to(query.dtype).split([length, block_size], dim=-1)
-        of_blocks = (states.unflatten(2, (blocks, block_size)) for states in (query, block_key, block_value, own))
-        output = FusedBlocks.apply(*context, of_context, *of_blocks)
+        in_blocks = (one.unflatten(2, (blocks, block_size)) for one in (query, *of_own, own))
+        output = FusedBlocks.apply(context_key, context_value, of_context, *in_blocks)
         return output.flatten(2, 3).transpose(1, 2).contiguous(), None
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
     rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)

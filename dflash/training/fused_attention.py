@@ -29,6 +29,7 @@ class FusedBlocks(torch.autograd.Function):
         block_value: torch.Tensor,  # likewise
         block_mask: torch.Tensor,  # additive [B, 1, A, N, N]
     ) -> torch.Tensor:  # of the shape of query
+        """The output of the joint softmax."""
         flat = query.flatten(2, 3)
         output, denominator = _forward(flat, context_key, context_value, 0.0, False, attn_mask=context_mask, scale=1.0)
         denominator = denominator.view(*query.shape[:4], 1)  # of the context; a logarithm in fp32
@@ -44,6 +45,7 @@ class FusedBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of all but the masks."""
         (context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint) = (
             ctx.saved_tensors
         )

@@ -135,7 +135,9 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 def _found(module: nn.Module, name: str) -> torch.Tensor | None:
     """A weight of the target under the drafter's `name`, unless it is quantised; `None` if there is none."""
     path, _, leaf = name.rpartition(".")
-    if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):  # Gemma's name of that place
+    if path == "post_attention_layernorm" and hasattr(
+        module, "pre_feedforward_layernorm"
+    ):  # Gemma's name of that place
         path = "pre_feedforward_layernorm"
     try:
         place = module.get_submodule(path)

@@ -187,7 +187,9 @@ class TrainingSettings:
             why = "one process writes features with the whole target; leave either out"
             raise ValueError(f"features={self.features!r} and shard_target: {why}.")
         if self.from_target and self.init is not None:
-            raise ValueError(f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out.")
+            raise ValueError(
+                f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out."
+            )
         if self.num_taps is not None and self.target_layer_ids is not None:
             both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
             raise ValueError(f"{both}: give the number or the layers.")
