@@ -1,4 +1,4 @@
-"""Where a new drafter begins: random weights, or those of the target's last layers."""
+"""Where a new drafter begins: random weights, or those of some of the target's layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def begun(target: Any, **shape: Any) -> Any:
     return new_drafter(target, mask_token_id=MASK_TOKEN_ID, **{"num_hidden_layers": 2, "from_target": True, **shape})
 
 
-def test_a_drafter_begins_with_the_targets_last_layers() -> None:
-    """Promise: its layers are the target's last ones in their order, its final norm the target's."""
+def test_a_drafter_begins_with_layers_of_the_target() -> None:
+    """Promise: its layers are spread over the target's, from the first to the last; its final norm is the target's."""
     target = make_target("qwen3", seed=3)
     for module in target.modules():  # norms of a new model are all ones
         if "RMSNorm" in type(module).__name__:
             nn.init.uniform_(module.weight)
-    drafter = begun(target)
-    for own, theirs in zip(drafter.layers, target.model.layers[-2:], strict=True):
+    drafter = begun(target, num_hidden_layers=3)
+    layers = target.model.layers
+    assert len(layers) == 4
+    for own, theirs in zip(drafter.layers, (layers[0], layers[2], layers[3]), strict=True):
         for name, weight in own.named_parameters():
             torch.testing.assert_close(weight, theirs.get_parameter(name), msg=name)
     torch.testing.assert_close(drafter.norm.weight, target.model.norm.weight)
@@ -42,15 +44,11 @@ def test_its_context_begins_as_the_mean_of_the_tapped_layers() -> None:
     torch.testing.assert_close(found, states.mean(dim=1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_deeper_drafter_begins_with_all_layers_of_the_target_at_its_end() -> None:
+@pytest.mark.parametrize(("depth", "places"), [(1, [0]), (6, [0, 1, 1, 2, 2, 3])])
+def test_a_drafter_of_any_depth_begins_with_the_target(depth: int, places: list[int]) -> None:
     target = make_target("qwen3", seed=3)
-    depth = target.config.num_hidden_layers
-    drafter, other = (
-        begun(target, num_hidden_layers=depth + 1),
-        begun(target, num_hidden_layers=depth + 1, from_target=False),
-    )
-    assert torch.equal(drafter.layers[0].mlp.up_proj.weight, other.layers[0].mlp.up_proj.weight)
-    assert torch.equal(drafter.layers[1].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
+    for place, layer in zip(places, begun(target, num_hidden_layers=depth).layers, strict=True):
+        assert torch.equal(layer.mlp.up_proj.weight, target.model.layers[place].mlp.up_proj.weight)
 
 
 def test_what_has_another_shape_stays_random() -> None:

@@ -68,7 +68,7 @@ def new_drafter(
     from_target: bool = False,
     **fields: Any,
 ) -> DFlashDraftModel:
-    """A drafter for `target`, with random weights or with those of the target's last layers.
+    """A drafter for `target`, with random weights or with those of some of the target's layers.
 
     Args:
         target: The model to draft for.
@@ -107,9 +107,10 @@ def new_drafter(
 
 
 def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Gives the drafter the weights of the target's last layers wherever name and shape agree, and of its final norm.
+    """Gives the drafter the weights of layers of the target, from its first to its last, wherever name and shape agree.
 
-    The mean of the tapped layers is added to the random `fc`, so that the copied keys and values read the residual stream that they
+    Their spread is even, as in DistilBERT (arXiv 1910.01108): a block begins with embeddings, which the first layers read. The
+    mean of the tapped layers is added to the random `fc`, so that the copied keys and values read the residual stream that they
     were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
     those of heads of `HEAD_DIM`: with weights of 1 the largest score is the root of a head's size.
     """
@@ -117,9 +118,10 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     layers = list(decoder_layers(target))
     gain = max(1.0, (HEAD_DIM / config.head_dim) ** 0.25)
     with torch.no_grad():
-        for own, theirs in zip(reversed(drafter.layers), reversed(layers), strict=False):
-            for name, weight in own.named_parameters():
-                found = _found(theirs, name)
+        for place, layer in enumerate(drafter.layers):
+            source = layers[round(place * (len(layers) - 1) / max(1, len(drafter.layers) - 1))]
+            for name, weight in layer.named_parameters():
+                found = _found(source, name)
                 if found is not None and found.shape == weight.shape:
                     weight.copy_(found)
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
