@@ -1,4 +1,4 @@
-"""`dflash eval`: the paper's tasks with any pair, plain decoding beside DFlash, answers scored."""
+"""`dflash eval`: the paper's tasks or one's own prompts with any pair, plain decoding beside DFlash, answers scored."""
 
 import json
 import sys
@@ -19,8 +19,14 @@ from .terminal import counting_bar, show_table
 def evaluate(
     target: arguments.Target,
     drafter: arguments.Drafter,
-    tasks: Annotated[str, typer.Option(help="Names of the tasks above, with commas between.")],
-    prompts: Annotated[int, prompt_option(min=0, help="Prompts per task; 0 for all.")] = 80,
+    tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=f"Your own, besides or instead of tasks; not scored. {arguments.PROMPT_FILE}; may be repeated."
+        ),
+    ] = None,
+    limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80,
     seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0,
     data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None,
     chat_template: arguments.ChatTemplate = True,
@@ -44,7 +50,7 @@ def evaluate(
     overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
     as_json: arguments.AsJson = False,
 ) -> None:
-    """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
+    """Measures a pair on the paper's tasks or your own prompts: speed, acceptance, memory, same texts, right answers.
 
     Tasks: gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench,
     spec-bench, alpaca, speed-bench.
@@ -68,8 +74,20 @@ def evaluate(
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     from dflash.common.processes import Processes
-    from dflash.evaluation import EvalPlan, check_eval_output, check_methods, pair_backend, questions_of, run_eval
+    from dflash.evaluation import (
+        EvalPlan,
+        check_eval_output,
+        check_methods,
+        pair_backend,
+        questions_of,
+        questions_of_prompts,
+        run_eval,
+    )
 
+    if tasks is None and not prompts:
+        raise ValueError(
+            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
+        )
     if (url is None) != (baseline_url is None):
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
     if url is not None and methods != "dflash":
@@ -77,17 +95,24 @@ def evaluate(
     chosen = loading.listed(methods, "--methods")
     check_methods(chosen)
     loading.known_device(device)
-    wanted = loading.listed(tasks, "--tasks")
+    wanted = () if tasks is None else loading.listed(tasks, "--tasks")
     pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
-    plan = EvalPlan(*pair_names, wanted, prompts or None, seed, data_root, repeats, thinking, chat_template, score)
+    plan = EvalPlan(*pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score)
     processes = Processes()
     if url is not None and processes.count > 1:
         raise ValueError(
             f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
         )
     if output is not None and processes.is_first:
+        for path in prompts or ():
+            if path.resolve() in (output.resolve(), output.with_suffix(".jsonl").resolve()):
+                raise ValueError(
+                    f"--prompts {path} is a file that --output {output} writes: give --output another name."
+                )
         check_eval_output(output, overwrite)
-    questions = questions_of(plan)
+    own = loading.read_prompt_files(prompts or ())
+    questions = [one for name in own for one in questions_of_prompts(name, own[name], plan.num_prompts, seed)]
+    questions = [*questions_of(plan), *questions]
     if url is not None and baseline_url is not None:
         backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
     else:
