@@ -2,7 +2,10 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +17,7 @@ from rich.text import Text
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar, show_table
+from .tracing import Decode, TraceFile, check_trace_file, recording
 
 
 def evaluate(
@@ -48,6 +52,7 @@ def evaluate(
         Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")
     ] = None,
     overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
+    trace: TraceFile = None,
     as_json: arguments.AsJson = False,
 ) -> None:
     """Measures a pair on the paper's tasks or your own prompts: speed, acceptance, memory, same texts, right answers.
@@ -75,6 +80,7 @@ def evaluate(
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     from dflash.common.processes import Processes
     from dflash.evaluation import (
+        OURS,
         EvalPlan,
         check_eval_output,
         check_methods,
@@ -94,6 +100,9 @@ def evaluate(
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
     chosen = loading.listed(methods, "--methods")
     check_methods(chosen)
+    if trace is not None and (url is not None or OURS not in chosen):
+        why = "--url asks a server" if url is not None else f"--methods {methods} leaves it out"
+        raise ValueError(f"--trace {trace} records the drafts of the method {OURS}, and {why}: leave one of them out.")
     loading.known_device(device)
     wanted = () if tasks is None else loading.listed(tasks, "--tasks")
     pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
@@ -103,16 +112,20 @@ def evaluate(
         raise ValueError(
             f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
         )
-    if output is not None and processes.is_first:
-        for path in prompts or ():
-            if path.resolve() in (output.resolve(), output.with_suffix(".jsonl").resolve()):
+    prompts, written = prompts or [], [] if output is None else [output, output.with_suffix(".jsonl")]
+    if processes.is_first:
+        for path in prompts:
+            if path.resolve() in [one.resolve() for one in written]:
                 raise ValueError(
                     f"--prompts {path} is a file that --output {output} writes: give --output another name."
                 )
-        check_eval_output(output, overwrite)
-    own = loading.read_prompt_files(prompts or ())
+        if output is not None:
+            check_eval_output(output, overwrite)
+        check_trace_file(trace, [*prompts, *written])
+    own = loading.read_prompt_files(prompts)
     questions = [one for name in own for one in questions_of_prompts(name, own[name], plan.num_prompts, seed)]
     questions = [*questions_of(plan), *questions]
+    pair = None
     if url is not None and baseline_url is not None:
         backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
     else:
@@ -122,8 +135,11 @@ def evaluate(
             cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
             print(f"Answers are cut at {cut}.", file=sys.stderr)
     # No thread draws the bar, because that would disturb the measurement.
-    with counting_bar(processes.is_first, auto_refresh=False) as bar:
-        progress = _Bar(bar)
+    with ExitStack() as held:
+        if pair is not None:
+            recorded = held.enter_context(recording(trace, pair, target, processes.rank))
+            backend = replace(backend, begin=partial(_recorded, backend.begin, recorded))
+        progress = _Bar(held.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
         watched = progress.begin, progress.done
         result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite)
     if not processes.is_first:
@@ -154,6 +170,13 @@ def _served(
     with loading.named("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target)
     return server_backend(*servers, tokenizer, max_new_tokens, model, hardware), tokenizer
+
+
+def _recorded(begin: Callable[[], dict[str, Any]], recorded: Callable[[Decode], Decode]) -> dict[str, Any]:
+    """The methods of a dialogue, of which the drafter alone is recorded."""
+    from dflash.evaluation import OURS
+
+    return {name: recorded(run) if name == OURS else run for name, run in begin().items()}
 
 
 class _Bar:
