@@ -299,7 +299,18 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
     )
     refused("is as long as a block of 6 with two supervised", written("short.jsonl", response_ids=[5]))
     path.write_text("\n".join(answers.read_text().splitlines()[:9]))
-    refused("none is held out to see what accepts more: give ten or more", path)
+    for words in (
+        (),
+        ("--held-out", 24),
+    ):  # once `held_out=24: … give at most 0` came first, or that no acceptance is measured
+        status, _, err = run(tmp_path / "output", path, *words)
+        assert (status, err.splitlines()[-1]) == (
+            1,
+            f"dflash: {path} has 9 usable sequences, and none is held out to see what accepts more: give ten or more, and a "
+            "held_out above 0.",
+        )
+        assert "held out:" not in err
+    refused("none is held out to see what accepts more", answers, "--held-out", 0)
     (tmp_path / "asked.jsonl").write_text((folder / "asked.jsonl").read_text())
     refused("have one name (asked)", folder / "asked.jsonl", "--data", tmp_path / "asked.jsonl")
     assert not (tmp_path / "output.answers").exists()

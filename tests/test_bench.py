@@ -400,6 +400,7 @@ def test_bench_on_the_command_line(tmp_path):
         (b"\xff", [], "is no text in UTF-8: name a file of one prompt a line"),
         ('{"question"\n', [], "line 1 is no prompt: write a text, or a JSON object"),
         ('{"answer": "4"}\n', [], "line 1 is no prompt"),
+        ('{"messages": [{"role": "assistant", "content": "4"}]}\n', [], "line 1 is no prompt"),
         ("x", ["--target", "t"], "--target and --drafter go together"),
         ("x", ["--methods", " ,"], "--methods ' ,' names nothing"),
         (
@@ -579,7 +580,7 @@ def test_two_prompt_files_of_one_name_are_refused(loads_nothing, tmp_path):
         (tmp_path / folder / "test.txt").write_text("hello\n")
     given = [word for folder in ("a", "b") for word in ("--prompts", str(tmp_path / folder / "test.txt"))]
     outcome = CliRunner().invoke(cli.app, ["bench", *given])
-    assert re.search("two files of one name", str(outcome.exception))
+    assert re.search(r"b/test\.txt is the second file of the name test, .*: rename it", str(outcome.exception))
 
 
 def test_bench_replaces_a_file_when_asked_to(tmp_path):
@@ -614,7 +615,7 @@ def test_bench_names_a_target_whose_logits_are_no_numbers():
     ("command", "required"),
     [
         ("bench", []),
-        ("eval", ["--target", "--drafter", "--tasks"]),
+        ("eval", ["--target", "--drafter"]),
         ("canary", ["--url"]),
         ("regenerate", ["--target", "--data", "--output"]),
     ],

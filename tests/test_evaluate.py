@@ -20,6 +20,7 @@ from processes import Forked
 from tiny_models import ScriptedDrafter, expected_lengths, greedy, make_drafter, make_target, make_tokenizer
 from transformers import DynamicCache
 
+from dflash.cli.loading import read_prompts
 from dflash.common import processes
 from dflash.common.processes import Processes
 from dflash.evaluation import (
@@ -34,6 +35,7 @@ from dflash.evaluation import (
     numbered,
     pair_backend,
     questions_of,
+    questions_of_prompts,
     run_eval,
     summarise_answers,
 )
@@ -393,7 +395,7 @@ def test_command_ends_with_a_table_and_a_file(
 ) -> None:
     output = tmp_path / "r.json"
     asked = (
-        "--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--prompts", 2, "--max-new-tokens", 8,
+        "--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--limit", 2, "--max-new-tokens", 8,
         "--output", output, "--tasks",
     )  # fmt: skip
     status, out, err = run(*asked, "gsm8k,mt-bench")
@@ -412,6 +414,99 @@ def test_command_ends_with_a_table_and_a_file(
     assert json.loads(out)["summary"] == [row for row in result["summary"] if row["task"] == "gsm8k"]
     assert "2 questions were answered before." in err
     assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
+
+
+CHAT = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "say 1"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "and 2"},
+    {"role": "assistant", "content": "2"},  # what is asked for
+]
+
+
+def test_prompts_of_ones_own_are_compared_and_shown_under_their_files_name(
+    run: Any, dflash_command: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path
+) -> None:
+    """Promise: beside tasks or alone; texts, speed and acceptance, and no score; in the result, the tables and the page."""
+    prompts, output = tmp_path / "support desk.jsonl", tmp_path / "r.json"
+    prompts.write_text("say 3\n\n" + "\n".join(map(json.dumps, ({"messages": CHAT}, {"question": "say 4"}))))
+    (tmp_path / "more.txt").write_text("say 5")
+    asked = ("--target", folders[0], "--drafter", folders[1], "--max-new-tokens", 8, "--output", output)
+    alone = ("--prompts", prompts, "--prompts", tmp_path / "more.txt")
+    status, out, err = run(*asked, *alone)
+    assert status == 0, err
+    assert [line.split()[:2] for line in out.splitlines() if " of 3 " in line] == 2 * [["support", "desk"]], out
+    result = json.loads(output.read_text())
+    summary = {(row["task"], row["method"]): row for row in result["summary"]}
+    assert list(summary) == [(t, m) for t in ("more", "support desk") for m in ("target.generate", "dflash")]
+    ours = summary["support desk", "dflash"]
+    assert (ours["prompts"], ours["identical"], ours["score"], ours["scored"]) == (3, 3, None, 0)
+    assert ours["speedup"] > 0
+    assert ours["tau_micro"] >= 1
+    assert result["tasks"][0] == {
+        "task": "support desk",
+        "scorer": None,
+        "prompts": 3,
+        "too_long": 0,
+        "with_answers": 0,
+    }
+
+    page = tmp_path / "page.md"
+    page.write_text("<!-- r:begin -->\n<!-- r:end -->\n")
+    assert dflash_command("report", output, "--pages", page, "--output", tmp_path / "report")[0] == 0
+    assert "| support desk | dflash | 3 of 3 |" in page.read_text()
+    assert "support desk</h3>" in (tmp_path / "report" / "index.html").read_text()
+    assert (tmp_path / "report" / "r_speedup.png").is_file()
+
+    status, out, err = run(*asked, *alone, "--data-root", data_root, "--tasks", "gsm8k", "--limit", 2, "--json")
+    assert status == 0, err
+    assert "3 questions were answered before." in err  # two of the three, and the one of the other file
+    found = {(row["task"], row["prompts"], row["scored"]) for row in json.loads(out)["summary"]}
+    assert found == {("gsm8k", 2, 2), ("more", 1, 0), ("support desk", 2, 0)}
+
+
+def test_a_chat_is_asked_as_it_stands_and_known_again_by_all_of_it(tmp_path: Path) -> None:
+    """Promise: the user's last message is asked after those before it; another one before it is another question."""
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"messages": CHAT}))
+    (question,) = questions_of_prompts("mine", read_prompts(tmp_path / "mine.jsonl"))
+    asked: list[Any] = []
+    run_scripted(question, {"plain": lambda ids: said([1])}, asked)
+    assert asked == [["be short", "say 1", "1", "and 2"]]
+    assert key(question) != key(replace(question, before=question.before[1:]))
+    dialogues = [[{"role": "user", "content": str(n)}] for n in range(9)]
+    some, more = (questions_of_prompts("mine", dialogues, count, seed=3) for count in (3, 5))
+    assert [one.index for one in some] == sorted(one.index for one in some) != [0, 1, 2]
+    assert {one.turns for one in some} < {one.turns for one in more}
+    assert len(questions_of_prompts("mine", dialogues)) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("GSM-8K.jsonl", "x", "have the name of the task gsm8k, under which results are kept: rename their file"),
+        ("mine.jsonl", {"messages": CHAT[:1]}, "Prompt 1 of mine ends with a message of the role system: end it with"),
+        ("mine.jsonl", None, "--prompts mine.jsonl cannot be read"),
+        ("r.jsonl", "x", "--prompts r.jsonl is a file that --output r.json writes: give --output another name."),
+        (
+            None,
+            None,
+            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both.",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_asked_are_refused_before_a_model_is_loaded(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, row: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if row is not None:
+        (tmp_path / str(name)).write_text(row if isinstance(row, str) else json.dumps(row))
+    words = ["--target", "org/t", "--drafter", "org/d", "--output", "r.json", "--overwrite"]
+    status, out, err = run(*words, *([] if name is None else ["--prompts", name]))
+    assert (status, out) == (1, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == ({name} if row is not None else set())
 
 
 @pytest.mark.parametrize(
@@ -445,7 +540,7 @@ def test_the_default_length_is_what_the_target_has_room_for(
     target.save_pretrained(tmp_path / "small")
     make_tokenizer().save_pretrained(tmp_path / "small")
     asked = ("--target", tmp_path / "small", "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
-    status, out, err = run(*asked, "--prompts", 1, "--json")
+    status, out, err = run(*asked, "--limit", 1, "--json")
     assert status == 0, err
     assert "Answers are cut at 200 tokens, half of the target's positions (--max-new-tokens)." in err
     assert json.loads(out)["decoding"]["max_new_tokens"] == 200

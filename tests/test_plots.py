@@ -77,6 +77,19 @@ def test_every_task_has_a_panel_and_every_method_its_own_colour():
     assert [text for text in texts(figure) if "steps" not in text] == ["dflash", "dflash tree"]
 
 
+def test_methods_that_draft_as_ours_are_left_out_where_ours_is_by_task():
+    """Their histograms differ by near-ties alone; where ours was not measured, they are all there is."""
+    other = [HISTOGRAM[0] + 1, *HISTOGRAM[1:]]
+    rows = [row("with ours", "dflash"), row("with ours", "dflash eager", acceptance_histogram=other)]
+    rows += [row("without", "dflash eager", acceptance_histogram=other), row("without", "dflash tree")]
+    for draw in (plots.acceptance_by_position, plots.acceptance_lengths):
+        panels = draw(rows).axes
+        assert [axes.get_title(loc="left") for axes in panels] == ["with ours", "without"]
+        per_curve = 2 if draw is plots.acceptance_by_position else len(HISTOGRAM)
+        drawn = [len(axes.lines if per_curve == 2 else axes.patches) for axes in panels]
+        assert drawn == [per_curve, 2 * per_curve]
+
+
 def test_the_key_of_many_methods_stands_between_the_title_and_the_panels():
     names = ["prompt lookup", "native dflash", "dflash", "dflash compiled", "dflash tree", "random drafter adaptive"]
     rows = [row(method=name, acceptance_histogram=[index + 1, 9]) for index, name in enumerate(names)]

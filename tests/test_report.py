@@ -400,6 +400,28 @@ def test_texts_that_rounding_may_change_are_said_to_be(run: Any, tmp_path: Path)
     assert said in readme.read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("_undrawn")
+def test_two_checkpoints_of_one_name_have_a_table_and_a_section_each(run: Any, tmp_path: Path) -> None:
+    """Both were once known as `training`, and the table of one was written in the place of the other."""
+    folders = [tmp_path / parent / "my-DFlash" for parent in ("a", "b")]
+    for tau, folder in zip((3.25, 7.75), folders, strict=True):
+        folder.mkdir(parents=True)
+        (folder / "training.json").write_text(json.dumps({**RUN, "curve": [{"step": 0, "tau": tau}]}))
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- my-DFlash:begin --><!-- my-DFlash:end --> <!-- my-DFlash-2:begin --><!-- my-DFlash-2:end -->"
+    )
+    status, _, err = run(*folders, "--pages", page, "--output", tmp_path / "out")
+    assert status == 0, err
+    first, second = page.read_text(encoding="utf-8").split("<!-- my-DFlash:end -->")
+    assert ("3.25" in first, "7.75" in first, "3.25" in second, "7.75" in second) == (True, False, False, True)
+    html = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)(?: <|</h2>)", html) == ["my-DFlash", "my-DFlash-2"]
+    page.write_text("<!-- my-DFlash:begin --><!-- my-DFlash:end -->")
+    status, _, err = run(*folders, "--pages", page)
+    assert (status, "put <!-- my-DFlash-2:begin --> and <!-- my-DFlash-2:end --> there" in err) == (1, True)
+
+
 def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Promise: all of this repository's own results at once: each with rows is there, as what it is, and no Python on the page."""
     committed = sorted(COMMITTED.glob("*.json"))

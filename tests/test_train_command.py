@@ -656,3 +656,24 @@ def test_better_checkpoints_are_uploaded_and_a_refused_upload_ends_no_run(folder
     assert "the licence cc-by-nd-4.0 of mine forbids to share a changed copy" in no_sharing
     assert "there is no token of the Hub: run `hf auth login`" in no_token
     assert not (tmp_path / "refused").exists()
+
+
+def test_the_drafter_that_a_run_began_with_is_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: with `init`, step 0 may be the best one. It is somebody else's work, and the Hub has it."""
+    from dflash.training import uploading
+
+    asked: list[str] = []
+
+    def refused(folder: Path, repo_id: str) -> None:
+        asked.append(repo_id)
+        raise ValueError("asked")
+
+    monkeypatch.setattr(uploading, "plan_publication", refused)
+    said: list[str] = []
+    uploads = uploading.Uploads(tmp_path, "me/my-DFlash", said.append)
+    uploads.add(0)
+    uploads.add(0, is_last=True)
+    assert (asked, said) == ([], [])
+    uploads.add(50)
+    assert asked == ["me/my-DFlash"]
+    assert said == ["Step 50 was not uploaded, and the run goes on: asked"]

@@ -16,6 +16,9 @@ def panel(title: str) -> Callable[..., Any]:
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
 server_option, result_option = panel("Servers"), panel("Result")
 
+# What `loading.read_prompts` reads.
+PROMPT_FILE = "A file with a prompt a line, or JSON with messages, prompt or question"
+
 # Short metavars leave room for whole names on 80 columns.
 Target = Annotated[str, typer.Option(metavar="NAME", help="The target: a local folder or an id on the Hub.")]
 Drafter = Annotated[str, typer.Option(metavar="NAME", help="Its DFlash drafter: a local folder or an id on the Hub.")]

@@ -14,7 +14,7 @@ from dflash.common.files import check_output, only_writer
 
 from . import arguments
 from .arguments import decoding_option, model_option, prompt_option, result_option
-from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompts
+from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompt_files
 from .terminal import show_table
 
 
@@ -28,10 +28,7 @@ def bench(
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
         list[Path] | None,
-        prompt_option(
-            help="A file with a prompt a line, or JSON with messages, prompt or question; may be repeated. "
-            "Default: word problems."
-        ),
+        prompt_option(help=f"{arguments.PROMPT_FILE}; may be repeated. Default: word problems."),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of each file.")] = 40,
     chat_template: arguments.ChatTemplate = True,
@@ -55,9 +52,7 @@ def bench(
     if (target is None) != (drafter is None):
         raise ValueError("--target and --drafter go together: give both, or neither for the embedded pair.")
     chosen = None if methods is None else listed(methods, "--methods")
-    asked = {path.stem: read_prompts(path)[:limit] for path in prompts or ()}
-    if len(asked) < len(prompts or ()):
-        raise ValueError("--prompts names two files of one name, under which results are kept: rename one of them.")
+    asked = {name: dialogues[:limit] for name, dialogues in read_prompt_files(prompts or ()).items()}
     with ExitStack() as lock:
         if output is not None:
             check_output(output, overwrite)

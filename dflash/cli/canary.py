@@ -26,9 +26,7 @@ def canary(
     hardware: arguments.Hardware = None,
     prompts: Annotated[
         Path | None,
-        prompt_option(
-            help="Your own traffic: a file with a prompt a line, or JSON with messages, prompt or question."
-        ),
+        prompt_option(help=f"Your own traffic. {arguments.PROMPT_FILE}."),
     ] = None,
     thinking: arguments.Thinking = False,
     concurrency: Annotated[str, load_option(help="Concurrent requests, level by level.")] = "1,2,4,8,16,32",

@@ -22,7 +22,7 @@ def doctor(
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Its DFlash drafter: a folder or an id.")],
     prompts: Annotated[
         Path | None,
-        prompt_option(help="A file with a prompt a line, or JSON with messages, prompt or question. Default: six."),
+        prompt_option(help=f"{arguments.PROMPT_FILE}. Default: six."),
     ] = None,
     limit: Annotated[int, prompt_option(min=1, help="Number of prompts of the file.")] = 8,
     chat_template: arguments.ChatTemplate = True,

@@ -1,8 +1,11 @@
-"""`dflash eval`: the paper's tasks with any pair, plain decoding beside DFlash, answers scored."""
+"""`dflash eval`: the paper's tasks or one's own prompts with any pair, plain decoding beside DFlash, answers scored."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +17,20 @@ from rich.text import Text
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar, show_table
+from .tracing import Decode, TraceFile, check_trace_file, recording
 
 
 def evaluate(
     target: arguments.Target,
     drafter: arguments.Drafter,
-    tasks: Annotated[str, typer.Option(help="Names of the tasks above, with commas between.")],
-    prompts: Annotated[int, prompt_option(min=0, help="Prompts per task; 0 for all.")] = 80,
+    tasks: Annotated[str | None, typer.Option(help="Names of the tasks above, with commas between.")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=f"Your own, besides or instead of tasks; not scored. {arguments.PROMPT_FILE}; may be repeated."
+        ),
+    ] = None,
+    limit: Annotated[int, prompt_option(min=0, help="Prompts of each task and file; 0 for all.")] = 80,
     seed: Annotated[int, prompt_option(min=0, help="Chooses the prompts.")] = 0,
     data_root: Annotated[Path | None, prompt_option(help="Read the tasks from files below this folder.")] = None,
     chat_template: arguments.ChatTemplate = True,
@@ -42,9 +52,10 @@ def evaluate(
         Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")
     ] = None,
     overwrite: Annotated[bool, result_option("--overwrite", help="Begin anew if --output exists.")] = False,
+    trace: TraceFile = None,
     as_json: arguments.AsJson = False,
 ) -> None:
-    """Measures a pair on the paper's tasks: speed, acceptance, memory, and whether the answers are right.
+    """Measures a pair on the paper's tasks or your own prompts: speed, acceptance, memory, same texts, right answers.
 
     Tasks: gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench,
     spec-bench, alpaca, speed-bench.
@@ -68,26 +79,53 @@ def evaluate(
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     from dflash.common.processes import Processes
-    from dflash.evaluation import EvalPlan, check_eval_output, check_methods, pair_backend, questions_of, run_eval
+    from dflash.evaluation import (
+        OURS,
+        EvalPlan,
+        check_eval_output,
+        check_methods,
+        pair_backend,
+        questions_of,
+        questions_of_prompts,
+        run_eval,
+    )
 
+    if tasks is None and not prompts:
+        raise ValueError(
+            "Nothing is asked: give --tasks with names of tasks, --prompts with a file of your own, or both."
+        )
     if (url is None) != (baseline_url is None):
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
     if url is not None and methods != "dflash":
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
     chosen = loading.listed(methods, "--methods")
     check_methods(chosen)
+    if trace is not None and (url is not None or OURS not in chosen):
+        why = "--url asks a server" if url is not None else f"--methods {methods} leaves it out"
+        raise ValueError(f"--trace {trace} records the drafts of the method {OURS}, and {why}: leave one of them out.")
     loading.known_device(device)
-    wanted = loading.listed(tasks, "--tasks")
+    wanted = () if tasks is None else loading.listed(tasks, "--tasks")
     pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
-    plan = EvalPlan(*pair_names, wanted, prompts or None, seed, data_root, repeats, thinking, chat_template, score)
+    plan = EvalPlan(*pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score)
     processes = Processes()
     if url is not None and processes.count > 1:
         raise ValueError(
             f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
         )
-    if output is not None and processes.is_first:
-        check_eval_output(output, overwrite)
-    questions = questions_of(plan)
+    prompts, written = prompts or [], [] if output is None else [output, output.with_suffix(".jsonl")]
+    if processes.is_first:
+        for path in prompts:
+            if path.resolve() in [one.resolve() for one in written]:
+                raise ValueError(
+                    f"--prompts {path} is a file that --output {output} writes: give --output another name."
+                )
+        if output is not None:
+            check_eval_output(output, overwrite)
+        check_trace_file(trace, [*prompts, *written])
+    own = loading.read_prompt_files(prompts)
+    questions = [one for name in own for one in questions_of_prompts(name, own[name], plan.num_prompts, seed)]
+    questions = [*questions_of(plan), *questions]
+    pair = None
     if url is not None and baseline_url is not None:
         backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
     else:
@@ -97,8 +135,11 @@ def evaluate(
             cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
             print(f"Answers are cut at {cut}.", file=sys.stderr)
     # No thread draws the bar, because that would disturb the measurement.
-    with counting_bar(processes.is_first, auto_refresh=False) as bar:
-        progress = _Bar(bar)
+    with ExitStack() as held:
+        if pair is not None:
+            recorded = held.enter_context(recording(trace, pair, target, processes.rank))
+            backend = replace(backend, begin=partial(_recorded, backend.begin, recorded))
+        progress = _Bar(held.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
         watched = progress.begin, progress.done
         result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite)
     if not processes.is_first:
@@ -129,6 +170,13 @@ def _served(
     with loading.named("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target)
     return server_backend(*servers, tokenizer, max_new_tokens, model, hardware), tokenizer
+
+
+def _recorded(begin: Callable[[], dict[str, Any]], recorded: Callable[[Decode], Decode]) -> dict[str, Any]:
+    """The methods of a dialogue, of which the drafter alone is recorded."""
+    from dflash.evaluation import OURS
+
+    return {name: recorded(run) if name == OURS else run for name, run in begin().items()}
 
 
 class _Bar:

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thi
 from .demo import show_comparison, warm_up
 from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once
 from .terminal import BlockPrinter, number
+from .tracing import TraceFile, check_trace_file, recording
 
 
 def generate(
@@ -35,10 +37,11 @@ def generate(
     ] = None,
     top_k: Annotated[int | None, decoding_option(metavar="N", help="Sample from the N most probable tokens.")] = None,
     seed: Annotated[int, decoding_option(min=0, max=2**63 - 1, metavar="N", help="Seed of the sampling.")] = 0,
+    trace: TraceFile = None,
 ) -> None:
     """Writes the target's answer to PROMPT with any pair, streamed block by block."""
-    if compare and (as_json or temperature):
-        raise ValueError("--compare shows two greedy texts: leave out --json and --temperature.")
+    if compare and (as_json or temperature or trace):
+        raise ValueError("--compare shows two greedy texts: leave out --json, --temperature and --trace.")
     from dflash.common.provenance import versions
     from dflash.evaluation import timed_blocks
     from dflash.model.generation_dflash import SETTINGS
@@ -50,6 +53,7 @@ def generate(
         if not is_meant(value):
             raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
     known_device(device)
+    check_trace_file(trace)
     text = given(sys.stdin.read() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, dtype, device)
     input_ids = encode(pair, text, chat_template, thinking)
@@ -64,7 +68,9 @@ def generate(
     uniforms = torch.Generator().manual_seed(seed)
     printer = BlockPrinter(Console(highlight=False), pair.tokenizer, is_marked=sys.stdout.isatty())
     on_block = None if as_json else printer.block
-    run = timed_blocks(pair.drafter, pair.target, input_ids, on_block, generator=uniforms, **request)
+    with recording(trace, pair, target) as recorder:
+        decode = recorder(partial(timed_blocks, pair.drafter, pair.target))
+        run = decode(input_ids, on_block, generator=uniforms, **request)
     if not as_json:
         printer.end()
         print(

@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,8 +170,23 @@ def say_once(sentence: str) -> None:
     print(f"dflash: {sentence}", file=sys.stderr)
 
 
+def read_prompt_files(paths: Iterable[Path]) -> dict[str, list[list[dict[str, str]]]]:
+    """[`read_prompts`] of each file by its name without ending, under which results are kept; ValueError for two of one name."""
+    found: dict[str, list[list[dict[str, str]]]] = {}
+    for path in paths:
+        if path.stem in found:
+            raise ValueError(
+                f"--prompts {path} is the second file of the name {path.stem}, under which results are kept: rename it."
+            )
+        found[path.stem] = read_prompts(path)
+    return found
+
+
 def read_prompts(path: Path) -> list[list[dict[str, str]]]:
-    """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`."""
+    """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`.
+
+    What the assistant says at the end of a chat is left out: it is what is asked for.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -186,9 +201,11 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
             said = row["prompt"] if "prompt" in row else row.get("question")
             messages = row.get("messages") or [{"role": "user", "content": said}]
             dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
+            while dialogue[-1]["role"] == "assistant":
+                dialogue.pop()
             if not all(turn["content"].strip() for turn in dialogue):
                 raise ValueError("There is no text.")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"--prompts {path}, line {number} is no prompt: write a text, or a JSON object with messages, prompt or "
                 "question."

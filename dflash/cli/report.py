@@ -15,7 +15,8 @@ def report(
             "--pages",
             "--readme",
             help="A Markdown file, or a folder of them: write each result's table between <!-- NAME:begin --> and "
-            "<!-- NAME:end -->, where NAME is its file name without .json. May be repeated.",
+            "<!-- NAME:end -->, where NAME is its file name without .json, or a checkpoint's folder; of two of one name "
+            "the second is NAME-2. May be repeated.",
         ),
     ] = None,
     check: Annotated[

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from .tables import caveat, markdown, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
-    from .tasks import TASKS, Question, load_questions
+    from .tasks import TASKS, Question, load_questions, questions_of_prompts
     from .text_difference import Difference, first_difference
     from .timed_server import Server
     from .timing import TimedRun, timed_blocks, timed_generate
@@ -61,7 +61,7 @@ __all__ = [
     "chat_encoder", "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods",
     "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
     "markdown", "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend",
-    "place_of", "questions_of", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
+    "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
     "run_program", "save_drawing", "save_plots", "scripted_continuation", "scripted_pair", "scripted_prompt",
     "server_backend", "stated_acceptance", "step_split", "summarise", "summarise_answers", "table_of",
     "tables_of", "timed_blocks", "timed_generate", "untrained", "useless", "with_table", "write_page",

@@ -24,7 +24,7 @@ class EvalPlan:
 
     target: str  # a Hub id or a folder
     drafter: str
-    tasks: tuple[str, ...]  # names of [`TASKS`]
+    tasks: tuple[str, ...]  # names of [`TASKS`]; none, if all questions are of prompts
     num_prompts: int | None = None  # per task, `None` for all
     seed: int = 0  # chooses the questions
     data_root: Path | None = None  # a folder of local rows
@@ -84,7 +84,7 @@ def run_eval(
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
-    `questions` are those of [`questions_of`] or a caller's own; `backend` is a [`pair_backend`] or a
+    `questions` are those of [`questions_of`], of [`questions_of_prompts`] or both; `backend` is a [`pair_backend`] or a
     [`server_backend`]. `processes` are by default those of the launcher's variables. `overwrite` begins anew where
     `output` or its journal exists. ValueError if the journal was begun with other settings, or another process writes
     `output`.
@@ -143,7 +143,7 @@ def run_eval(
             "eval",
             {**backend.environment, "processes": processes.count},
             decoding={**decoding, "prompts_per_task": plan.num_prompts, "seed": plan.seed},
-            tasks=[_described(name, questions, answers) for name in plan.tasks],
+            tasks=[_described(name, questions, answers) for name in dict.fromkeys(one.task for one in questions)],
             summary=summarise_answers(answers),
             categories=by_category(answers),
             # All of an answer but its text, which the journal keeps.
@@ -156,13 +156,13 @@ def run_eval(
 
 
 def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskAnswer]) -> dict[str, Any]:
-    task = TASKS[name]
-    mine = [question for question in questions if question.task == name]
-    facts = {"data_set": task.address, "config": task.config, "split": task.split, "source": task.source}
+    mine, facts = [question for question in questions if question.task == name], {}
+    if (task := TASKS.get(name)) is not None:  # else prompts of one's own
+        facts = {"data_set": task.address, "config": task.config, "split": task.split, "source": task.source}
     return {
         "task": name,
         **facts,
-        "scorer": task.scorer,
+        "scorer": task and task.scorer,
         "prompts": len(mine),
         "too_long": len(mine) - len({answer.row for answer in answers if answer.task == name}),
         "with_answers": sum(question.reference is not None for question in mine),

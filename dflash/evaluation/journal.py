@@ -50,5 +50,5 @@ class Journal(JsonLines):
 
 def key(question: Question) -> str:
     """A question's task, row and the hash of its text, by which it is known again."""
-    text = json.dumps([question.turns, question.reference], default=str)
+    text = json.dumps([question.turns, question.reference, *question.before], default=str)
     return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"

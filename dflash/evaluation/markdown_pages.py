@@ -1,11 +1,13 @@
 """Markdown pages whose tables come out of result files, such as a README.
 
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, where NAME is a result's file name without its ending.
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`, where NAME is a result's file name without its ending, or
+the name of a checkpoint's folder; the second of one name is NAME-2.
 `NAME/headline` has only the methods that a user chooses among. `NAME+NAME` joins results of one kind in one table.
 """
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ def fill_pages(results: Sequence[str | Path], pages: Sequence[str | Path], check
     Raises:
         ValueError: A result or a page cannot be read, or a place is missing or not closed.
     """
-    known = {path.stem: path for path in files_in(results, "*.json")}
+    known = results_by_name(files_in(results, "*.json"))
     texts = {path: _text(path) for path in files_in(pages, "**/*.md")}
     shown = {name for text in texts.values() for mark in MARK.findall(text) for name in names_of(mark)}
-    for path in map(Path, results if pages else ()):
-        if not path.is_dir() and path.stem not in shown:
-            place = f"<!-- {path.stem}:begin --> and <!-- {path.stem}:end -->"
+    named = {str(path) for path in map(Path, results) if not path.is_dir() or (path / RUN).is_file()}
+    for name, path in known.items() if pages else ():
+        if named & {str(path), str(path.parent)} and name not in shown:
+            place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
             where = ", ".join(map(str, pages))
             raise ValueError(f"{where} has no place for {path}: put {place} there, in this order.")
     changed = []
@@ -58,6 +61,16 @@ def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:
         return [run] if run.is_file() and run.match(pattern) else sorted(folder.glob(pattern))
 
     return [file for path in map(Path, paths) for file in (matching(path) if path.is_dir() else [path])]
+
+
+def results_by_name(paths: Iterable[Path]) -> dict[str, Path]:
+    """Each file by its name without ending, of a checkpoint by that of its folder; the second of one name as NAME-2."""
+    names: dict[str, Path] = {}
+    for path in dict.fromkeys(paths):
+        stem = path.absolute().parent.name if path.name == RUN else path.stem
+        candidates = chain([stem], (f"{stem}-{number}" for number in count(2)))
+        names[next(name for name in candidates if name not in names)] = path
+    return names
 
 
 def names_of(mark: str) -> list[str]:

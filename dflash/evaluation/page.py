@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import logging
 
 from . import canvas, plots
-from .markdown_pages import files_in
+from .markdown_pages import files_in, results_by_name
 from .methods import PLAIN
-from .results import KNOWN_BY, RUN, Row, published, read_result, setup, stated, template_name
+from .results import KNOWN_BY, Row, published, read_result, setup, stated, template_name
 from .tables import COLUMNS, DECODED, EVALUATED, Table, caveat, table_of, tables_of
 
 
@@ -47,7 +46,7 @@ def write_page(paths: Sequence[str | Path], folder: str | Path) -> Path:
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    results = {name: read_result(path) for name, path in _names(files_in(paths, "*.json")).items()}
+    results = {name: read_result(path) for name, path in results_by_name(files_in(paths, "*.json")).items()}
     for name in [name for name, result in results.items() if not tables_of(result)]:
         logger.warning(f"{name} holds no rows to show and is left out.")
         del results[name]
@@ -165,13 +164,3 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
 
 def _having(rows: Sequence[Row], *keys: str) -> list[Row]:
     return [row for row in rows if all(row.get(key) is not None for key in keys)]
-
-
-def _names(paths: Sequence[str | Path]) -> dict[str, str | Path]:
-    """A name per file, from its own; told apart by a number where two files have the same."""
-    names: dict[str, str | Path] = {}
-    for path in dict.fromkeys(map(str, paths)):
-        stem = Path(path).absolute().parent.name if Path(path).name == RUN else Path(path).stem
-        candidates = chain([stem], (f"{stem}-{number}" for number in count(2)))
-        names[next(name for name in candidates if name not in names)] = path
-    return names

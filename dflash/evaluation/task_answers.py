@@ -65,7 +65,7 @@ def answer_questions(
     """
     is_warm = False
     for number, question in enumerate(questions):
-        messages: list[dict[str, str]] = []
+        messages = [dict(message) for message in question.before]
         answers: list[TaskAnswer] = []
         sessions: list[dict[str, Method]] = []
         for turn, said in enumerate(question.turns):

@@ -14,19 +14,22 @@ from typing import Any
 
 from dflash.common.messages import first_line
 
+from .results import task_key
+
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a task."""
+    """One question of a task, or of a file of prompts."""
 
     task: str
     index: int  # its row in the data set
     turns: tuple[str, ...]  # the user's messages; each follows the answers to those before it
     reference: Any = None  # what the scorer compares the last answer with; `None` if the row has no answer
     category: str | None = None  # in tasks that have several
+    before: tuple[Mapping[str, str], ...] = ()  # messages of role and content that stand before the turns
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,33 @@ def load_questions(
     if not questions:
         raise ValueError(f"None of the {len(rows)} rows of {name} can be asked: see {task.source}.")
     return sorted(questions, key=lambda question: question.index)
+
+
+def questions_of_prompts(
+    name: str, dialogues: Sequence[Sequence[Mapping[str, str]]], num_prompts: int | None = None, seed: int = 0
+) -> list[Question]:
+    """Questions of one's own, without an answer to score: all of `dialogues`, or as many of them as in [`load_questions`].
+
+    Each dialogue is a list of messages of role and content. Its last one is asked, after those before it as they are.
+
+    Raises:
+        ValueError: for a `name` that a task has, because results are kept under it, or a dialogue whose last message is not
+            the user's.
+    """
+    if (task := next((task for task in TASKS if task_key(task) == task_key(name)), None)) is not None:
+        raise ValueError(
+            f"The prompts {name} have the name of the task {task}, under which results are kept: rename their file, or read "
+            f"it with --tasks {task} --data-root FOLDER."
+        )
+    questions = []
+    for index in sorted(random.Random(seed).sample(range(len(dialogues)), len(dialogues))[:num_prompts]):
+        *before, last = dialogues[index]
+        if last["role"] != "user":
+            raise ValueError(
+                f"Prompt {index + 1} of {name} ends with a message of the role {last['role']}: end it with one of the user's."
+            )
+        questions.append(Question(name, index, (last["content"],), before=tuple(before)))
+    return questions
 
 
 def _published_rows(task: Task) -> Any:

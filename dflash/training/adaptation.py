@@ -165,13 +165,8 @@ def _domains(
     domains: dict[str, Prepared] = {}
     found = None
     for name, source in sources.items():
-        domains[name] = found = prepare(target, source, settings, announce, found)
+        domains[name] = found = prepare(target, source, settings, announce, found, needs_held_out=True)
         answers_of(source, found.target, announce)  # for what it announces
-        if not found.held_out:
-            raise ValueError(
-                f"{source} has {len(found.examples)} texts to train on, and none is held out to see what accepts more: give ten or "
-                "more, and a held_out above 0."
-            )
     return domains
 
 

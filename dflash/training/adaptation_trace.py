@@ -1,7 +1,9 @@
 """Where verification rejected a draft, recorded while a pair decodes, as rows to train on: the text and the anchors in it."""
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from dflash.common.fingerprints import fingerprint, model_fingerprint
 from dflash.common.json_lines import JsonLines, whole_lines
 from dflash.common.provenance import public_name
 from dflash.model.decoding_dflash import Block
+
+
+# What each row of a trace begins with.
+BEGINNING = b'{"target":'
 
 
 class Trace:
@@ -27,7 +33,8 @@ class Trace:
         begin: Delete what the file holds.
 
     Raises:
-        ValueError: for a path that does not end in `.jsonl`, which is how training reads it.
+        ValueError: for a path that does not end in `.jsonl`, which is how training reads it, or a file that is no trace of this
+            target and tokenizer; nothing is changed then.
 
     Example:
         >>> trace = Trace(Path("trace.jsonl"), target, tokenizer, "Qwen/Qwen3-4B")
@@ -44,14 +51,22 @@ class Trace:
         rank: int = 0,
         begin: bool = False,
     ) -> None:
-        if path.suffix != ".jsonl":
-            raise ValueError(f"The trace {path} must be a file that ends in .jsonl, which is how training reads it.")
+        self.check_name(path)
         self._lines = JsonLines(path, rank)
-        for part in self._lines.parts() if begin and not rank else ():
-            part.unlink()
-        self._lines.mend()
         self._origin = {"target": public_name(name), "weights": model_fingerprint(target)}
         self._origin["tokenizer"] = fingerprint(tokenizer.get_vocab())
+        for part in self._lines.parts():
+            if not begin:
+                check_trace(_rows_of(part), name or "this target", tokenizer, target, f"{part}: ", "name another file")
+            elif not rank:
+                part.unlink()
+        self._lines.mend()
+
+    @staticmethod
+    def check_name(path: Path) -> None:
+        """Raises ValueError for a path that does not end in `.jsonl`."""
+        if path.suffix != ".jsonl":
+            raise ValueError(f"The trace {path} must be a file that ends in .jsonl, which is how training reads it.")
 
     def append(self, prompt_ids: Sequence[int], response_ids: Sequence[int], rejected: Sequence[int]) -> None:
         """Adds a text; `rejected` are places in prompt and response together."""
@@ -83,8 +98,27 @@ def recorded(blocks: Iterable[Block], prompts: Sequence[Sequence[int]], trace: T
             trace.append(prompt, text, anchors)
 
 
+def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a trace, but half a line at its end, of a process that was killed; ValueError for any other line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            is_whole, row = line.endswith(b"\n"), None
+            with suppress(ValueError):
+                row = json.loads(line)
+            if row is None and not is_whole and line.startswith(BEGINNING[: len(line)]):
+                return
+            if not (is_whole and isinstance(row, dict) and "rejected" in row):
+                raise ValueError(f"Line {number} of {path} is no whole row of a trace: name another file.")
+            yield row
+
+
 def check_trace(
-    rows: Iterable[Mapping[str, Any]], target: str | os.PathLike[str], tokenizer: Any, model: PreTrainedModel
+    rows: Iterable[Mapping[str, Any]],
+    target: str | os.PathLike[str],
+    tokenizer: Any,
+    model: PreTrainedModel,
+    where: str = "",
+    remedy: str = "record a trace of this target (dflash regenerate --trace)",
 ) -> None:
     """Raises ValueError for a row of a trace that was recorded with another tokenizer or with another target than `model`."""
     ours = {"tokenizer": fingerprint(tokenizer.get_vocab()), "weights": model_fingerprint(model)}
@@ -94,6 +128,6 @@ def check_trace(
         for what, own in ours.items():
             if row.get(what) != own:
                 raise ValueError(
-                    f"Row {number} was recorded with the {what} {row.get(what)} of {row.get('target') or 'another target'} and "
-                    f"those of {target} are {own}: record a trace of this target (dflash regenerate --trace)."
+                    f"{where}Row {number} was recorded with the {what} {row.get(what)} of {row.get('target') or 'another target'} "
+                    f"and those of {target} are {own}: {remedy}."
                 )

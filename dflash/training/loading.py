@@ -52,12 +52,14 @@ def prepare(
     settings: TrainingSettings,
     announce: Callable[[str], None] | None = None,
     ready: Prepared | None = None,
+    needs_held_out: bool = False,
 ) -> Prepared:
     """Loads data and models, the small ones first; `announce` is told in a sentence what is left out.
 
     With `ready`, of other data, its models are taken.
 
     Raises:
+        ValueError: with `needs_held_out`, for data of which nothing can be held out.
         ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
     """
     _check_device_map(settings.device_map)
@@ -92,6 +94,11 @@ def prepare(
         chosen = random.Random(f"held-out-{settings.seed}").sample(others, min(settings.held_out, len(others)))
         return Prepared(model, tokenizer, drafter, usable_ones, [prompt_of(example) for example in chosen])
     found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
+    if needs_held_out and not min(settings.held_out, len(usable_ones) // 10):
+        raise ValueError(
+            f"{', '.join(map(str, sources))} has {len(usable_ones)} usable sequences, and none is held out to see what accepts "
+            "more: give ten or more, and a held_out above 0."
+        )
     if settings.held_out > len(usable_ones):
         raise ValueError(f"held_out={settings.held_out}: the {found} give at most {len(usable_ones) // 10}.")
     examples, held_out = hold_out(usable_ones, settings.held_out, settings.seed)

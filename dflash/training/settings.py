@@ -51,7 +51,8 @@ def _setting(default: Any, topic: str, help: str, least: int | None = None, is_f
 class TrainingSettings:
     """The settings of a run. `recipe` decides the defaults of some; one that is given wins over it.
 
-    The `help` of each field says what it means and what `None` leads to.
+    The `help` of each field says what it means and what `None` leads to. What a recipe decides is filled in at once, so
+    `dataclasses.replace(settings, recipe=…)` keeps the values of the recipe before: make new settings for another recipe.
 
     Raises:
         ValueError: for a value of another type, or out of range.
