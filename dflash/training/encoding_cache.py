@@ -86,9 +86,11 @@ def cached_examples(
     def encode_all() -> Iterator[Example]:
         return encoded(opened.rows(), source, tokenizer, max_length, wanted, template_kwargs)
 
-    version, rules = opened.version(), tokenizer_rules(tokenizer)
-    counts = [count for count in (version.num_rows, wanted and wanted.samples) if count is not None]
-    if rules is None or min(counts, default=CACHED_ROWS) < CACHED_ROWS:
+    rules = tokenizer_rules(tokenizer)
+    if rules is None or (wanted is not None and wanted.samples < CACHED_ROWS):
+        return list(encode_all())
+    version = opened.version()
+    if version.num_rows is not None and version.num_rows < CACHED_ROWS:
         return list(encode_all())
     asked = [max_length, None if wanted is None else vars(wanted), template_kwargs]
     key = fingerprint([ENCODING, version.fingerprint, rules, asked])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def prepare(
             announce(f"{source} has {found:,} usable rows, not {wanted.samples:,}.")
         try:  # all at once, so that what is refused is named by its row
             if any(example.rejected for example in part):
-                check_trace(read_rows(source, settings.split), target, tokenizer, model)
+                rows = islice(read_rows(source, settings.split, settings.streaming), len(part))
+                check_trace(rows, target, tokenizer, model)
             if positions is not None:
                 part = changed(part, partial(Example.cut, length=positions))
             parts[place] = usable(part, drafter, model, announce)
