@@ -87,8 +87,8 @@ def prepare(
     model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings, begun)
     positions = max_positions(model)
     for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
-        if wanted is not None and announce is not None and (found := sum(map(wanted.takes, part))) < wanted.samples:
-            announce(f"{source} has {found:,} usable rows, not {wanted.samples:,}.")
+        if wanted is not None and announce is not None and (taken := sum(map(wanted.takes, part))) < wanted.samples:
+            announce(f"{source} has {taken:,} usable rows, not {wanted.samples:,}.")
         try:  # all at once, so that what is refused is named by its row
             if any(example.rejected for example in part):
                 rows = islice(read_rows(source, settings.split, settings.streaming), len(part))
