@@ -124,6 +124,7 @@ def tokenizer_rules(tokenizer: Any) -> str | None:
         rules.pop(of_last_call, None)
     of_folder = {name for name in tokenizer.init_kwargs if name == "name_or_path" or name.endswith("_file")}
     options = {name: value for name, value in tokenizer.init_kwargs.items() if name not in of_folder}
+    options = {name: value for name, value in options.items() if value not in (None, {}, [])}  # which saving adds
     versions = transformers.__version__, tokenizers.__version__
     said = [type(tokenizer).__name__, rules, options, tokenizer.chat_template, tokenizer.special_tokens_map]
     return fingerprint([*said, tokenizer.eos_token_id, versions])
