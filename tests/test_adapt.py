@@ -213,6 +213,18 @@ def test_the_command_answers_adapts_and_says_before_and_after(run: Any, folder: 
     assert run(output, folder / "asked.jsonl", *words)[0] == 1  # it holds a run now
 
 
+def test_streamed_prompts_are_answered_as_far_as_they_are_asked_for(run: Any, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "my-DFlash"
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text((folder / "asked.jsonl").read_text())
+    words = ["--max-new-tokens", 24, "--steps", 2, "--lora-rank", 4, "--streaming"]
+    status, _, err = run(output, tmp_path / "set", *words)
+    assert (status, "give samples (--samples) too" in err) == (1, True)
+    status, _, err = run(output, tmp_path / "set", *words, "--samples", 12, "--overwrite")
+    assert status == 0, err
+    assert len((tmp_path / "my-DFlash.answers" / "set.trace.jsonl").read_text().splitlines()) == 12
+
+
 def test_a_drafter_that_only_gets_worse_is_given_back_as_it_was(
     run: Any, folder: Path, answers: Path, tmp_path: Path
 ) -> None:
@@ -297,6 +309,7 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
         f"with the weights 0b of target and those of {folder / 'target'} are {ours['weights']}",
         written("other.jsonl", weights="0b"),
     )
+    refused("holds answers, which are read whole: leave --streaming out", answers, "--streaming", "--samples", 5)
     refused("is as long as a block of 6 with two supervised", written("short.jsonl", response_ids=[5]))
     path.write_text("\n".join(answers.read_text().splitlines()[:9]))
     for words in (

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from loopback import LoopbackServer, QuietHandler, started
@@ -29,6 +30,7 @@ from dflash.regeneration import (
     regenerate_data,
     row_seed,
 )
+from dflash.regeneration import run as regeneration
 from dflash.training import load_examples
 
 
@@ -337,6 +339,43 @@ def test_more_samples_may_follow_and_contain_the_fewer(target: Any, tokenizer: A
     assert few < {row["row"] for row in read(output)}
     with pytest.raises(ValueError, match="samples: 5, now 4"):
         regenerate_data(writer, tokenizer, CHATS, output, replace(SETTINGS, samples=4), resume=True)
+
+
+def test_streamed_rows_are_answered_as_far_as_they_are_asked_for(
+    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: the first rows with a question, answered as of the downloaded data, and nothing is read after them."""
+    silent = {"messages": [{"role": "assistant", "content": "old"}]}
+    read_so_far: list[Any] = []
+
+    def stream(rows: Sequence[Any] = (silent, *CHATS)) -> Any:
+        for row in rows:
+            read_so_far.append(row)
+            yield row
+
+    settings = replace(SETTINGS, samples=3, streaming=True)
+    writer, output = Counting(TargetWriter(target)), tmp_path / "r.jsonl"
+    record = regenerate_data(writer, tokenizer, stream(), output, settings)
+    assert (record.rows, len(read_so_far), sum((record.left_out or {}).values())) == (3, 4, 1)
+    regenerate_data(writer, tokenizer, [silent, *CHATS[:3]], tmp_path / "whole.jsonl", SETTINGS)
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    asked = writer.asked
+    regenerate_data(writer, tokenizer, stream(), output, settings, resume=True)
+    assert writer.asked == asked
+
+    datasets.Dataset.from_list(CHATS).to_parquet(tmp_path / "chats.parquet")
+    regenerate_data(writer, tokenizer, tmp_path / "chats.parquet", tmp_path / "p.jsonl", settings)
+    assert [row["row"] for row in read(tmp_path / "p.jsonl")] == [1, 2, 3]
+
+    with pytest.raises(ValueError, match=r"^streaming reads data only as far as it is asked to: give samples"):
+        RegenerationSettings(streaming=True)
+    with pytest.raises(ValueError, match="the data holds no row: give messages"):
+        regenerate_data(writer, tokenizer, stream(()), tmp_path / "none.jsonl", settings)
+    monkeypatch.setattr(regeneration, "SEARCHED_ROWS", 5)
+    read_so_far.clear()
+    with pytest.raises(ValueError, match=r"No row of the data can be answered: .* \(5\); give rows with a question"):
+        regenerate_data(writer, tokenizer, stream([silent] * 9), tmp_path / "none.jsonl", settings)
+    assert len(read_so_far) == 5
 
 
 def test_an_output_that_holds_something_else_is_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:

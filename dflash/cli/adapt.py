@@ -30,6 +30,9 @@ def adapt(
     general: Annotated[str | None, typer.Option(help="Others, mixed in, of which as much must be accepted.")] = None,
     general_share: Annotated[float, typer.Option(help="Share of the tokens that are of --general, at most.")] = 0.3,
     samples: Annotated[int | None, written_option(min=1, help="Rows of each file to answer. Default: all.")] = None,
+    streaming: Annotated[
+        bool, written_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
+    ] = False,
     max_new_tokens: Annotated[int, written_option(min=1, help="Longest answer, in tokens.")] = 512,
     batch_size: Annotated[int, written_option(min=1, help="Rows at once.")] = 8,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
@@ -62,7 +65,7 @@ def adapt(
     facts["has_permission"] = "no derivatives" in licence.terms
     answers = output.with_name(f"{output.name}.answers")
     how: dict[str, Any] = {"split": settings.split, "thinking": settings.thinking, "max_new_tokens": max_new_tokens}
-    how["samples"] = samples
+    how |= {"samples": samples, "streaming": streaming}
     with claimed(output, settings, resume, overwrite) as claim:  # refused now, and not after the answers
         sources = list(given.values())
         if claim.finished is None:
@@ -93,10 +96,14 @@ def _answered(
     from dflash.regeneration import RegenerationSettings, regenerate_data
     from dflash.training import Trace, read_rows
 
-    rows = [next(iter(read_rows(source, how["split"])), {}) for source in sources.values()]
+    settings, found = RegenerationSettings(**how), []
+    rows = [next(iter(read_rows(source, settings.split, settings.streaming)), {}) for source in sources.values()]
+    for source, row in zip(sources.values(), rows, strict=True):
+        if settings.streaming and "response_ids" in row:
+            raise ValueError(f"{source} holds answers, which are read whole: leave --streaming out.")
     if all("response_ids" in row for row in rows):
         return list(sources.values())
-    settings, processes, found = RegenerationSettings(**how), Processes(), []
+    processes = Processes()
     place = loading.own_device(processes)
     writer, tokenizer = load_writer(target, drafter, "auto", place, batch_size)
     for (name, source), row in zip(sources.items(), rows, strict=True):

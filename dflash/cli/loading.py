@@ -149,7 +149,11 @@ def given(text: str) -> str:
 
 
 def hide_loading_bars() -> None:
-    """Hides the progress bars of transformers. Called inside a bar of ours, because this import takes seconds."""
+    """Hides the progress bars of transformers, and those of `datasets` in a log. Called inside a bar of ours: it imports for seconds."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault(
+            "HF_DATASETS_DISABLE_PROGRESS_BARS", "1"
+        )  # read when `datasets` is imported, which may be later
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -22,6 +22,9 @@ def regenerate(
     output: Annotated[Path, typer.Option(help="The .jsonl file to write, for dflash train --data.")],
     samples: Annotated[int | None, data_option(min=1, help="Number of rows. Default: all.")] = None,
     split: Annotated[str, data_option(help="Split of a data set that has several.")] = "train",
+    streaming: Annotated[
+        bool, data_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
+    ] = False,
     prompt_tokens: Annotated[int, data_option(min=1, help="Number of tokens of a text that are its prompt.")] = 16,
     thinking: Annotated[bool, data_option(help="Let the chat template ask for thinking.")] = False,
     license: Annotated[str | None, data_option(help="Licence of the data. Default: as the source states it.")] = None,
@@ -75,6 +78,7 @@ def regenerate(
         prompt_tokens=prompt_tokens,
         samples=samples,
         split=split,
+        streaming=streaming,
         drop_cut=drop_cut,
     )
     loading.known_device(device)

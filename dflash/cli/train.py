@@ -208,7 +208,8 @@ def with_flags(
 ) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`.
 
-    The help names `defaults`, by default the fields' own; fields whose topic is in `without` have no option.
+    The help names `defaults`, by default the fields' own; fields whose topic is in `without`, or which `function` takes by name,
+    have no option.
     """
     *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
     options: dict[str, Any] = {} if without else {n: Annotated[str | None, typer.Option(hidden=True)] for n in REMOVED}
@@ -216,7 +217,7 @@ def with_flags(
     options |= {
         one.name: _option(one, hints[one.name], one.default if defaults is None else getattr(defaults, one.name))
         for one in asked
-        if one.metadata["topic"] not in without
+        if one.metadata["topic"] not in without and one.name not in {option.name for option in own}
     }
     kind = inspect.Parameter.KEYWORD_ONLY
     own += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in options.items()]

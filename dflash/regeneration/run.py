@@ -3,7 +3,7 @@
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from dflash.common.files import only_writer
 from dflash.common.fingerprints import fingerprint
 from dflash.common.processes import Processes
 from dflash.common.provenance import public_name, versions
-from dflash.training import FORMS, named_row, read_rows
+from dflash.training import FORMS, SEARCHED_ROWS, named_row, read_rows
 
 from .answer_file import AnswerFile, check_answer_file
 from .dialogues import Dialogue, Unanswerable, as_dialogue
@@ -36,6 +36,7 @@ class RegenerationSettings(Sampling):
     prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
     samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
     split: str = "train"  # of a data set that has several
+    streaming: bool = False  # answer the first `samples` rows that can be answered, and read a data set only as far
     drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
 
     def __post_init__(self) -> None:
@@ -44,6 +45,8 @@ class RegenerationSettings(Sampling):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: use 1 or more.")
+        if self.streaming and self.samples is None:
+            raise ValueError("streaming reads data only as far as it is asked to: give samples (--samples) too.")
 
 
 @dataclass
@@ -103,18 +106,17 @@ def regenerate_data(
     if named is not None and Path(named).exists() and Path(named).resolve() == Path(output).resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
     name = named or "the data"
-    source: Any = data if named is None else read_rows(named, settings.split)
-    rows = list(source)
-    if not rows:
-        raise ValueError(f"{name} holds no row: give {FORMS}.")
+    source: Any = data if named is None else read_rows(named, settings.split, settings.streaming)
+    rows: list[Mapping[str, Any]] = []
+    numbered = _first_rows(source, rows) if settings.streaming else _drawn_rows(source, rows, settings)
+    record = RegenerationRecord()
+    asked, record.left_out = _dialogues(numbered, name, tokenizer, settings, writer.positions)
     depends_on = {
-        **{name: value for name, value in asdict(settings).items() if name not in ("split", "drop_cut")},
+        **{name: value for name, value in asdict(settings).items() if name not in ("split", "streaming", "drop_cut")},
         **writer.facts,
         "chat_template": fingerprint(getattr(tokenizer, "chat_template", None)),
         "data": fingerprint(rows),
     }
-    record = RegenerationRecord()
-    asked, record.left_out = _dialogues(rows, name, tokenizer, settings, writer.positions)
     license = license or _stated_license(source, rows)
     facts = {  # without a path of this machine
         "target": public_name(target_name),
@@ -166,27 +168,50 @@ def regenerate_data(
     return record
 
 
-def _dialogues(
-    rows: Sequence[Mapping[str, Any]], name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
-) -> tuple[list[Dialogue], dict[str, int]]:
-    """The dialogues of the chosen rows, and the number of rows left out, by the reason."""
+NumberedRows = Iterator[tuple[int, Mapping[str, Any]]]
+
+
+def _first_rows(source: Iterable[Mapping[str, Any]], rows: list[Mapping[str, Any]]) -> NumberedRows:
+    """The rows in order; those that were asked for are added to `rows`."""
+    for number, row in enumerate(source, start=1):
+        rows.append(row)
+        yield number, row
+
+
+def _drawn_rows(
+    source: Iterable[Mapping[str, Any]], rows: list[Mapping[str, Any]], settings: RegenerationSettings
+) -> NumberedRows:
+    """`samples` rows, drawn by the seed, in order; all are added to `rows`."""
+    rows.extend(source)
     order = list(range(1, len(rows) + 1))
     if settings.samples is not None:
         random.Random(f"samples-{settings.seed}").shuffle(order)
-    left_out: Counter[str] = Counter()
-    found = []
     for number in sorted(order[: settings.samples]):
+        yield number, rows[number - 1]
+
+
+def _dialogues(
+    rows: NumberedRows, name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
+) -> tuple[list[Dialogue], dict[str, int]]:
+    """The dialogues of the rows, and the number of rows left out, by the reason; of streamed rows the first `samples`."""
+    left_out: Counter[str] = Counter()
+    found: list[Dialogue] = []
+    for number, row in rows:
         how = {"num_prompt_tokens": settings.prompt_tokens, "enable_thinking": settings.thinking}
+        dialogue = None
         with named_row(number, name):
             try:
-                dialogue = as_dialogue(number, rows[number - 1], tokenizer, **how)
+                dialogue = as_dialogue(number, row, tokenizer, **how)
             except Unanswerable as reason:
                 left_out[str(reason)] += 1
-                continue
-        if dialogue.room(1, positions):
+        if dialogue is not None and dialogue.room(1, positions):
             found.append(dialogue)
-        else:
+        elif dialogue is not None:
             left_out[f"a prompt that fills the target's {positions} positions"] += 1
+        if settings.streaming and (len(found) == settings.samples or (not found and number == SEARCHED_ROWS)):
+            break
+    if not found and not left_out:
+        raise ValueError(f"{name} holds no row: give {FORMS}.")
     if not found:
         said = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
         raise ValueError(f"No row of {name} can be answered: {said}; give rows with a question.")

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
     from .checkpointing import TrainingRecord, save_drafter
     from .data import (
-        FORMS,
+        SEARCHED_ROWS,
         Example,
         encode,
         encode_prompt,
         load_examples,
         named_row,
-        read_rows,
         sharegpt_messages,
         stop_ids,
         with_response,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .run import claimed, train, train_drafter
     from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory
+    from .sources import FORMS, read_rows
     from .trainer import Trainer
     from .training_state import state_folder
 
@@ -43,6 +43,7 @@ __all__ = [
     "FORMS",
     "LOSSES",
     "REMOVED",
+    "SEARCHED_ROWS",
     "Acceptance",
     "Batch",
     "DrafterLoss",

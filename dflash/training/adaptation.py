@@ -13,10 +13,11 @@ from dflash.common.fingerprints import model_fingerprint
 from dflash.common.provenance import public_name
 
 from .checkpointing import TrainingRecord
-from .data import FILE_FORMATS, Example
+from .data import Example
 from .loading import Prepared, answers_of, prepare
 from .run import Claim, Goal, claimed, train
 from .settings import ADAPTATION, TrainingSettings
+from .sources import FILE_FORMATS
 from .trainer import Trainer
 
 

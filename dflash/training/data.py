@@ -1,4 +1,4 @@
-"""Rows of text as token ids with a loss mask, from any source. It knows no model.
+"""Rows of text as token ids with a loss mask. It knows no model.
 
 A row is a chat (`messages`, or ShareGPT's `conversations`), a `prompt` and its `completion`, plain `text`, or an answer of
 the target itself: `prompt_ids` and `response_ids`, which are taken token for token.
@@ -21,16 +21,15 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from .lazy_sequences import chosen, joined
 from .settings import TrainingSettings
+from .sources import FORMS, Source, read_rows
 
 
-FORMS = "messages, prompt and completion, or text"
 # What ShareGPT calls the roles.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# What `datasets` calls the files it reads.
-FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
-
-Source = str | os.PathLike[str]
+# Rows among which at least one has to be usable: a stream without any would be read to its end.
+SEARCHED_ROWS = 10_000
 
 
 @dataclass(slots=True, init=False)
@@ -63,6 +62,11 @@ class Example:
     def prompt_ids(self) -> list[int]:
         """The token ids before the first supervised one."""
         return self.token_array[: self.mask_array.index(1)].tolist()
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether two supervised tokens follow each other, so that a block may begin here."""
+        return b"\1\1" in self.mask_array.tobytes()
 
     def __len__(self) -> int:
         return len(self.token_array)
@@ -177,12 +181,27 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """How many usable examples to take from the beginning of a source, and how long those are, in tokens."""
+
+    samples: int
+    shortest: int = 1
+    longest: int | None = None
+
+    def takes(self, example: Example) -> bool:
+        """Whether the example is usable: as long as it has to be, with a place where a block may begin."""
+        return self.shortest <= len(example) <= (self.longest or len(example)) and example.has_anchor
+
+
 def load_examples(
     source: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
     tokenizer: Any = None,
     *,
     split: str = "train",
     max_length: int | None = None,
+    streaming: bool = False,
+    wanted: Wanted | None = None,
     **template_kwargs: Any,
 ) -> list[Example]:
     """The examples of any source, in its order.
@@ -193,22 +212,47 @@ def load_examples(
         tokenizer: The target's; rows of ids need none.
         split: Of a data set that has several.
         max_length: Longer sequences are cut to this number of tokens.
+        streaming: Read a data set only as far as is `wanted`, without downloading it whole.
+        wanted: Read to this number of usable examples; those before them that are not usable are returned too.
         template_kwargs: For the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: for a source without rows, or a row that `encode` refuses, by its number.
+        ValueError: for a source without rows or without a usable one among many, or a row that `encode` refuses, by its number.
         FileNotFoundError: for a file or data set that does not exist.
     """
     name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "the data"
-    rows = read_rows(name, split) if isinstance(source, (str, os.PathLike)) else source
-    examples = []
+    rows = read_rows(name, split, streaming) if isinstance(source, (str, os.PathLike)) else source
+    return list(encoded(rows, name, tokenizer, max_length, wanted, template_kwargs))
+
+
+def encoded(
+    rows: Iterable[Mapping[str, Any]],
+    name: str,
+    tokenizer: Any,
+    max_length: int | None,
+    wanted: Wanted | None,
+    template_kwargs: Mapping[str, Any],
+) -> Iterator[Example]:
+    """The examples of rows, one by one; arguments and errors as of [`load_examples`]."""
+    number = found = 0
     for number, row in enumerate(rows, start=1):
         with named_row(number, name):
             example = encode(row, tokenizer, **template_kwargs)
-        examples.append(example if max_length is None else example.cut(max_length))
-    if not examples:
+        example = example if max_length is None else example.cut(max_length)
+        yield example
+        if wanted is None:
+            continue
+        found += wanted.takes(example)
+        if found == wanted.samples:
+            return
+        if number == SEARCHED_ROWS and not found:
+            longest = "" if wanted.longest is None else f" to {wanted.longest}"
+            raise ValueError(
+                f"None of the first {number:,} rows of {name} is usable ({wanted.shortest}{longest} tokens, two supervised ones in "
+                "a row): give longer answers, a smaller block_size or another min_length."
+            )
+    if not number:
         raise ValueError(f"{name} holds no row: give {FORMS}.")
-    return examples
 
 
 def parts_of(data: Source | Sequence[Source]) -> list[tuple[str, float | None]]:
@@ -237,7 +281,7 @@ def parts_of(data: Source | Sequence[Source]) -> list[tuple[str, float | None]]:
 
 def mixed(
     parts: Sequence[Sequence[Example]], weights: Sequence[float | None], settings: TrainingSettings
-) -> tuple[list[Example], dict[str, int]]:
+) -> tuple[Sequence[Example], dict[str, int]]:
     """The examples of all parts that the settings keep, by their weights, and how many are left out for which reason.
 
     Weights are shares of the sequences. The part that is smallest for its weight is taken whole; of the others as many are
@@ -245,9 +289,9 @@ def mixed(
     """
     seen: set[bytes] = set()
     left_out: Counter[str] = Counter()
-    kept: list[list[Example]] = [[] for _ in parts]
+    kept: list[list[int]] = [[] for _ in parts]
     for place, part in enumerate(parts):
-        for example in part:
+        for number, example in enumerate(part):
             key = hashlib.blake2b(example.token_array.tobytes(), digest_size=16).digest()
             if settings.min_length is not None and len(example) < settings.min_length:
                 left_out[f"shorter than {settings.min_length} tokens"] += 1
@@ -257,20 +301,21 @@ def mixed(
                 left_out["repeats of another one"] += 1
             else:
                 seen.add(key)
-                kept[place].append(example)
-    for place, part in enumerate(kept, start=1):
-        if not part:
+                kept[place].append(number)
+    for place, numbers in enumerate(kept, start=1):
+        if not numbers:
             said = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
             remedy = "give another min_length or max_length, or leave it out"
             raise ValueError(f"Part {place} of the data has no sequence left ({said}): {remedy}.")
     if all(weights):
-        unit = min(len(part) / (weight or 1) for part, weight in zip(kept, weights, strict=True))
-        for place, (part, weight) in enumerate(zip(kept, weights, strict=True)):
+        unit = min(len(numbers) / (weight or 1) for numbers, weight in zip(kept, weights, strict=True))
+        for place, (numbers, weight) in enumerate(zip(kept, weights, strict=True)):
             count = max(1, round(unit * (weight or 1)))
-            chosen = random.Random(f"mix-{settings.seed}-{place}").sample(range(len(part)), count)
-            left_out["beyond their weight in the mix"] += len(part) - count
-            kept[place] = [part[index] for index in sorted(chosen)]
-    return [example for part in kept for example in part], {why: count for why, count in left_out.items() if count}
+            drawn = random.Random(f"mix-{settings.seed}-{place}").sample(range(len(numbers)), count)
+            left_out["beyond their weight in the mix"] += len(numbers) - count
+            kept[place] = [numbers[index] for index in sorted(drawn)]
+    both = zip(parts, kept, strict=True)
+    return joined([chosen(*one) for one in both]), {why: count for why, count in left_out.items() if count}
 
 
 @contextmanager
@@ -285,55 +330,6 @@ def named_row(number: int, name: str) -> Iterator[None]:
         elif isinstance(error, TemplateError):
             reason = f"the chat template does not take it ({error})."
         raise ValueError(f"Row {number} of {name}: {reason}") from error
-
-
-def read_rows(source: str, split: str) -> Iterable[Mapping[str, Any]]:
-    """The rows of a source by its name, as [`load_examples`] takes it."""
-    if not source:
-        raise ValueError("The name of the data is empty: give a file, a folder, or the id of a data set on the Hub.")
-    path = Path(source).expanduser()
-    if path.suffix in (".jsonl", ".json") and path.is_file():
-        return _read_json_lines(path)
-    import datasets
-
-    if path.suffix in FILE_FORMATS and path.is_file():
-        return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        found = datasets.load_from_disk(str(path))
-        return _split(found, split, source) if isinstance(found, dict) else found
-    if path.suffix in (".jsonl", ".json", *FILE_FORMATS) and not path.exists():
-        raise FileNotFoundError(f"{source} does not exist: give a file, a folder, or the id of a data set on the Hub.")
-    name, _, configuration = (source, "", "") if path.exists() else source.partition(":")
-    try:
-        return _split(datasets.load_dataset(name, configuration or None), split, source)
-    except (FileNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(
-            f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "
-            "folder, or the id of a data set on the Hub."
-        ) from error
-
-
-def _split(found: Mapping[str, Any], split: str, source: str) -> Iterable[Mapping[str, Any]]:
-    if split not in found:
-        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(found)}.")
-    return found[split]
-
-
-def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"Line {number} of {path} is not UTF-8: save the file in UTF-8.") from error
-            except json.JSONDecodeError as error:
-                said = f"is not JSON ({error.msg}): write one object a line"
-                raise ValueError(f"Line {number} of {path} {said}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"Line {number} of {path} is not an object: write one with {FORMS}.")
-            yield row
 
 
 def fingerprint(examples: Iterable[Example]) -> str:

@@ -7,8 +7,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
 
-from .batches import valid_anchors
 from .data import Example, stop_ids
+from .lazy_sequences import chosen
 
 
 def usable(
@@ -16,7 +16,7 @@ def usable(
     drafter: DFlashDraftModel,
     target: PreTrainedModel,
     announce: Callable[[str], None] | None = None,
-) -> list[Example]:
+) -> Sequence[Example]:
     """The examples of a block's length or more with a valid anchor; `announce` is told how many others there are.
 
     Raises:
@@ -44,8 +44,8 @@ def usable(
                 "take that sequence out."
             )
         is_supervised = is_supervised or 1 in example.mask_array
-        if len(example) >= block_size and valid_anchors(example.mask_array):
-            kept.append(example)
+        if len(example) >= block_size and example.has_anchor:
+            kept.append(number - 1)
     if not is_supervised:
         raise ValueError(
             f"The data ({len(examples)} sequences) holds no supervised token: give chats in which the assistant says "
@@ -59,7 +59,7 @@ def usable(
     if len(kept) < len(examples) and announce is not None:
         why = "shorter than a block, or without two supervised tokens in a row"
         announce(f"{len(examples) - len(kept):,} of {len(examples):,} sequences are left out: {why}.")
-    return kept
+    return chosen(examples, kept)
 
 
 def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]], positions: int | None) -> None:

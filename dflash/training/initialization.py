@@ -34,6 +34,8 @@ SHARED_FIELDS = (
 
 # Width of the heads of the published drafters, whose largest scores narrower heads are given too.
 HEAD_DIM = 128
+# Tokens of a block with its anchor, unless told otherwise.
+BLOCK_SIZE = 16
 
 # What a mask token is called in vocabularies that have one.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
@@ -60,7 +62,7 @@ def new_drafter(
     *,
     mask_token_id: int,
     num_hidden_layers: int = 5,
-    block_size: int = 16,
+    block_size: int = BLOCK_SIZE,
     num_taps: int = 5,
     target_layer_ids: Sequence[int] | None = None,
     sliding_window: int | None = None,

@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import check_pair
 
 from .adaptation_trace import check_trace
-from .data import Example, Source, load_examples, mixed, parts_of, read_rows
+from .data import Example, Wanted, mixed, parts_of
 from .data_checks import check_mask_token, check_tokenizer, usable
-from .initialization import find_mask_token, new_drafter, window_fields
+from .encoding_cache import cached_examples
+from .initialization import BLOCK_SIZE, find_mask_token, new_drafter, window_fields
+from .lazy_sequences import changed, chosen
 from .settings import DRAFTER, TrainingSettings
+from .sources import Source, read_rows
 
 
 # Where acceptance is measured, a text without a prompt is continued after this many of its tokens.
@@ -42,7 +47,7 @@ class Prepared:
     target: PreTrainedModel
     tokenizer: Any
     drafter: DFlashDraftModel
-    examples: list[Example]
+    examples: Sequence[Example]
     held_out: list[list[int]]
 
 
@@ -66,33 +71,42 @@ def prepare(
     sources, weights = zip(*parts_of(data), strict=True)
     with _named_target(target):
         tokenizer = ready.tokenizer if ready else AutoTokenizer.from_pretrained(target)
+    begun = ready.drafter if ready else _drafter_to_begin_with(settings)
+    wanted = _wanted(settings, begun)
     how: dict[str, Any] = {
         "split": settings.split,
         "max_length": settings.max_length,
+        "streaming": settings.streaming,
+        "wanted": wanted,
+        "announce": announce,
         "enable_thinking": settings.thinking,
     }
     if settings.drop_long and settings.max_length is not None:
         how["max_length"] += 1  # by which a longer one is still known
     if settings.eval_data is not None:
         sources = (*sources, settings.eval_data)
-    parts = [load_examples(source, tokenizer, **how) for source in sources]
-    model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings)
+    parts: list[Sequence[Example]] = [cached_examples(source, tokenizer, **how) for source in sources]
+    model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings, begun)
     positions = max_positions(model)
     for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
+        if wanted is not None and announce is not None and (taken := sum(map(wanted.takes, part))) < wanted.samples:
+            announce(f"{source} has {taken:,} usable rows, not {wanted.samples:,}.")
         try:  # all at once, so that what is refused is named by its row
             if any(example.rejected for example in part):
-                check_trace(read_rows(source, settings.split), target, tokenizer, model)
-            part = [example.cut(positions or len(example)) for example in part]
+                rows = islice(read_rows(source, settings.split, settings.streaming), len(part))
+                check_trace(rows, target, tokenizer, model)
+            if positions is not None:
+                part = changed(part, partial(Example.cut, length=positions))
             parts[place] = usable(part, drafter, model, announce)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
-    others = parts.pop() if settings.eval_data is not None else []
+    others: Sequence[Example] = parts.pop() if settings.eval_data is not None else []
     usable_ones, left_out = mixed(parts, weights, settings)
     if left_out and announce is not None:
         announce(f"Left out: {', '.join(f'{count:,} {why}' for why, count in left_out.items())}.")
     if others:
-        chosen = random.Random(f"held-out-{settings.seed}").sample(others, min(settings.held_out, len(others)))
-        return Prepared(model, tokenizer, drafter, usable_ones, [prompt_of(example) for example in chosen])
+        drawn = random.Random(f"held-out-{settings.seed}").sample(others, min(settings.held_out, len(others)))
+        return Prepared(model, tokenizer, drafter, usable_ones, [prompt_of(example) for example in drawn])
     found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
     if needs_held_out and not min(settings.held_out, len(usable_ones) // 10):
         raise ValueError(
@@ -108,17 +122,30 @@ def prepare(
     return Prepared(model, tokenizer, drafter, examples, held_out)
 
 
-def _load_models(
-    target: str | os.PathLike[str], tokenizer: Any, settings: TrainingSettings
-) -> tuple[PreTrainedModel, DFlashDraftModel]:
-    """The target, and the drafter of `init` or a new one, checked against each other."""
-    if settings.lora_rank is not None and settings.init is None:
+def _drafter_to_begin_with(settings: TrainingSettings) -> DFlashDraftModel | None:
+    """The drafter of `init`; `None` for a new one."""
+    if settings.init is not None:
+        return DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+    if settings.lora_rank is not None:
         raise ValueError(
             f"lora_rank={settings.lora_rank} changes a trained drafter: give init (--init), or leave it out."
         )
-    begun = None
-    if settings.init is not None:
-        begun = DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+    return None
+
+
+def _wanted(settings: TrainingSettings, begun: DFlashDraftModel | None) -> Wanted | None:
+    """The examples that are taken from each source; `None` for all."""
+    if settings.samples is None:
+        return None
+    block_size = settings.block_size or (BLOCK_SIZE if begun is None else begun.config.block_size)
+    longest = settings.max_length if settings.drop_long else None
+    return Wanted(settings.samples, max(block_size, settings.min_length or 0), longest)
+
+
+def _load_models(
+    target: str | os.PathLike[str], tokenizer: Any, settings: TrainingSettings, begun: DFlashDraftModel | None
+) -> tuple[PreTrainedModel, DFlashDraftModel]:
+    """The target, and `begun` or a new drafter, checked against each other."""
     with _named_target(target):
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=settings.target_dtype, device_map=settings.device_map
@@ -216,12 +243,12 @@ def make_drafter(
     return reshaped
 
 
-def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[list[int]]]:
+def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[Sequence[Example], list[list[int]]]:
     """The examples to train on, and the prompts of `count` others, but of no more than a tenth of all."""
     count = min(count, len(examples) // 10)
-    chosen = set(random.Random(f"held-out-{seed}").sample(range(len(examples)), count))
-    kept = [example for index, example in enumerate(examples) if index not in chosen]
-    return kept, [prompt_of(examples[index]) for index in sorted(chosen)]
+    drawn = set(random.Random(f"held-out-{seed}").sample(range(len(examples)), count))
+    kept = chosen(examples, (index for index in range(len(examples)) if index not in drawn))
+    return kept, [prompt_of(examples[index]) for index in sorted(drawn)]
 
 
 def prompt_of(example: Example) -> list[int]:

@@ -108,6 +108,12 @@ class TrainingSettings:
     drop_long: bool = _setting(False, DATA, "Leave longer sequences than --max-length out instead of cutting them.")
     deduplicate: bool = _setting(True, DATA, "Leave out sequences that repeat another one.")
     pack_length: int | None = _setting(None, DATA, "Pack sequences into this many tokens. Default: no packing.", 1)
+    samples: int | None = _setting(
+        None, DATA, "Usable rows to take from the beginning of each source. Default: all.", 1
+    )
+    streaming: bool = _setting(
+        False, DATA, "Read data sets only as far as --samples asks, without downloading them.", is_free=True
+    )
     split: str = _setting("train", DATA, "Split of a data set that has several.")
     thinking: bool = _setting(False, DATA, "Let the chat template ask for thinking.")
     batch_tokens: int = _setting(4096, STEPS, "Tokens of a batch with padding, over all processes and parts.", 1)
@@ -184,6 +190,8 @@ class TrainingSettings:
             raise ValueError(f"lora_rank={self.lora_rank} and shard: a change of low rank is small; leave shard out.")
         if not 0 < self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha={self.dpace_alpha}: give a chance above 0 and up to 1.")
+        if self.streaming and self.samples is None:
+            raise ValueError("streaming reads data only as far as it is asked to: give samples (--samples) too.")
         if self.features is not None and self.shard_target:
             why = "one process writes features with the whole target; leave either out"
             raise ValueError(f"features={self.features!r} and shard_target: {why}.")

@@ -88,7 +88,7 @@ class Trainer:
         announce: Callable[[str], None] | None = None,
         **trackers: Any,
     ) -> None:
-        self.examples = list(examples)
+        self.examples = examples
         self.settings = settings
         self.accelerator = accelerate.Accelerator(mixed_precision="no", cpu=is_cpu_alone(), **trackers)
         # Not accelerate's, which is one for all runs of a process.

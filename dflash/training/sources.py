@@ -1,0 +1,117 @@
+"""The rows of a source by its name: a file, a folder, or a data set on the Hub, whole or streamed. It knows no tokenizer."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+FORMS = "messages, prompt and completion, or text"
+# What `datasets` calls the files it reads.
+FILE_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
+
+Source = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Version:
+    """What tells this version of a source from another, and its number of rows; `None` for one that is streamed."""
+
+    fingerprint: str
+    num_rows: int | None
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source that was found: `rows` reads it from its beginning, `version` looks at what it holds now."""
+
+    rows: Callable[[], Iterable[Mapping[str, Any]]]
+    version: Callable[[], Version]
+
+
+def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
+    """The rows of a source by its name, as [`load_examples`] takes it.
+
+    With `streaming`, what `datasets` reads is neither downloaded whole nor converted: rows come as they are asked for.
+
+    Raises:
+        ValueError: for an empty name, a split that does not exist, or a line that is no row.
+        FileNotFoundError: for a file or data set that does not exist.
+    """
+    return open_source(source, split, streaming).rows()
+
+
+def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
+    """A source by its name; arguments and errors as of [`read_rows`]."""
+    if not source:
+        raise ValueError("The name of the data is empty: give a file, a folder, or the id of a data set on the Hub.")
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", ".json") and path.is_file():
+        return OpenSource(lambda: _read_json_lines(path), lambda: _version_of_lines(path))
+    import datasets
+
+    if path.suffix in FILE_FORMATS and path.is_file():
+        file = {"path": FILE_FORMATS[path.suffix], "data_files": str(path)}
+        return _opened(datasets.load_dataset_builder(**file), "train", streaming, source)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = datasets.load_from_disk(str(path))  # maps the files and reads none of them
+        return _of_table(_split(saved, split, source) if isinstance(saved, dict) else saved)
+    if path.suffix in (".jsonl", ".json", *FILE_FORMATS) and not path.exists():
+        raise FileNotFoundError(f"{source} does not exist: give a file, a folder, or the id of a data set on the Hub.")
+    name, _, configuration = (source, "", "") if path.exists() else source.partition(":")
+    try:
+        return _opened(datasets.load_dataset_builder(name, configuration or None), split, streaming, source)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "
+            "folder, or the id of a data set on the Hub."
+        ) from error
+
+
+def _opened(builder: Any, split: str, streaming: bool, source: str) -> OpenSource:
+    """What a builder of `datasets` reads, streamed or from the files that it prepares."""
+    if not streaming:
+        builder.download_and_prepare()
+        return _of_table(_split(builder.as_dataset(), split, source))
+    rows = _split(builder.as_streaming_dataset(), split, source)
+    # By commit on the Hub and by time of change elsewhere, as `datasets` knows its own files again.
+    return OpenSource(lambda: rows, lambda: Version(f"{builder.cache_dir} {split}", None))
+
+
+def _of_table(rows: Any) -> OpenSource:
+    return OpenSource(lambda: rows, lambda: Version(rows._fingerprint, len(rows)))
+
+
+def _split(found: Mapping[str, Any], split: str, source: str) -> Any:
+    if split not in found:
+        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(found)}.")
+    return found[split]
+
+
+def _version_of_lines(path: Path) -> Version:
+    digest, lines = hashlib.blake2b(digest_size=16), 0
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+            lines += part.count(b"\n")
+    return Version(digest.hexdigest(), lines)
+
+
+def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"Line {number} of {path} is not UTF-8: save the file in UTF-8.") from error
+            except json.JSONDecodeError as error:
+                said = f"is not JSON ({error.msg}): write one object a line"
+                raise ValueError(f"Line {number} of {path} {said}.") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"Line {number} of {path} is not an object: write one with {FORMS}.")
+            yield row

@@ -1,0 +1,371 @@
+"""Data that is encoded once and kept, and data that is streamed: the same sequences as without, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from processes import Forked
+from tiny_models import make_target, make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from dflash.checkpoints import TARGET_NAME, embedded_path
+from dflash.training import (
+    Example,
+    TrainingSettings,
+    encoding_cache,
+    load_examples,
+    prepare,
+    read_rows,
+    train_drafter,
+    valid_anchors,
+)
+from dflash.training import data as data_module
+from dflash.training.data import Wanted
+from dflash.training.encoding_cache import StoredExamples, cached_examples
+from dflash.training.lazy_sequences import changed, chosen, joined
+
+
+TEXTS = [{"text": f"Ann has {number} apples and buys {number % 7} more."} for number in range(12)]
+TRACE = [
+    {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rejected": [1, 3]},
+    {"prompt_ids": [5], "response_ids": []},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(embedded_path(TARGET_NAME))
+
+
+@pytest.fixture
+def encoded_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The rows that were encoded so far. Tables of 4 rows or more are kept, in a folder of the test."""
+    rows: list[Any] = []
+    encode = data_module.encode
+
+    def counted(row: Any, *arguments: Any, **options: Any) -> Example:
+        rows.append(row)
+        return encode(row, *arguments, **options)
+
+    monkeypatch.setattr(data_module, "encode", counted)
+    monkeypatch.setattr(encoding_cache, "CACHED_ROWS", 4)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return rows
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return lines(tmp_path / "rows.jsonl", [*TEXTS, *TRACE])
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+def table_file(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "cache" / "dflash").rglob("*.arrow")
+    return found
+
+
+# --- encoded once ---
+
+
+def test_a_second_start_encodes_nothing_and_has_the_same_examples(
+    tokenizer: Any, file: str, encoded_rows: list[Any], tmp_path: Path
+) -> None:
+    """Promise: each start of a run has the same sequences, with their masks and rejected anchors, and one start encodes them."""
+    datasets.Dataset.from_list(TEXTS).to_parquet(tmp_path / "rows.parquet")
+    for source in (file, str(tmp_path / "rows.parquet")):
+        expected = load_examples(source, tokenizer, max_length=9)
+        encoded_rows.clear()
+        said: list[str] = []
+        first, second = (cached_examples(source, tokenizer, max_length=9, announce=said.append) for _ in range(2))
+        assert len(encoded_rows) == len(expected)
+        for found in (first, second):
+            assert isinstance(found, StoredExamples)
+            assert list(found) == expected
+            assert found[-1] == expected[-1]
+            assert found[2:5] == expected[2:5]
+        assert len(said) == 1
+        assert f"{source} is encoded once and kept in {tmp_path / 'cache' / 'dflash'}" in said[0]
+    with pytest.raises(IndexError):
+        second[len(second)]
+
+
+def test_what_decides_the_encoding_decides_which_table_is_read(
+    tokenizer: Any, file: str, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Promise: another row, template, tokenizer, length or rule of encoding is never answered with older sequences."""
+
+    def is_encoded(source: str = file, tokenizer: Any = tokenizer, **how: Any) -> bool:
+        encoded_rows.clear()
+        found = list(cached_examples(source, tokenizer, **how))
+        is_new = bool(encoded_rows)
+        assert found == load_examples(source, tokenizer, **how)
+        return is_new
+
+    assert is_encoded()
+    tokenizer.save_pretrained(tmp_path / "copy")
+    copy = PreTrainedTokenizerFast.from_pretrained(tmp_path / "copy")
+    assert not is_encoded(tokenizer=copy)  # in another folder
+    copy(["a", "b c"], padding=True, truncation=True, max_length=2)  # which leaves a trace in its state
+    assert not is_encoded(tokenizer=copy)
+    copy.chat_template += "{# changed #}"
+    assert is_encoded(tokenizer=copy)
+    copy.add_tokens(["apples"])
+    assert is_encoded(tokenizer=copy)
+    for how in ({"max_length": 5}, {"enable_thinking": True}, {"wanted": Wanted(5)}, {"wanted": Wanted(5, 8)}):
+        assert is_encoded(**how)
+        assert not is_encoded(**how)
+    lines(Path(file), [*TEXTS[1:], TEXTS[0], *TRACE])
+    assert is_encoded()
+    monkeypatch.setattr(encoding_cache, "ENCODING", -1)
+    assert is_encoded()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the end", "all", "facts", "digest"])
+def test_a_damaged_table_is_written_again(
+    damage: str, tokenizer: Any, file: str, encoded_rows: list[Any], tmp_path: Path
+) -> None:
+    expected = list(cached_examples(file, tokenizer))
+    path = table_file(tmp_path)
+    content = path.read_bytes()
+    begin = content.index(expected[3].token_array.tobytes())
+    if damage == "a bit":
+        path.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[begin + 1 :])
+    elif damage == "the end":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "all":
+        path.write_bytes(b"")
+    elif damage == "facts":
+        (path.parent / "dataset_info.json").write_text("{")
+    else:
+        found = cached_examples(file, tokenizer)
+        assert isinstance(found, StoredExamples)
+        path.write_bytes(content.replace(found.digest.encode(), b"0" * len(found.digest)))
+    encoded_rows.clear()
+    assert list(cached_examples(file, tokenizer)) == expected
+    assert len(encoded_rows) == len(expected)
+    assert list(cached_examples(file, tokenizer)) == expected
+    assert len(encoded_rows) == len(expected)
+
+
+def test_a_row_that_is_refused_is_named_and_nothing_is_kept(
+    tokenizer: Any, encoded_rows: list[Any], tmp_path: Path
+) -> None:
+    file = lines(tmp_path / "rows.jsonl", [*TEXTS, {"words": "a"}])
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"^Row 13 of .*rows\.jsonl: A row with the columns \['words'\] cannot be"
+        ):
+            cached_examples(file, tokenizer)
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    assert list(cached_examples(lines(Path(file), TEXTS), tokenizer)) == load_examples(file, tokenizer)
+
+
+def test_where_nothing_can_be_kept_a_start_says_so_and_goes_on(
+    tokenizer: Any, file: str, encoded_rows: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    said: list[str] = []
+    assert cached_examples(file, tokenizer, announce=said.append) == load_examples(file, tokenizer)
+    (sentence,) = said
+    assert f"cannot be kept in {tmp_path / 'cache' / 'dflash'} (" in sentence
+    assert sentence.endswith("make room there, or set HF_DATASETS_CACHE to a folder that can be written.")
+
+
+def test_few_rows_and_tokenizers_in_python_are_encoded_at_each_start(
+    tokenizer: Any, file: str, encoded_rows: list[Any], tmp_path: Path
+) -> None:
+    few = lines(tmp_path / "few.jsonl", TEXTS[:3])
+    assert isinstance(cached_examples(few, tokenizer), list)
+    assert isinstance(cached_examples(file, tokenizer, wanted=Wanted(3)), list)
+
+    class InPython:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [len(text)]}
+
+        eos_token_id = None
+
+    assert isinstance(cached_examples(file, InPython()), list)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_processes_that_start_together_encode_once(
+    tokenizer: Any, file: str, encoded_rows: list[Any], tmp_path: Path
+) -> None:
+    def start() -> None:
+        found = cached_examples(file, tokenizer)
+        sys.stdout.write(f"{len(encoded_rows)} {found[3].input_ids}")
+
+    one, other = (started.finish() for started in [Forked(start), Forked(start)])
+    expected = load_examples(file, tokenizer)
+    counts = [int(process.stdout.split()[0]) for process in (one, other)]
+    assert sorted(counts) == [0, len(expected)], one.stderr + other.stderr
+    assert all(str(expected[3].input_ids) in process.stdout for process in (one, other))
+
+
+# --- sequences that are read when they are asked for ---
+
+
+def test_lazy_sequences_are_what_lists_are() -> None:
+    whole = list(range(50))
+    lazy = chosen(_Lazy(whole), range(50))
+    for make in (
+        lambda items: chosen(items, [7, 3, 3, 49]),
+        lambda items: changed(items, lambda item: -item),
+        lambda items: joined([items, chosen(items, [4, 2]), chosen(items, []), items]),
+    ):
+        expected = make(whole)
+        assert isinstance(expected, list)
+        found = make(lazy)
+        assert not isinstance(found, list)
+        assert (len(found), list(found), found[-1]) == (len(expected), expected, expected[-1])
+        assert found[1::2] == expected[1::2]
+        assert random.Random(0).sample(found, 3) == random.Random(0).sample(expected, 3)
+    assert joined([lazy]) is lazy
+
+
+class _Lazy(encoding_cache.LazySequence[int]):
+    def __init__(self, items: list[int]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, place: int) -> int:
+        return self._items[place]
+
+
+def test_an_example_has_an_anchor_if_a_block_may_begin_in_it() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        mask = [rng.randrange(2) for _ in range(rng.randrange(6))]
+        assert Example(mask, mask).has_anchor == bool(valid_anchors(mask))
+
+
+# --- runs ---
+
+TINY: dict[str, Any] = {"num_hidden_layers": 1, "block_size": 8, "num_anchors": 4, "batch_tokens": 128}
+TINY |= {"mixed_precision": "no", "eval_new_tokens": 4, "steps": 2, "held_out": 2}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache") / "target"
+    make_target().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def ids(count: int, first: int = 20, length: int = 14) -> list[dict[str, Any]]:
+    return [{"prompt_ids": [5, 6, 7], "response_ids": [first + i, *range(30, 30 + length), 8]} for i in range(count)]
+
+
+def test_a_run_from_the_cache_is_the_run_without_bit_for_bit(
+    target: Path, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = lines(tmp_path / "one.jsonl", ids(20)), lines(tmp_path / "other.jsonl", ids(8, 50, 9))
+    found = []
+    for name in ("without", "first", "second"):
+        monkeypatch.setattr(encoding_cache, "CACHED_ROWS", 99 if name == "without" else 4)
+        encoded_rows.clear()
+        train_drafter(
+            target, [f"{one}:0.7", f"{other}:0.3"], tmp_path / name, TrainingSettings(**TINY), show_progress=False
+        )
+        facts = json.loads((tmp_path / name / "training.json").read_text())
+        weights = (tmp_path / name / "model.safetensors").read_bytes()
+        found.append((weights, facts["data"], facts["held_out"], facts["curve"]))
+        assert len(encoded_rows) == (0 if name == "second" else 28)
+    assert found[0] == found[1] == found[2]
+
+
+# --- streamed ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A data set in parquet files, of which each third row is too short for a block."""
+    rows = [row for i in range(30) for row in ids(1, 20 + i, 1 if i % 3 == 0 else 14)]
+    for number in range(3):
+        split = datasets.Dataset.from_list(rows[number * 10 :][:10])
+        (tmp_path / "set").mkdir(exist_ok=True)
+        split.to_parquet(tmp_path / "set" / f"train-{number}.parquet")
+    return str(tmp_path / "set")
+
+
+def test_a_streamed_source_is_read_as_far_as_it_is_asked_to(
+    folder: str, tokenizer: Any, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: the first usable rows, the same as of the downloaded data, and no row after them."""
+    whole = load_examples(folder)
+    usable = [number for number, example in enumerate(whole) if len(example) >= 8]
+    wanted = Wanted(9, 8)
+    file = Path(folder, "train-0.parquet")
+    for source, last in ((folder, usable[8]), (str(file), 9)):
+        encoded_rows.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(datasets.DatasetBuilder, "download_and_prepare", lambda *_, **__: pytest.fail("downloaded"))
+            assert load_examples(source, streaming=True, wanted=wanted) == whole[: last + 1]
+        assert len(encoded_rows) == last + 1
+        assert load_examples(source, wanted=wanted) == whole[: last + 1]
+    encoded_rows.clear()
+    for _ in range(2):
+        assert list(cached_examples(folder, tokenizer, streaming=True, wanted=wanted)) == whole[: usable[8] + 1]
+    assert len(encoded_rows) == usable[8] + 1
+    datasets.Dataset.from_list(ids(9, 60)).to_parquet(file)
+    assert cached_examples(folder, tokenizer, streaming=True, wanted=wanted)[0].input_ids[3] == 60
+    assert next(iter(read_rows(folder, "train", streaming=True)))["prompt_ids"] == [5, 6, 7]
+
+
+def test_a_mix_of_a_file_and_a_stream_has_its_weights(target: Path, folder: str, tmp_path: Path) -> None:
+    file = lines(tmp_path / "rows.jsonl", ids(40, 20, 9))
+    settings = TrainingSettings(**TINY | {"held_out": 0}, samples=12, streaming=True)
+    said: list[str] = []
+    ready = prepare(target, [f"{file}:0.75", f"{folder}:0.25"], settings, said.append)
+    assert [sum(len(example) == length for example in ready.examples) for length in (14, 19)] == [12, 4]
+    same = prepare(target, [f"{file}:0.75", f"{folder}:0.25"], replace(settings, streaming=False))
+    assert list(same.examples) == list(ready.examples)
+    prepare(target, folder, replace(settings, samples=25), said.append)
+    assert f"{folder} has 20 usable rows, not 25." in said
+
+
+def test_streams_that_cannot_be_read_are_refused(
+    target: Path, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"^streaming reads data only as far as it is asked to: give samples"):
+        TrainingSettings(streaming=True)
+    settings = TrainingSettings(**TINY, samples=5, streaming=True)
+    with pytest.raises(ValueError, match=r"^.*set has no split 'test': choose one of train\.$"):
+        prepare(target, folder, replace(settings, split="test"))
+    monkeypatch.setattr(data_module, "SEARCHED_ROWS", 20)
+    with pytest.raises(ValueError, match=r"^None of the first 20 rows of .*set is usable \(40 tokens, two supervised"):
+        prepare(target, folder, replace(settings, min_length=40))
+    with pytest.raises(ValueError, match="None of the 10 sequences"):
+        prepare(target, str(Path(folder, "train-0.parquet")), replace(settings, block_size=40))
+    with pytest.raises(FileNotFoundError, match="nobody/nothing is neither a file nor a data set that can be reached"):
+        prepare(target, "nobody/nothing", settings)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no row"):
+        prepare(target, tmp_path / "empty.jsonl", settings)
+
+
+def test_the_command_streams(
+    target: Path, folder: str, dflash_command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    words = ["--target", target, "--data", folder, "--output", tmp_path / "drafter", "--streaming"]
+    words += [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
+    status, _, said = dflash_command("train", *words)
+    assert (status, "give samples (--samples) too" in said) == (1, True)
+    assert dflash_command("train", *words, "--samples", 12)[0] == 0
+    facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert facts["data"]["examples"] == 11  # one is held out
