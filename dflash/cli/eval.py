@@ -112,7 +112,7 @@ def evaluate(
         raise ValueError(
             f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
         )
-    prompts, written = prompts or [], [] if output is None else [output, output.with_suffix(".jsonl")]
+    prompts, written = prompts or [], [] if output is None else [output, output.parent / f"{output.stem}.jsonl"]
     if processes.is_first:
         for path in prompts:
             if path.resolve() in [one.resolve() for one in written]:
