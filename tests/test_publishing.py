@@ -17,7 +17,7 @@ from test_hub_protocol import USERS, WITH_PACKAGE, environment
 from test_remote_code import run_script
 from tiny_models import make_drafter, make_target
 
-from dflash.checkpoints import make_pair, plan_publication, save_checkpoint
+from dflash.checkpoints import hub_id_of, make_pair, plan_publication, save_checkpoint
 
 
 REPO = "me/tiny-DFlash"
@@ -112,7 +112,7 @@ def test_a_dry_run_connects_to_nothing(folder: Path, run: Any, no_connection: No
     assert "kB  model.safetensors\n" in out
     assert "files to me/tiny\n" in out
     assert "left out: notes.txt\n" in out
-    assert "  base_model: not said (give --target with its id on the Hub)\n" in out
+    assert "  base_model: not said (--base-model ORG/NAME gives it)\n" in out
     assert (
         "  datasets: not said (write `datasets: …` into a README.md in the folder, between two lines of ---)\n" in out
     )
@@ -120,10 +120,40 @@ def test_a_dry_run_connects_to_nothing(folder: Path, run: Any, no_connection: No
     assert 'needs "method": "dflash"' in out
 
 
+def test_a_target_in_a_folder_is_named_by_the_id_that_it_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: the id in its config, else in its card; a path is no id, and without an id the key is left out."""
+    monkeypatch.chdir(tmp_path)
+    target = tmp_path / "models" / "target"
+    target.mkdir(parents=True)
+    assert hub_id_of("org/elsewhere") == "org/elsewhere"
+    for config, card, found in (
+        ({}, "", None),
+        ({"_name_or_path": "models/target"}, "", None),  # a folder of this machine
+        ({"_name_or_path": "/home/me/org/name"}, "", None),
+        ({"_name_or_path": "org/name"}, "base_model: org/other", "org/name"),
+        ({"_name_or_path": ""}, "base_model: org/other", "org/other"),
+        ({}, "base_model:\n- org/other", "org/other"),
+        ({}, "base_model: [", None),  # no YAML
+    ):
+        (target / "config.json").write_text(json.dumps(config))
+        (target / "README.md").write_text(f"---\nlicense: mit\n{card}\n---\n")
+        assert hub_id_of(target) == found, (config, card)
+
+
 def test_a_dry_run_says_what_fills_the_card(folder: Path, run: Any, no_connection: None) -> None:
     """Promise: a card of the folder's own is not said to change by --target, and the line that is asked for is read."""
     (folder / "README.md").write_text('---\nlicense: mit\n---\nfrom_pretrained("my-DFlash")\n')
-    assert "  base_model: not said (write `base_model: …` into" in run(folder, "me/my-DFlash", "--dry-run")[1]
+    assert "  base_model: not said (--base-model ORG/NAME gives it)" in run(folder, "me/my-DFlash", "--dry-run")[1]
+    asked = (folder, "me/my-DFlash", "--dry-run", "--base-model")
+    assert "  base_model: org/given\n" in run(*asked, "org/given")[1]
+    status, _, err = run(*asked, "given")
+    assert (status, err) == (1, "dflash: --base-model given is no id on the Hub: give namespace/name.\n")
+    text = next(
+        one for one in plan_publication(folder, REPO, None, "org/given").files if one.path == "README.md"
+    ).read()
+    assert b"license: mit" in text
     (folder / "README.md").write_text("---\nbase_model: org/target\n---\n")
     assert "  base_model: org/target\n" in run(folder, "me/my-DFlash", "--dry-run")[1]
 

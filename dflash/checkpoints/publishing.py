@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from dflash.common.messages import first_line
 
 from .folders import FILES
+from .licences import read_card
 from .rules import Report, check
 
 
@@ -47,6 +48,7 @@ TRAINING_STATE = (
     "checkpoint-*", "global_step*", "*.distcp", "*.ckpt", "state.pt", "pytorch_model_fsdp*", "events.out.tfevents.*",
     "runs", "wandb"
 )  # fmt: skip
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 NETWORK = ("httpx", "httpx2", "requests", "urllib3")
 # Keys of the Hub, OpenAI, GitHub and AWS, and private keys.
 KEY = re.compile(
@@ -86,15 +88,8 @@ class Publication:
     @cached_property
     def card(self) -> dict[str, Any]:
         """The front matter of the card; ValueError if it cannot be read."""
-        from huggingface_hub import ModelCard
-
         text = next(file for file in self.files if file.path == CARD).read().decode()
-        try:
-            return dict(ModelCard(text).data.to_dict())
-        except Exception as error:  # whatever its YAML reader makes of it
-            raise ValueError(
-                f"The front matter of README.md cannot be read ({first_line(error)}): correct the lines between ---."
-            ) from error
+        return dict(_read_card(text).data.to_dict())
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,35 @@ class Published:
         return f'{loader}.from_pretrained("{self.repo_id}", trust_remote_code=True, revision="{self.commit}")'
 
 
-def plan_publication(folder: str | Path, repo_id: str, target: str | None = None) -> Publication:
+def _read_card(text: str) -> Any:
+    """A README.md with its front matter."""
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard(text)
+    except Exception as error:  # whatever its YAML reader makes of it
+        raise ValueError(
+            f"The front matter of README.md cannot be read ({first_line(error)}): correct the lines between ---."
+        ) from error
+
+
+def hub_id_of(model: str | Path) -> str | None:
+    """The id on the Hub of a model: itself, or of a folder what its config or its card names; `None` if neither does."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return str(model)
+    config = folder / "config.json"
+    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    named = [fields.get("_name_or_path")]
+    with suppress(ValueError):  # a card that cannot be read names none
+        base = read_card(folder).fields.get("base_model") or []
+        named += [base] if isinstance(base, str) else base
+    return next((name for name in named if HUB_ID.fullmatch(str(name)) and not Path(str(name)).exists()), None)
+
+
+def plan_publication(
+    folder: str | Path, repo_id: str, target: str | None = None, base_model: str | None = None
+) -> Publication:
     """The files to upload, found without a connection.
 
     These are the checkpoint's files in `folder`, the code that its config names, and, where the folder lacks them, a
@@ -124,10 +147,11 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
         folder: A drafter's checkpoint, or a pair's folder, which is uploaded whole.
         repo_id: "namespace/name".
         target: Its target, a folder or an id on the Hub: the pair is checked, and a new card names it.
+        base_model: The target's id on the Hub, which the card then names.
 
     Raises:
         ValueError: if transformers cannot run the checkpoint, if the folder holds the state of a training run or what
-            looks secret, or if `repo_id` is no name of a repository.
+            looks secret, or if `repo_id` or `base_model` is no name of a repository.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -144,6 +168,8 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
     if "/" not in repo_id:
         remedy = f"give your user name or an organisation, as in you/{repo_id}."
         raise ValueError(f"{repo_id!r} says no namespace: {remedy}")
+    if base_model is not None and not HUB_ID.fullmatch(base_model):
+        raise ValueError(f"--base-model {base_model} is no id on the Hub: give namespace/name.")
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a drafter's checkpoint.")
     is_pair = (folder / PAIR).is_file()
@@ -174,6 +200,13 @@ def plan_publication(folder: str | Path, repo_id: str, target: str | None = None
         text = files[CARD].read().decode()
         renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
         written |= {} if renamed == text else {CARD: renamed}
+    is_new = CARD in written and CARD not in files
+    base = base_model or (hub_id_of(target) if is_new and not is_pair and target is not None else None)
+    if base is not None:
+        card = _read_card(written[CARD] if CARD in written else files[CARD].read().decode())
+        if card.data.to_dict().get("base_model") != base:
+            card.data.base_model = base
+            written[CARD] = str(card)
     files |= {name: File(name, text.encode()) for name, text in written.items()}
     for file in files.values():
         if not file.path.endswith(".safetensors") and KEY.search(file.read()):

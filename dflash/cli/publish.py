@@ -23,6 +23,9 @@ def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The drafter's checkpoint, or a pair.")],
     repo_id: Annotated[str, typer.Argument(metavar="NAMESPACE/NAME", help="The repository on the Hub.")],
     target: TargetOfDrafter = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="The target's id on the Hub, for the card.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be uploaded, and connect to nothing.")
     ] = False,
@@ -40,11 +43,11 @@ def publish(
     from dflash.checkpoints import licence_lines, plan_publication
     from dflash.checkpoints import publish as publish_it
 
-    publication = plan_publication(folder, repo_id, target)
+    publication = plan_publication(folder, repo_id, target, base_model)
     drafter, its_target = (publication.report.folder, str(folder)) if publication.is_pair else (folder, target)
     licences = licence_lines("publish", drafter, its_target, accept_licence)
     if dry_run:
-        _show(publication, has_card=(folder.expanduser() / "README.md").is_file())
+        _show(publication)
         print(*licences, sep="\n")
         return
     done = publish_it(publication, private, revision, message)
@@ -55,7 +58,7 @@ def publish(
     print(done.load_line)
 
 
-def _show(plan: Publication, has_card: bool) -> None:
+def _show(plan: Publication) -> None:
     """Prints files and sizes, what is left out, what the card says or lacks, and engines that fail on the drafter."""
     for file in plan.files:
         print(f"{decimal(file.size):>10}  {file.path}{'  (written)' if file.path in plan.written else ''}")
@@ -67,8 +70,8 @@ def _show(plan: Publication, has_card: bool) -> None:
         value = plan.card.get(name)
         said = ", ".join(map(str, value)) if isinstance(value, list) else value
         remedy = f"write `{name}: …` into a README.md in the folder, between two lines of ---"
-        if name == "base_model" and not has_card:
-            remedy = "give --target with its id on the Hub"
+        if name == "base_model":
+            remedy = "--base-model ORG/NAME gives it"
         print(f"  {name}: {said or f'not said ({remedy})'}")
     for verdict in plan.report.verdicts:
         if verdict.verdict != "works":

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dflash.checkpoints import hub_id_of
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.provenance import public_name
 
@@ -109,6 +110,7 @@ def adapt(
         known = {
             "target_name": public_name(target),
             "target_is_local": os.path.exists(target),
+            "base_model": hub_id_of(target),
             "data_name": ", ".join(sources),
             "adapted": {"name": public_name(drafter), "weights": model_fingerprint(first.drafter)},
         }
