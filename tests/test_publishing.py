@@ -120,26 +120,12 @@ def test_a_dry_run_connects_to_nothing(folder: Path, run: Any, no_connection: No
     assert 'needs "method": "dflash"' in out
 
 
-def test_a_target_in_a_folder_is_named_by_the_id_that_it_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Promise: the id in its config, else in its card; a path is no id, and without an id the key is left out."""
-    monkeypatch.chdir(tmp_path)
-    target = tmp_path / "models" / "target"
-    target.mkdir(parents=True)
-    assert hub_id_of("org/elsewhere") == "org/elsewhere"
-    for config, card, found in (
-        ({}, "", None),
-        ({"_name_or_path": "models/target"}, "", None),  # a folder of this machine
-        ({"_name_or_path": "/home/me/org/name"}, "", None),
-        ({"_name_or_path": "org/name"}, "base_model: org/other", "org/name"),
-        ({"_name_or_path": ""}, "base_model: org/other", "org/other"),
-        ({}, "base_model:\n- org/other", "org/other"),
-        ({}, "base_model: [", None),  # no YAML
-    ):
-        (target / "config.json").write_text(json.dumps(config))
-        (target / "README.md").write_text(f"---\nlicense: mit\n{card}\n---\n")
-        assert hub_id_of(target) == found, (config, card)
+def test_a_target_in_a_folder_has_no_id(tmp_path: Path) -> None:
+    """Promise: what its config and card name is what it was made from, and is not taken for the target."""
+    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": "org/parent"}))
+    (tmp_path / "README.md").write_text("---\nbase_model: org/parent\n---\n")
+    assert hub_id_of(tmp_path) is None
+    assert hub_id_of("org/name") == "org/name"
 
 
 def test_a_dry_run_says_what_fills_the_card(folder: Path, run: Any, no_connection: None) -> None:

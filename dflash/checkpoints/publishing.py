@@ -1,9 +1,10 @@
 """A drafter's or a pair's folder to the Hub in one commit: weights, config, code and card, and no other file."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 from dflash.common.messages import first_line
 
 from .folders import FILES
-from .licences import read_card
 from .rules import Report, check
 
 
@@ -121,18 +121,9 @@ def _read_card(text: str) -> Any:
         ) from error
 
 
-def hub_id_of(model: str | Path) -> str | None:
-    """The id on the Hub of a model: itself, or of a folder what its config or its card names; `None` if neither does."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return str(model)
-    config = folder / "config.json"
-    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    named = [fields.get("_name_or_path")]
-    with suppress(ValueError):  # a card that cannot be read names none
-        base = read_card(folder).fields.get("base_model") or []
-        named += [base] if isinstance(base, str) else base
-    return next((name for name in named if HUB_ID.fullmatch(str(name)) and not Path(str(name)).exists()), None)
+def hub_id_of(model: str | os.PathLike[str]) -> str | None:
+    """The id on the Hub of a model; `None` for a folder, whose config and card name what it was made from, if anything."""
+    return None if Path(model).expanduser().is_dir() else os.fspath(model)
 
 
 def plan_publication(
