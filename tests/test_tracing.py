@@ -77,7 +77,7 @@ def test_generate_adds_its_text_to_a_trace_and_says_so_once(run: Any, folder: Pa
 def test_eval_adds_each_prompt_once_and_its_result_is_the_same(run: Any, folder: Path, tmp_path: Path) -> None:
     """Promise: neither the warm-up nor repeats nor other methods are recorded; the texts are those of the journal."""
     trace, output = tmp_path / "t.jsonl", tmp_path / "r.json"
-    asked = ("eval", "--prompts", folder / "mine.jsonl", "--methods", "dflash,dflash with lookup,prompt lookup")
+    asked = ("eval", "--prompts", folder / "mine.jsonl", "--methods", "dflash,dflash with lookup,dflash eager")
     status, _, err = run(*asked, "--repeats", 2, "--output", output, "--trace", trace)
     assert status == 0, err
     assert err.count("The texts are added to") == 1
