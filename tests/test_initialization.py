@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from dflash.training import TrainingSettings, new_drafter
+from dflash.training.loading import make_drafter
 
 
 def begun(target: Any, **shape: Any) -> Any:
@@ -109,6 +110,11 @@ def test_packed_weights_are_not_taken_for_numbers() -> None:
 
 
 def test_the_recipe_decides_where_a_drafter_begins() -> None:
+    target = make_target("qwen3", seed=3)
+    for recipe, begins_there in (("short", True), ("paper", False)):
+        settings = TrainingSettings(recipe=recipe, num_hidden_layers=1, mask_token_id=MASK_TOKEN_ID)
+        begun_up = make_drafter(target, None, settings).layers[0].mlp.up_proj.weight
+        assert torch.equal(begun_up, target.model.layers[0].mlp.up_proj.weight) == begins_there
     assert TrainingSettings().begins_at_target
     assert not TrainingSettings(recipe="paper").begins_at_target
     assert TrainingSettings(recipe="paper", from_target=True).begins_at_target
