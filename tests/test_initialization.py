@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import DIMENSIONS, MASK_TOKEN_ID, make_target
+from tiny_models import DIMENSIONS, MASK_TOKEN_ID, make_target, make_tokenizer
 from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from dflash.training import TrainingSettings, new_drafter
-from dflash.training.loading import make_drafter
+from dflash.training import TrainingSettings, new_drafter, prepare
 
 
 def begun(target: Any, **shape: Any) -> Any:
@@ -109,12 +110,17 @@ def test_packed_weights_are_not_taken_for_numbers() -> None:
     assert torch.equal(drafter.layers[-1].mlp.up_proj.weight, other.layers[-1].mlp.up_proj.weight)
 
 
-def test_the_recipe_decides_where_a_drafter_begins() -> None:
+def test_the_recipe_decides_where_a_drafter_begins(tmp_path: Path) -> None:
     target = make_target("qwen3", seed=3)
+    target.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    row = {"prompt_ids": [5, 6], "response_ids": list(range(7, 17))}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    shape: dict[str, Any] = {"num_hidden_layers": 1, "block_size": 4, "mask_token_id": MASK_TOKEN_ID, "held_out": 0}
     for recipe, begins_there in (("short", True), ("paper", False)):
-        settings = TrainingSettings(recipe=recipe, num_hidden_layers=1, mask_token_id=MASK_TOKEN_ID)
-        begun_up = make_drafter(target, None, settings).layers[0].mlp.up_proj.weight
-        assert torch.equal(begun_up, target.model.layers[0].mlp.up_proj.weight) == begins_there
+        ready = prepare(tmp_path, tmp_path / "data.jsonl", TrainingSettings(recipe=recipe, **shape))
+        found = ready.drafter.layers[0].mlp.up_proj.weight
+        assert torch.equal(found, target.model.layers[0].mlp.up_proj.weight) == begins_there
     assert TrainingSettings().begins_at_target
     assert not TrainingSettings(recipe="paper").begins_at_target
     assert TrainingSettings(recipe="paper", from_target=True).begins_at_target
