@@ -348,7 +348,9 @@ def test_streams_that_cannot_be_read_are_refused(
     with pytest.raises(ValueError, match=r"^.*set has no split 'test': choose one of train\.$"):
         prepare(target, folder, replace(settings, split="test"))
     monkeypatch.setattr(data_module, "SEARCHED_ROWS", 20)
-    with pytest.raises(ValueError, match=r"^None of the first 20 rows of .*set is usable \(40 tokens, two supervised"):
+    with pytest.raises(
+        ValueError, match=r"^None of the first 20 rows of .*set is usable \(at least 40 tokens, two supervised"
+    ):
         prepare(target, folder, replace(settings, min_length=40))
     with pytest.raises(ValueError, match="None of the 10 sequences"):
         prepare(target, str(Path(folder, "train-0.parquet")), replace(settings, block_size=40))
@@ -369,3 +371,24 @@ def test_the_command_streams(
     assert dflash_command("train", *words, "--samples", 12)[0] == 0
     facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert facts["data"]["examples"] == 11  # one is held out
+
+
+@pytest.mark.parametrize("error", [ConnectionError("The server went away."), OSError("Input/output error")], ids=repr)
+def test_an_error_while_reading_is_raised_as_it_is(
+    error: OSError, tokenizer: Any, encoded_rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: it is not taken for a cache that cannot be written, and nothing is read twice."""
+    encode = data_module.encode
+
+    def broken(row: Any, *arguments: Any, **options: Any) -> Example:
+        if len(encoded_rows) == 5:
+            raise error
+        return encode(row, *arguments, **options)
+
+    monkeypatch.setattr(data_module, "encode", broken)
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
+    said: list[str] = []
+    with pytest.raises(type(error), match=str(error)):
+        cached_examples(str(tmp_path / "texts.jsonl"), tokenizer, announce=said.append)
+    assert len(encoded_rows) == 5
+    assert not any("cannot be kept" in sentence for sentence in said)

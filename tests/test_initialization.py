@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload
 from tiny_models import DIMENSIONS, MASK_TOKEN_ID, make_target, make_tokenizer
 from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -99,6 +100,15 @@ def test_norms_that_store_their_weight_less_one_are_read_as_they_multiply() -> N
             == ropes[0]["full_attention"]["rope_theta"]
             != ropes[0]["sliding_attention"]["rope_theta"]
         )
+
+
+def test_weights_that_are_offloaded_are_fetched(tmp_path: Path) -> None:
+    """Promise: a target that is larger than the device gives its weights too."""
+    target, other = make_target("qwen3", seed=3), make_target("qwen3", seed=3)
+    disk_offload(target, tmp_path / "weights", execution_device=torch.device("cpu"))
+    assert target.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    for weight, expected in zip(begun(target).parameters(), begun(other).parameters(), strict=True):
+        assert torch.equal(weight, expected)
 
 
 def test_packed_weights_are_not_taken_for_numbers() -> None:

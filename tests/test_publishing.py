@@ -17,7 +17,7 @@ from test_hub_protocol import USERS, WITH_PACKAGE, environment
 from test_remote_code import run_script
 from tiny_models import make_drafter, make_target
 
-from dflash.checkpoints import hub_id_of, make_pair, plan_publication, save_checkpoint
+from dflash.checkpoints import make_pair, plan_publication, save_checkpoint
 
 
 REPO = "me/tiny-DFlash"
@@ -118,14 +118,6 @@ def test_a_dry_run_connects_to_nothing(folder: Path, run: Any, no_connection: No
     )
     assert "  tags: dflash, speculative-decoding\n" in out
     assert 'needs "method": "dflash"' in out
-
-
-def test_a_target_in_a_folder_has_no_id(tmp_path: Path) -> None:
-    """Promise: what its config and card name is what it was made from, and is not taken for the target."""
-    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": "org/parent"}))
-    (tmp_path / "README.md").write_text("---\nbase_model: org/parent\n---\n")
-    assert hub_id_of(tmp_path) is None
-    assert hub_id_of("org/name") == "org/name"
 
 
 def test_a_dry_run_says_what_fills_the_card(folder: Path, run: Any, no_connection: None) -> None:

@@ -260,16 +260,22 @@ def test_scores_of_many_blocks_are_never_held_whole(fused: tuple[str, ...], monk
     assert query.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_fused_attention_of_other_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients are those of the scores written out, also of a block that sees no context."""
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+    ids=str,
+)
+def test_fused_attention_of_other_dtypes(
+    dtype: torch.dtype, mask_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients are those of the scores written out, also of a block without context and under autocast (fp32 mask)."""
     torch.manual_seed(0)
     query = torch.randn(2, 4, 12, 8, dtype=dtype, requires_grad=True)
     key, value = (torch.randn(2, 2, 9 + 12, 8, dtype=dtype, requires_grad=True) for _ in range(2))
-    mask = torch.zeros(2, 1, 12, 9 + 4, dtype=dtype)
-    mask[:, :, :4, :9] = torch.finfo(dtype).min  # the first block has no context
-    mask[:, :, 4:8, 5:9] = torch.finfo(dtype).min
-    mask[:, :, :, 9:] += torch.full((4, 4), torch.finfo(dtype).min, dtype=dtype).triu(1).repeat(3, 1)
+    mask, least = torch.zeros(2, 1, 12, 9 + 4, dtype=mask_dtype), torch.finfo(mask_dtype).min
+    mask[:, :, :4, :9] = least  # the first block has no context
+    mask[:, :, 4:8, 5:9] = least
+    mask[:, :, :, 9:] += torch.full((4, 4), least, dtype=mask_dtype).triu(1).repeat(3, 1)
     found = []
     for fused in (("cpu",), ()):
         monkeypatch.setattr(block_attention, "FUSED", fused)

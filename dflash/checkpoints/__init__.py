@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
     from .licences import Card, Licence, licence_lines, read_card, read_licence
     from .pairing import make_pair
-    from .publishing import Publication, Published, hub_id_of, plan_publication, publish
+    from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
 
@@ -44,7 +44,6 @@ __all__ = [
     "export_checkpoint",
     "export_embedded_pair",
     "heldout_problems",
-    "hub_id_of",
     "licence_lines",
     "load_embedded_pair",
     "make_pair",

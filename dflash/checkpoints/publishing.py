@@ -1,7 +1,6 @@
 """A drafter's or a pair's folder to the Hub in one commit: weights, config, code and card, and no other file."""
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,11 +120,6 @@ def _read_card(text: str) -> Any:
         ) from error
 
 
-def hub_id_of(model: str | os.PathLike[str]) -> str | None:
-    """The id on the Hub of a model; `None` for a folder, whose config and card name what it was made from, if anything."""
-    return None if Path(model).expanduser().is_dir() else os.fspath(model)
-
-
 def plan_publication(
     folder: str | Path, repo_id: str, target: str | None = None, base_model: str | None = None
 ) -> Publication:
@@ -191,12 +185,10 @@ def plan_publication(
         text = files[CARD].read().decode()
         renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
         written |= {} if renamed == text else {CARD: renamed}
-    is_new = CARD in written and CARD not in files
-    base = base_model or (hub_id_of(target) if is_new and not is_pair and target is not None else None)
-    if base is not None:
+    if base_model is not None:
         card = _read_card(written[CARD] if CARD in written else files[CARD].read().decode())
-        if card.data.to_dict().get("base_model") != base:
-            card.data.base_model = base
+        if card.data.to_dict().get("base_model") != base_model:
+            card.data.base_model = base_model
             written[CARD] = str(card)
     files |= {name: File(name, text.encode()) for name, text in written.items()}
     for file in files.values():

@@ -15,7 +15,7 @@ TraceFile = Annotated[
     Path | None,
     result_option(
         "--trace",
-        help="A .jsonl file to add the texts to, and where drafts were rejected, for dflash adapt. Default: none.",
+        help="Add the texts and the places of rejected drafts to this .jsonl file, which dflash adapt reads.",
     ),
 ]
 # Decodes input_ids [1, S]; its second argument is called with each block. It returns a TimedRun.

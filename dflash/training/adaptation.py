@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dflash.checkpoints import hub_id_of
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.provenance import public_name
 
 from .checkpointing import TrainingRecord
 from .data import Example
+from .lazy_sequences import chosen, joined
 from .loading import Prepared, answers_of, prepare
 from .run import Claim, Goal, claimed, train
 from .settings import ADAPTATION, TrainingSettings
@@ -110,7 +110,6 @@ def adapt(
         known = {
             "target_name": public_name(target),
             "target_is_local": os.path.exists(target),
-            "base_model": hub_id_of(target),
             "data_name": ", ".join(sources),
             "adapted": {"name": public_name(drafter), "weights": model_fingerprint(first.drafter)},
         }
@@ -119,10 +118,10 @@ def adapt(
             domains={name: domain.held_out for name, domain in domains.items()},
             general=general,
         )
-        examples = [one for name, domain in domains.items() if name != general for one in domain.examples]
+        examples = joined([domain.examples for name, domain in domains.items() if name != general])
         if general is not None:
             room = general_share / (1 - general_share) * sum(map(len, examples))
-            examples += _some(domains[general].examples, room, settings.seed)
+            examples = joined([examples, _some(domains[general].examples, room, settings.seed)])
         arguments |= {"announce": announce, "claim": held, "goal": goal, "provenance": known | (provenance or {})}
         return train(first.drafter, first.target, examples, goal.held_out, settings, output, **arguments)
 
@@ -173,12 +172,12 @@ def _domains(
     return domains
 
 
-def _some(examples: Sequence[Example], room: float, seed: int) -> list[Example]:
+def _some(examples: Sequence[Example], room: float, seed: int) -> Sequence[Example]:
     """Examples of at most `room` tokens in all, in random order."""
-    chosen = []
-    for example in random.Random(seed).sample(examples, len(examples)):
-        room -= len(example)
+    places = []
+    for place in random.Random(seed).sample(range(len(examples)), len(examples)):
+        room -= len(examples[place])
         if room < 0:
             break
-        chosen.append(example)
-    return chosen
+        places.append(place)
+    return chosen(examples, places)

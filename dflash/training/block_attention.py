@@ -45,7 +45,9 @@ def blockwise_attention(
     if is_fused(query.device, dropout):
         states = (context_key, context_value, block_key, block_value)
         context_key, context_value, *of_own = (one.repeat_interleave(shared, dim=1) for one in states)
-        of_context, own = attention_mask.to(query.dtype).split([length, block_size], dim=-1)
+        # The kernel takes a row of -inf, which fp32's minimum becomes in bf16, for one of zeros.
+        mask = attention_mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+        of_context, own = mask.split([length, block_size], dim=-1)
         in_blocks = (one.unflatten(2, (blocks, block_size)) for one in (query, *of_own, own))
         output = FusedBlocks.apply(context_key, context_value, of_context, *in_blocks)
         return output.flatten(2, 3).transpose(1, 2).contiguous(), None

@@ -13,8 +13,6 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
     card = write_card(config, name, facts.get("target_name"))
     if facts.get("target_is_local"):
         card = card.replace(f"base_model: {facts['target_name']}\n", "", 1)
-        if facts.get("base_model"):
-            card = card.replace("---\n", f"---\nbase_model: {facts['base_model']}\n", 1)
     if licence:
         card = card.replace("---\n", f"---\nlicense: {licence}\n", 1)
     source = facts.get("data_name")

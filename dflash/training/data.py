@@ -246,9 +246,11 @@ def encoded(
         if found == wanted.samples:
             return
         if number == SEARCHED_ROWS and not found:
-            longest = "" if wanted.longest is None else f" to {wanted.longest}"
+            least = f"at least {wanted.shortest}"
+            if wanted.longest is not None:
+                least = f"{wanted.shortest} to {wanted.longest}"
             raise ValueError(
-                f"None of the first {number:,} rows of {name} is usable ({wanted.shortest}{longest} tokens, two supervised ones in "
+                f"None of the first {number:,} rows of {name} is usable ({least} tokens, two supervised ones in "
                 "a row): give longer answers, a smaller block_size or another min_length."
             )
     if not number:

@@ -130,6 +130,10 @@ def tokenizer_rules(tokenizer: Any) -> str | None:
     return fingerprint([*said, tokenizer.eos_token_id, versions])
 
 
+class _CannotRead(Exception):
+    """Reading the data failed; the argument is how."""
+
+
 class _CannotKeep(Exception):
     """Nothing can be written where tables are kept."""
 
@@ -167,6 +171,8 @@ def _kept(folder: Path, encode_all: Callable[[], Iterable[Example]], begin: Call
             if found is None or not found.is_whole():
                 shutil.rmtree(folder)
                 found = _table(folder, encode_all, begin)
+    except _CannotRead as error:
+        raise error.args[0] from error
     except OSError as error:
         raise _CannotKeep(first_line(error)) from error
     if found is None:
@@ -207,7 +213,7 @@ def _table(
         return StoredExamples(table.data)
     except Exception as error:
         if raised:
-            raise raised[0] from error
+            raise _CannotRead(raised[0]) from error
         if is_written:
             raise OSError(first_line(error.__cause__ or error)) from error
         return None

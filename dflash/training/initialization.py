@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -111,8 +112,8 @@ def new_drafter(
 def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     """Gives the drafter the weights of layers of the target, from its first to its last, wherever name and shape agree.
 
-    Their spread is even, as in DistilBERT (arXiv 1910.01108): a block begins with embeddings, which the first layers read. The
-    mean of the tapped layers is added to the random `fc`, so that the copied keys and values read the residual stream that they
+    The layers are spread evenly, from the first on, as in DistilBERT (arXiv 1910.01108): a block's input is embeddings, which
+    the first layer was trained to read. The mean of the tapped layers is added to the random `fc`, so that the copied keys and values read the residual stream that they
     were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
     those of heads of `HEAD_DIM`: with weights of 1 the largest score is the root of a head's size.
     """
@@ -137,22 +138,22 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 def _found(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A weight of the target under the drafter's `name`, unless it is quantised; `None` if there is none."""
+    """A weight of the target under the drafter's `name`, fetched if it is offloaded; `None` if there is none, or a quantised one."""
     path, _, leaf = name.rpartition(".")
-    if path == "post_attention_layernorm" and hasattr(
-        module, "pre_feedforward_layernorm"
-    ):  # Gemma's name of that place
-        path = "pre_feedforward_layernorm"
+    if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):
+        path = "pre_feedforward_layernorm"  # Gemma's name of that place
     try:
         place = module.get_submodule(path)
-        weight = place.get_parameter(leaf)
+        place.get_parameter(leaf)
     except AttributeError:
         return None
-    if type(weight.data) is not torch.Tensor or not weight.is_floating_point() or weight.itemsize < 2:
-        return None
-    if weight.ndim == 1:  # what the norm multiplies by: some store it less 1
-        return place(torch.ones_like(weight)[None])[0] if "RMSNorm" in type(place).__name__ else None
-    return weight
+    with align_module_device(place):
+        weight = place.get_parameter(leaf)
+        if type(weight.data) is not torch.Tensor or not weight.is_floating_point() or weight.itemsize < 2:
+            return None
+        if weight.ndim == 1:  # what the norm multiplies by: some store it less 1
+            return place(torch.ones_like(weight)[None])[0] if "RMSNorm" in type(place).__name__ else None
+        return weight.clone()
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> dict[str, Any]:

@@ -85,11 +85,21 @@ def prepare(
         how["max_length"] += 1  # by which a longer one is still known
     if settings.eval_data is not None:
         sources = (*sources, settings.eval_data)
-    parts: list[Sequence[Example]] = [cached_examples(source, tokenizer, **how) for source in sources]
+    parts: list[Sequence[Example]] = []
+    for place, source in enumerate(sources):
+        is_measured_on = settings.eval_data is not None and place == len(sources) - 1
+        bound = {"wanted": None} if is_measured_on and not settings.streaming else {}
+        parts.append(cached_examples(source, tokenizer, **how | bound))
     model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings, begun)
     positions = max_positions(model)
     for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
-        if wanted is not None and announce is not None and (taken := sum(map(wanted.takes, part))) < wanted.samples:
+        is_trained_on = settings.eval_data is None or place < len(sources) - 1
+        if (
+            is_trained_on
+            and wanted is not None
+            and announce is not None
+            and (taken := sum(map(wanted.takes, part))) < wanted.samples
+        ):
             announce(f"{source} has {taken:,} usable rows, not {wanted.samples:,}.")
         try:  # all at once, so that what is refused is named by its row
             if any(example.rejected for example in part):

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.checkpoints import check_replaceable, hub_id_of
+from dflash.checkpoints import check_replaceable
 from dflash.common.files import check_writable, only_writer
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.processes import PATIENCE
@@ -101,7 +101,6 @@ def train_drafter(
         known = {
             "target_name": public_name(target),
             "target_is_local": os.path.exists(target),
-            "base_model": hub_id_of(target),
             "data_name": ", ".join(names),
             "answers": manifests[0] if len(parts) == 1 else None,
         }

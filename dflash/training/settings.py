@@ -67,7 +67,7 @@ class TrainingSettings:
     epochs: int = _setting(6, STEPS, "Passes over the data, where --steps is not given.", 1)
     init: str | None = _setting(None, DRAFTER, "Start from this drafter, of any dialect: a folder or a Hub id.")
     from_target: bool | None = _setting(
-        None, DRAFTER, "Begin with weights of the target's layers. Default: by recipe, but for --init."
+        None, DRAFTER, "Begin with weights of the target's layers. Default: by recipe; never with --init."
     )
     num_hidden_layers: int | None = _setting(None, DRAFTER, "Its layers. Default: 5, or those of --init.", 1)
     intermediate_size: int | None = _setting(None, DRAFTER, "Width of its MLPs. Default: the target's.", 1)

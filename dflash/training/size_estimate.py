@@ -35,7 +35,9 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     is_whole = of_layer <= MOST_SCORES and not settings.gradient_checkpointing
     held = scored + (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES))
     if is_fused(trainer.accelerator.device, config.attention_dropout):
-        held = scored
+        held = scored * (
+            1 if width == 4 else config.num_hidden_layers + 2
+        )  # one in bf16 for each layer, of one in fp32
     scores = 0 if trainer.attention == "flex_attention" else held * width
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4
