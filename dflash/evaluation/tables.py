@@ -200,7 +200,8 @@ def _recipes(result: dict[str, Any]) -> list[Part]:
     """Tau and its difference to the base, the targets side by side."""
     joined: dict[Any, Row] = {}
     for row in result["summary"]:
-        cell = joined.setdefault((row["axis"], row["cell"]), {"axis": row["axis"], "cell": row["cell"]})
+        said = row["cell"].replace("+", ", ").replace("=", " ").replace("_", " ")
+        cell = joined.setdefault((row["axis"], row["cell"]), {"axis": row["axis"], "cell": said})
         spread = "" if row["tau_interval"] is None else f" ± {row['tau_interval']:.2f}"
         gain = "base" if row["gain"] is None else f"{row['gain']:+.2f} ± {row['gain_interval'] or 0:.2f}"
         cell.setdefault("recipe_tau", {})[row["target"]] = f"{row['tau']:.2f}{spread}"
