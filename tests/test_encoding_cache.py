@@ -392,3 +392,15 @@ def test_an_error_while_reading_is_raised_as_it_is(
         cached_examples(str(tmp_path / "texts.jsonl"), tokenizer, announce=said.append)
     assert len(encoded_rows) == 5
     assert not any("cannot be kept" in sentence for sentence in said)
+
+
+def test_a_number_of_rows_does_not_bound_what_is_measured_on(target: Path, tmp_path: Path) -> None:
+    """Promise: prompts are drawn from all of --eval-data, and nothing is said of its number of rows."""
+    for name, count in (("train", 12), ("eval", 8)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, TEXTS[:count])))
+    asked = {"samples": 10, "held_out": 8, "eval_data": str(tmp_path / "eval.jsonl"), "deduplicate": False}
+    said: list[str] = []
+    ready = prepare(target, tmp_path / "train.jsonl", TrainingSettings(**{**TINY, **asked}), said.append)
+    assert len(ready.examples) == 10
+    assert len(ready.held_out) == 8
+    assert not [sentence for sentence in said if "usable rows" in sentence]

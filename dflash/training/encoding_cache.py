@@ -78,7 +78,7 @@ def cached_examples(
     """What `load_examples` gives, encoded once: of `CACHED_ROWS` or more a table is kept, which later starts read.
 
     Processes that start together wait for the one that encodes. `announce` is told where the table is kept, or why it cannot be;
-    then this start goes on without. Tables that nobody reads any more are not deleted. Arguments and errors: as of
+    then this start goes on without. Old tables are not deleted. Arguments and errors: as of
     [`load_examples`].
     """
     opened = open_source(source, split, streaming)

@@ -77,30 +77,22 @@ def prepare(
         "split": settings.split,
         "max_length": settings.max_length,
         "streaming": settings.streaming,
-        "wanted": wanted,
         "announce": announce,
         "enable_thinking": settings.thinking,
     }
     if settings.drop_long and settings.max_length is not None:
         how["max_length"] += 1  # by which a longer one is still known
-    if settings.eval_data is not None:
-        sources = (*sources, settings.eval_data)
-    parts: list[Sequence[Example]] = []
-    for place, source in enumerate(sources):
-        is_measured_on = settings.eval_data is not None and place == len(sources) - 1
-        bound = {"wanted": None} if is_measured_on and not settings.streaming else {}
-        parts.append(cached_examples(source, tokenizer, **how | bound))
+    bounds = [wanted] * len(sources)
+    if settings.eval_data is not None:  # what is measured on is read whole, unless that has no end
+        sources, bounds = (*sources, settings.eval_data), [*bounds, wanted if settings.streaming else None]
+    parts: list[Sequence[Example]] = [
+        cached_examples(source, tokenizer, wanted=bound, **how) for source, bound in zip(sources, bounds, strict=True)
+    ]
     model, drafter = (ready.target, ready.drafter) if ready else _load_models(target, tokenizer, settings, begun)
     positions = max_positions(model)
-    for place, (source, part) in enumerate(zip(sources, parts, strict=True)):
-        is_trained_on = settings.eval_data is None or place < len(sources) - 1
-        if (
-            is_trained_on
-            and wanted is not None
-            and announce is not None
-            and (taken := sum(map(wanted.takes, part))) < wanted.samples
-        ):
-            announce(f"{source} has {taken:,} usable rows, not {wanted.samples:,}.")
+    for place, (source, bound, part) in enumerate(zip(sources, bounds, parts, strict=True)):
+        if bound is not None and announce is not None and (taken := sum(map(bound.takes, part))) < bound.samples:
+            announce(f"{source} has {taken:,} usable rows, not {bound.samples:,}.")
         try:  # all at once, so that what is refused is named by its row
             if any(example.rejected for example in part):
                 rows = islice(read_rows(source, settings.split, settings.streaming), len(part))
