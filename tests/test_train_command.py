@@ -34,6 +34,7 @@ from dflash.training import (
     train_drafter,
     with_response,
 )
+from dflash.training.loading import make_drafter
 
 
 TINY = {
@@ -496,6 +497,53 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     status, _, err = run("--output", tmp_path / "other", *flags(**TINY, init=first))
     assert status == 1
     assert "has weights of its own shape: leave out num_hidden_layers" in err
+
+
+@pytest.mark.parametrize("added", ["selector", "conv"])
+def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
+    run: Any, folder: Path, tmp_path: Path, added: str
+) -> None:
+    """What is added begins without effect, or with little; frozen weights are the same bits after training."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    fields = {"selector": {"selector_rank": 3, "selector_top_k": 4}, "conv": {"conv_kernel_size": 2, "conv_group_size": 8}}
+    kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
+    fast = {"held_out": 0, "learning_rate": 5e-3, "steps": 30}
+    assert run("--output", first, *flags(**TINY | fast))[0] == 0
+    going_on = kept | fast | fields[added] | {"init": first, "recipe": "short"}
+    assert run("--output", second, *flags(**going_on, freeze_init=True))[0] == 0
+    assert run("--output", third, *flags(**going_on))[0] == 0
+
+    begun, frozen, free = (DFlashDraftModel.from_pretrained(one).state_dict() for one in (first, second, third))
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in begun.items())
+    assert not all(torch.equal(free[name], tensor) for name, tensor in begun.items())
+    parts = set(frozen) - set(begun)
+    assert parts
+    assert parts == {name for name in frozen if added in name}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        fresh = DFlashDraftModel(DFlashDraftModel.from_pretrained(second).config).state_dict()
+    assert all(torch.equal(fresh[name], frozen[name]) is False for name in parts)  # each of them learned
+    losses = [point["loss"] for point in json.loads((second / "training.json").read_text())["curve"]]
+    assert losses[-1] < losses[0]
+
+    words = ["--output", tmp_path / "other", *flags(**kept | fast)]
+    for more, said in (
+        (flags(freeze_init=True), "freeze_init keeps the weights of a trained drafter: give init (--init)"),
+        (flags(freeze_init=True, init=first), f"freeze_init: nothing is added to init={str(first)!r}"),
+        (flags(freeze_init=True, init=first, lora_rank=2), "lora_rank=2 and freeze_init: one changes the weights of init"),
+        (flags(init=second, **fields[added]), f"leave out {', '.join(fields[added])}"),
+    ):
+        status, _, err = run(*words, *more)
+        assert (status, said in err) == (1, True), err
+
+
+def test_convolutions_are_not_added_where_the_drafter_reads_scaled_embeddings(tmp_path: Path) -> None:
+    target = make_target()
+    begun = new_drafter(target, mask_token_id=90, num_hidden_layers=1)
+    target.get_input_embeddings().embed_scale = torch.tensor(8.0)
+    settings = TrainingSettings(init="org/drafter", conv_kernel_size=2, conv_group_size=8)
+    with pytest.raises(ValueError, match="conv_kernel_size=2: convolutions read the target's embeddings as they are"):
+        make_drafter(target, make_tokenizer(), settings, begun)
 
 
 def test_a_warm_start_that_only_harms_leaves_the_drafter_it_began_with(run: Any, tmp_path: Path) -> None:

@@ -34,10 +34,12 @@ from .sources import Source, read_rows
 # Where acceptance is measured, a text without a prompt is continued after this many of its tokens.
 SHORTEST_PROMPT = 8
 
-# Settings of the drafter that one of `init` can change; the others are of the weights' shape, which only a new drafter takes.
+# Settings of the drafter that one of `init` can change, and those of parts that it can be given, which begin without effect
+# (convolutions) or with little (the selector); the others are of the weights' shape, which only a new drafter takes.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
+ADDABLE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] == DRAFTER}
-NEW_DRAFTER_FIELDS -= {"init", "from_target", "sliding_window", *CHANGEABLE}
+NEW_DRAFTER_FIELDS -= {"init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE}
 
 
 @dataclass
@@ -132,6 +134,8 @@ def _drafter_to_begin_with(settings: TrainingSettings) -> DFlashDraftModel | Non
         raise ValueError(
             f"lora_rank={settings.lora_rank} changes a trained drafter: give init (--init), or leave it out."
         )
+    if settings.freeze_init:
+        raise ValueError("freeze_init keeps the weights of a trained drafter: give init (--init), or leave it out.")
     return None
 
 
@@ -227,21 +231,37 @@ def make_drafter(
             changeable["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
         changeable |= {"sliding_window": settings.sliding_window, "from_target": settings.begins_at_target}
         return new_drafter(target, **asked, **changeable)
+    added = {name: asked.pop(name) for name in ADDABLE if name in asked and getattr(begun.config, name) is None}
     if asked:
         raise ValueError(
             f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
             "with a new drafter."
         )
+    if settings.freeze_init and not added:
+        raise ValueError(
+            f"freeze_init: nothing is added to init={settings.init!r}, so nothing would be trained: give selector_rank and "
+            "selector_top_k, conv_kernel_size and conv_group_size, or leave it out."
+        )
     if settings.sliding_window is not None:
         changeable |= window_fields(begun.config.num_hidden_layers, settings.sliding_window)
-    if not changeable:
+    if not changeable and not added:
         return begun
     config = begun.config
-    for name, value in changeable.items():
+    if "conv_kernel_size" in added and config.input_embedding_scale is None:
+        if hasattr(target.get_input_embeddings(), "embed_scale"):
+            raise ValueError(
+                f"conv_kernel_size={added['conv_kernel_size']}: convolutions read the target's embeddings as they are, and "
+                f"init={settings.init!r} reads them scaled: leave it out."
+            )
+        config.input_embedding_scale = 1.0
+    for name, value in (changeable | added).items():
         setattr(config, name, value)
     config.dflash_config = {}  # the older copy of the same fields
-    reshaped = DFlashDraftModel(config)
-    reshaped.load_state_dict(begun.state_dict())
+    reshaped, weights = DFlashDraftModel(config), begun.state_dict()
+    reshaped.load_state_dict(weights, strict=not added)
+    if settings.freeze_init:
+        for name, parameter in reshaped.named_parameters():
+            parameter.requires_grad_(name not in weights)
     return reshaped
 
 

@@ -77,14 +77,17 @@ class TrainingSettings:
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
     is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
     conv_kernel_size: int | None = _setting(
-        None, DRAFTER, "DFlash2: positions mixed into one; published: 2. Default: no mixing.", 1
+        None, DRAFTER, "DFlash2: positions mixed into one; published: 2. Default: no mixing, or --init's.", 1
     )
     conv_group_size: int | None = _setting(None, DRAFTER, "DFlash2: channels that share a mixture; published: 16.", 1)
     selector_rank: int | None = _setting(
-        None, DRAFTER, "DFlash2: rank of the selector; published: 256. Default: no selector.", 1
+        None, DRAFTER, "DFlash2: rank of the selector; published: 256. Default: no selector, or --init's.", 1
     )
     selector_top_k: int | None = _setting(
         None, DRAFTER, "DFlash2: candidates that the selector chooses among; published: 16.", 1
+    )
+    freeze_init: bool = _setting(
+        False, DRAFTER, "Train only the selector or convolutions that are added to --init; its own weights stay."
     )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
@@ -198,6 +201,11 @@ class TrainingSettings:
         if self.from_target and self.init is not None:
             raise ValueError(
                 f"init={self.init!r} and from_target: a drafter begins with one of them; leave either out."
+            )
+        if self.freeze_init and self.lora_rank is not None:
+            raise ValueError(
+                f"lora_rank={self.lora_rank} and freeze_init: one changes the weights of init and the other keeps them; leave "
+                "either out."
             )
         if self.num_taps is not None and self.target_layer_ids is not None:
             both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"
