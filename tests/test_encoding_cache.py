@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from dflash.checkpoints import TARGET_NAME, embedded_path
 from dflash.training import (
     Example,
+    Trainer,
     TrainingSettings,
     encoding_cache,
     load_examples,
@@ -30,7 +32,7 @@ from dflash.training import (
 from dflash.training import data as data_module
 from dflash.training.data import Wanted
 from dflash.training.encoding_cache import StoredExamples, cached_examples
-from dflash.training.lazy_sequences import changed, chosen, joined
+from dflash.training.lazy_sequences import chosen, joined, lengths_of, shortened
 
 
 TEXTS = [{"text": f"Ann has {number} apples and buys {number % 7} more."} for number in range(12)]
@@ -218,32 +220,57 @@ def test_processes_that_start_together_encode_once(
 
 
 def test_lazy_sequences_are_what_lists_are() -> None:
-    whole = list(range(50))
-    lazy = chosen(_Lazy(whole), range(50))
+    """Promise: the same items as of lists, and the same lengths, for which no item is read."""
+    whole = [Example([number] * (number % 7), [1] * (number % 7)) for number in range(50)]
+    lazy = _Lazy(whole)
     for make in (
         lambda items: chosen(items, [7, 3, 3, 49]),
-        lambda items: changed(items, lambda item: -item),
+        lambda items: shortened(items, 4),
         lambda items: joined([items, chosen(items, [4, 2]), chosen(items, []), items]),
+        lambda items: chosen(joined([shortened(items, 2), whole]), range(40, 60)),
     ):
-        expected = make(whole)
-        assert isinstance(expected, list)
-        found = make(lazy)
+        lazy.is_readable = False
+        found, lengths = make(lazy), lengths_of(make(lazy))
+        lazy.is_readable = True
+        expected = list(make(whole))
         assert not isinstance(found, list)
         assert (len(found), list(found), found[-1]) == (len(expected), expected, expected[-1])
         assert found[1::2] == expected[1::2]
         assert random.Random(0).sample(found, 3) == random.Random(0).sample(expected, 3)
+        assert lengths == lengths_of(expected) == list(map(len, found))
     assert joined([lazy]) is lazy
+    assert all(isinstance(items, list) for items in (chosen(whole, [1]), shortened(whole, 1), joined([whole, whole])))
 
 
-class _Lazy(encoding_cache.LazySequence[int]):
-    def __init__(self, items: list[int]) -> None:
+class _Lazy(encoding_cache.LazySequence[Example]):
+    is_readable = True
+
+    def __init__(self, items: list[Example]) -> None:
         self._items = items
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def read(self, place: int) -> int:
+    def read(self, place: int) -> Example:
+        assert self.is_readable
         return self._items[place]
+
+    def lengths(self) -> list[int]:
+        return list(map(len, self._items))
+
+
+@pytest.mark.parametrize("rows", [[*TEXTS, *TRACE], TEXTS], ids=["a trace", "texts"])
+def test_a_table_knows_lengths_and_rejections_without_reading_an_example(
+    rows: list[Any], tokenizer: Any, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(datasets.config, "DEFAULT_MAX_BATCH_SIZE", 3)  # rows of a chunk
+    found = cached_examples(lines(tmp_path / "some.jsonl", rows), tokenizer)
+    assert isinstance(found, StoredExamples)
+    expected = list(found)
+    assert len(found._chunks) > 1
+    monkeypatch.setattr(StoredExamples, "read", lambda *_: pytest.fail("read"))
+    assert lengths_of(found) == list(map(len, expected))
+    assert found.has_rejected == any(example.rejected for example in expected) == (rows is not TEXTS)
 
 
 def test_an_example_has_an_anchor_if_a_block_may_begin_in_it() -> None:
@@ -287,6 +314,36 @@ def test_a_run_from_the_cache_is_the_run_without_bit_for_bit(
         found.append((weights, facts["data"], facts["held_out"], facts["curve"]))
         assert len(encoded_rows) == (0 if name == "second" else 28)
     assert found[0] == found[1] == found[2]
+
+
+def test_before_the_first_step_each_example_is_read_four_times(
+    target: Path, encoded_rows: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Promise: passes over data larger than memory are few. They are for the digest, the checks, repeats and the fingerprint.
+
+    Reading an example of a table costs time, and lengths are known without: a step reads each example of its batch once more.
+    """
+    reads: Counter[int] = Counter()
+    read, step, before = StoredExamples.read, Trainer.step, []
+
+    def counted(self: StoredExamples, place: int) -> Example:
+        reads[place] += 1
+        return read(self, place)
+
+    def noted(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        before.append(reads.copy())
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(StoredExamples, "read", counted)
+    monkeypatch.setattr(Trainer, "step", noted)
+    settings = TrainingSettings(**TINY | {"steps": None, "epochs": 2, "batch_tokens": 32 * 18})
+    file = lines(tmp_path / "rows.jsonl", ids(20))
+    for number in range(2):
+        reads.clear()
+        train_drafter(target, file, tmp_path / str(number), settings, show_progress=False)
+        first, second = before[-2:]
+        assert max(first.values()) == 4
+        assert Counter((second - first).values()) == {1: 18}  # an epoch; two are held out
 
 
 # --- streamed ---

@@ -124,11 +124,12 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
     ready = prepare(target, data, settings, announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     steps, batches, config = trainer.num_steps, trainer.batches_per_epoch, ready.drafter.config
-    supervised = sum(sum(example.mask_array) for example in ready.examples)
+    sizes = ((len(example), sum(example.mask_array)) for example in ready.examples)
+    tokens, supervised = map(sum, zip(*sizes, strict=True))
     print(f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}")
     print(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
     print(
-        f"data      {len(ready.examples):,} sequences, {sum(map(len, ready.examples)):,} tokens an epoch, {supervised:,} "
+        f"data      {len(ready.examples):,} sequences, {tokens:,} tokens an epoch, {supervised:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"
     )
     print(

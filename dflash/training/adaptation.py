@@ -14,7 +14,7 @@ from dflash.common.provenance import public_name
 
 from .checkpointing import TrainingRecord
 from .data import Example
-from .lazy_sequences import chosen, joined
+from .lazy_sequences import chosen, joined, lengths_of
 from .loading import Prepared, answers_of, prepare
 from .run import Claim, Goal, claimed, train
 from .settings import ADAPTATION, TrainingSettings
@@ -120,7 +120,7 @@ def adapt(
         )
         examples = joined([domain.examples for name, domain in domains.items() if name != general])
         if general is not None:
-            room = general_share / (1 - general_share) * sum(map(len, examples))
+            room = general_share / (1 - general_share) * sum(lengths_of(examples))
             examples = joined([examples, _some(domains[general].examples, room, settings.seed)])
         arguments |= {"announce": announce, "claim": held, "goal": goal, "provenance": known | (provenance or {})}
         return train(first.drafter, first.target, examples, goal.held_out, settings, output, **arguments)
@@ -174,9 +174,9 @@ def _domains(
 
 def _some(examples: Sequence[Example], room: float, seed: int) -> Sequence[Example]:
     """Examples of at most `room` tokens in all, in random order."""
-    places = []
+    places, lengths = [], lengths_of(examples)
     for place in random.Random(seed).sample(range(len(examples)), len(examples)):
-        room -= len(examples[place])
+        room -= lengths[place]
         if room < 0:
             break
         places.append(place)

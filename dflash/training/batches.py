@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .data import Example
+from .lazy_sequences import lengths_of
 
 
 PADDING_DOCUMENT = -1
@@ -204,14 +205,15 @@ def epoch_batches(
         first: Batches before this one are left out, and cost nothing.
         rejected_share: Share of a document's anchors that are drawn from its `rejected` ones.
     """
-    lengths = [len(example) for example in examples]
-    batches = epoch_sequences(lengths, epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length)
+    batches = epoch_sequences(
+        lengths_of(examples), epoch, batch_tokens=batch_tokens, seed=seed, pack_length=pack_length
+    )
     for batch in batches[first:]:
-        chosen = [i for sequence in batch for i in sequence]
+        documents = {i: examples[i] for sequence in batch for i in sequence}
         # A document's anchors depend on the document and not on its neighbours, and so does what is learned from it.
         how: dict[str, Any] = {"seed": seed, "epoch": epoch, "rejected_share": rejected_share}
-        of_each = ((i, examples[i]) for i in chosen)
+        of_each = documents.items()
         anchors = [sample_anchors(e.mask_array, num_anchors, index=i, rejected=e.rejected, **how) for i, e in of_each]
-        places = iter(range(len(chosen)))
+        places = iter(range(len(documents)))
         sequences = [[next(places) for _ in sequence] for sequence in batch]
-        yield collate([examples[i] for i in chosen], anchors, pad_token_id, sequences, _padded(pack_length or 0))
+        yield collate(list(documents.values()), anchors, pad_token_id, sequences, _padded(pack_length or 0))

@@ -23,8 +23,7 @@ from dflash.common.provenance import versions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .card import model_card
-from .data import Example
-from .data import fingerprint as data_fingerprint
+from .data import Example, described
 from .distributed import whole_copy
 from .trainer import Trainer
 from .training_state import public_settings, remove_state, save_state, saving, state_folder
@@ -75,12 +74,7 @@ def describe_inputs(
             "fingerprint": model_fingerprint(target),
         },
         "drafter": {"parameters": drafter.num_parameters(), "fingerprint": fingerprint(shape)},
-        "data": {
-            "examples": len(examples),
-            "tokens": sum(map(len, examples)),
-            "supervised_tokens": sum(sum(example.mask_array) for example in examples),
-            "fingerprint": data_fingerprint(examples),
-        },
+        "data": described(examples),
         "held_out": {"prompts": len(held_out), "fingerprint": fingerprint(list(map(list, held_out)))},
     }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from .lazy_sequences import chosen, joined
+from .lazy_sequences import chosen, joined, lengths_of
 from .settings import TrainingSettings
 from .sources import FORMS, Source, read_rows
 
@@ -293,16 +293,14 @@ def mixed(
     left_out: Counter[str] = Counter()
     kept: list[list[int]] = [[] for _ in parts]
     for place, part in enumerate(parts):
-        for number, example in enumerate(part):
-            key = hashlib.blake2b(example.token_array.tobytes(), digest_size=16).digest()
-            if settings.min_length is not None and len(example) < settings.min_length:
+        for number, length in enumerate(lengths_of(part)):
+            if settings.min_length is not None and length < settings.min_length:
                 left_out[f"shorter than {settings.min_length} tokens"] += 1
-            elif settings.drop_long and settings.max_length is not None and len(example) > settings.max_length:
+            elif settings.drop_long and settings.max_length is not None and length > settings.max_length:
                 left_out[f"longer than {settings.max_length} tokens"] += 1
-            elif settings.deduplicate and key in seen:
+            elif settings.deduplicate and _is_repeated(part[number], seen):
                 left_out["repeats of another one"] += 1
             else:
-                seen.add(key)
                 kept[place].append(number)
     for place, numbers in enumerate(kept, start=1):
         if not numbers:
@@ -320,6 +318,15 @@ def mixed(
     return joined([chosen(*one) for one in both]), {why: count for why, count in left_out.items() if count}
 
 
+def _is_repeated(example: Example, seen: set[bytes]) -> bool:
+    """Whether `seen` holds the example's tokens, as a digest; if not, it is added."""
+    key = hashlib.blake2b(example.token_array.tobytes(), digest_size=16).digest()
+    if key in seen:
+        return True
+    seen.add(key)
+    return False
+
+
 @contextmanager
 def named_row(number: int, name: str) -> Iterator[None]:
     """Names the row in what the body finds wrong with it, as a ValueError of one sentence."""
@@ -334,13 +341,21 @@ def named_row(number: int, name: str) -> Iterator[None]:
         raise ValueError(f"Row {number} of {name}: {reason}") from error
 
 
-def fingerprint(examples: Iterable[Example]) -> str:
-    """A short hash of the examples, to tell one version of the data from another."""
+def described(examples: Sequence[Example]) -> dict[str, Any]:
+    """How much the examples are, and a short hash of them to tell one version of the data from another; each is read once."""
+    tokens = supervised = 0
     digest = hashlib.sha256()
     for example in examples:
+        tokens += len(example)
+        supervised += sum(example.mask_array)
         rejected = [example.rejected.tolist()] if example.rejected else []
         digest.update(repr((example.input_ids, example.loss_mask, *rejected)).encode())
-    return digest.hexdigest()[:16]
+    return {
+        "examples": len(examples),
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "fingerprint": digest.hexdigest()[:16],
+    }
 
 
 def stop_ids(generation_config: Any) -> set[int]:

@@ -8,7 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .data import Example, stop_ids
-from .lazy_sequences import chosen
+from .lazy_sequences import chosen, lengths_of
 
 
 def usable(
@@ -53,7 +53,7 @@ def usable(
         )
     if not kept:
         raise ValueError(
-            f"None of the {len(examples)} sequences (the longest has {max(map(len, examples))} tokens) is as long as a block of "
+            f"None of the {len(examples)} sequences (the longest has {max(lengths_of(examples))} tokens) is as long as a block of "
             f"{block_size} with two supervised tokens in a row: give longer answers, or a smaller block_size."
         )
     if len(kept) < len(examples) and announce is not None:
@@ -64,7 +64,7 @@ def usable(
 
 def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]], positions: int | None) -> None:
     """Raises ValueError for a sequence beyond the target's positions, or a held-out prompt that leaves no room for an answer."""
-    longest, prompt = (max(map(len, texts), default=0) for texts in (examples, prompts))
+    longest, prompt = (max(lengths_of(texts), default=0) for texts in (examples, prompts))
     there = f"tokens and the target {positions} positions"
     if positions is not None and longest > positions:
         raise ValueError(f"A sequence has {longest} {there}: give a max_length of at most {positions}.")

@@ -56,6 +56,16 @@ class StoredExamples(LazySequence[Example]):
             arrays.append(array(typecode, bytes(values[size * offsets[row] : size * offsets[row + 1]])))
         return Example(*arrays)
 
+    def lengths(self) -> list[int]:
+        """The length of each example, by where it begins in the table."""
+        of_chunks = [numpy.diff(tokens_begin) for (tokens_begin, _), *_ in self._chunks]
+        return numpy.concatenate(of_chunks)[:-1].tolist()
+
+    @property
+    def has_rejected(self) -> bool:
+        """Whether an example has anchors of drafts that verification rejected."""
+        return any(begins[0] < begins[-1] for *_, (begins, _) in self._chunks)
+
     def is_whole(self) -> bool:
         """Whether the digest in the table is that of its examples."""
         digest = _Digest()

@@ -23,8 +23,9 @@ from dflash.common.fingerprints import model_fingerprint
 from dflash.common.json_lines import changes
 
 from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
-from .data import Example, fingerprint
+from .data import Example, described
 from .frozen_target import FrozenTarget, TargetStates
+from .lazy_sequences import lengths_of
 from .training_state import saving
 
 
@@ -68,7 +69,7 @@ def facts_of(
     return {
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
-        "data": fingerprint(examples),
+        "data": described(examples)["fingerprint"],
         "dtype": str(target.target.dtype).removeprefix("torch."),
         "mixed_precision": precision,
         "has_last_states": wants_states,
@@ -131,7 +132,7 @@ def write_features(
         saving("features", folder),
         tqdm(total=len(examples), desc="features", disable=announce is None, dynamic_ncols=True) as bar,
     ):
-        for indices in batch_indices(list(map(len, examples)), batch_tokens, random.Random(0)):
+        for indices in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
             chosen = [examples[i] for i in indices]
             batch = collate(chosen, [[]] * len(chosen), pad_token_id=0)
             with autocast:

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from dflash.model.step_dflash import check_pair
 from .adaptation_trace import check_trace
 from .data import Example, Wanted, mixed, parts_of
 from .data_checks import check_mask_token, check_tokenizer, usable
-from .encoding_cache import cached_examples
+from .encoding_cache import StoredExamples, cached_examples
 from .initialization import BLOCK_SIZE, find_mask_token, new_drafter, window_fields
-from .lazy_sequences import changed, chosen
+from .lazy_sequences import chosen, shortened
 from .settings import DRAFTER, TrainingSettings
 from .sources import Source, read_rows
 
@@ -96,11 +95,11 @@ def prepare(
         if bound is not None and announce is not None and (taken := sum(map(bound.takes, part))) < bound.samples:
             announce(f"{source} has {taken:,} usable rows, not {bound.samples:,}.")
         try:  # all at once, so that what is refused is named by its row
-            if any(example.rejected for example in part):
+            if _has_rejected(part):
                 rows = islice(read_rows(source, settings.split, settings.streaming), len(part))
                 check_trace(rows, target, tokenizer, model)
             if positions is not None:
-                part = changed(part, partial(Example.cut, length=positions))
+                part = shortened(part, positions)
             parts[place] = usable(part, drafter, model, announce)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
@@ -124,6 +123,11 @@ def prepare(
         left = "true acceptance is not measured, and the last weights are kept"
         announce(f"The {found} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
     return Prepared(model, tokenizer, drafter, examples, held_out)
+
+
+def _has_rejected(part: Sequence[Example]) -> bool:
+    """Whether a source is a trace; the table of one knows it."""
+    return part.has_rejected if isinstance(part, StoredExamples) else any(example.rejected for example in part)
 
 
 def _drafter_to_begin_with(settings: TrainingSettings) -> DFlashDraftModel | None:

@@ -5,6 +5,7 @@ import torch
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES, is_fused
 from .distributed import is_sharded
+from .lazy_sequences import lengths_of
 from .losses import rows_of_chunk
 from .trainer import Trainer
 
@@ -57,7 +58,7 @@ def widest(trainer: Trainer) -> tuple[int, int, int]:
     """The most columns, queries, and pairs of a query and a key that a part of a batch has in the first epoch."""
     settings, block_size = trainer.settings, trainer.drafter.config.block_size
     parts = trainer.accelerator.num_processes * settings.gradient_accumulation_steps
-    lengths = [len(example) for example in trainer.examples]
+    lengths = lengths_of(trainer.examples)
     blocks = [min(settings.num_anchors, len(valid_anchors(example.mask_array))) for example in trainer.examples]
     sizes = []
     for batch in epoch_sequences(lengths, 0, **trainer.cut()):

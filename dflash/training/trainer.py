@@ -40,6 +40,7 @@ from .distributed import (
 )
 from .features import MANIFEST, CachedFeatures, facts_of, feature_bytes, write_features
 from .frozen_target import FrozenTarget, can_pack
+from .lazy_sequences import lengths_of
 from .losses import DraftCounts, reads_target
 from .objective import DrafterLoss
 from .optimizers import build_optimizers, rate_factor
@@ -267,7 +268,7 @@ class Trainer:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Batches of the first epoch; later epochs may have one more or less."""
-        return len(epoch_sequences(list(map(len, self.examples)), 0, **self.cut()))
+        return len(epoch_sequences(lengths_of(self.examples), 0, **self.cut()))
 
     def cut(self) -> dict[str, Any]:
         """The arguments of `epoch_sequences`, which decide which documents share a batch."""
