@@ -73,7 +73,10 @@ def test_two_faults_are_named_in_order_with_their_gains(tmp_path: Path, dflash_c
         in said
     )
     assert "Published tau: " in said
-    assert "7.27 (held-out templates (wordings and stories))" in said
+    published = json.loads((embedded_path("tiny-DFlash") / "training.json").read_text())["figures"][
+        "heldout_templates"
+    ]
+    assert f"{published['tau']:.2f} (held-out templates (wordings and stories))" in said
     assert "proposes 15 tokens at once: at most 16 tokens a step" in err
     assert {tuple(row["after"]) for row in result["summary"]} == {
         (), ("mask_token_id 3",), ("mask_token_id 3", "target_layer_ids [1, 2, 3, 4, 5]")

@@ -505,7 +505,10 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
 ) -> None:
     """What is added begins without effect, or with little; frozen weights are the same bits after training."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    fields = {"selector": {"selector_rank": 3, "selector_top_k": 4}, "conv": {"conv_kernel_size": 2, "conv_group_size": 8}}
+    fields = {
+        "selector": {"selector_rank": 3, "selector_top_k": 4},
+        "conv": {"conv_kernel_size": 2, "conv_group_size": 8},
+    }
     kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
     fast = {"held_out": 0, "learning_rate": 5e-3, "steps": 30}
     assert run("--output", first, *flags(**TINY | fast))[0] == 0
@@ -530,7 +533,10 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
     for more, said in (
         (flags(freeze_init=True), "freeze_init keeps the weights of a trained drafter: give init (--init)"),
         (flags(freeze_init=True, init=first), f"freeze_init: nothing is added to init={str(first)!r}"),
-        (flags(freeze_init=True, init=first, lora_rank=2), "lora_rank=2 and freeze_init: one changes the weights of init"),
+        (
+            flags(freeze_init=True, init=first, lora_rank=2),
+            "lora_rank=2 and freeze_init: one changes the weights of init",
+        ),
         (flags(init=second, **fields[added]), f"leave out {', '.join(fields[added])}"),
     ):
         status, _, err = run(*words, *more)
