@@ -73,9 +73,9 @@ loads with `AutoModel.from_pretrained(folder, trust_remote_code=True)`.
 {scores}
 
 Data: what the target answers to GSM8K train (MIT) and to problems of `examples/tiny_pair/problems.py` (trained templates
-alone), {examples} answers. Trained with the paper's recipe (random anchors, position-weighted cross entropy, cosine) but for
-the optimiser: Muon for the matrices, AdamW for the norms. Settings, versions and curve are in `training.json`. Command:
-`{command}`. Weights are bf16, Apache-2.0.
+alone), {examples} answers. Trained by the recipe `short`: it began with weights of the target's layers; Muon trained the
+matrices and AdamW the norms, at random anchors with D-PACE's weights, here towards the target's distribution (`forward_kl`).
+Settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16, Apache-2.0.
 """
 
 SET_NAMES = {

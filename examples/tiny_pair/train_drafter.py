@@ -1,4 +1,4 @@
-"""Trains the tiny pair's drafter by the paper's recipe, on responses that its target writes first.
+"""Trains the tiny pair's drafter by the recipe for short runs, on responses that its target writes first.
 
     python train_drafter.py --target tiny_pair/target --gsm8k openai/gsm8k --output tiny_pair/drafter
 
@@ -66,10 +66,10 @@ class Scale:
     new_tokens: int = 224
     batch_size: int = 256
     layers: int = 3
-    steps: int = 3600
+    steps: int = 4200
     batch_tokens: int = 2048
     num_anchors: int = 16
-    eval_every: int = 720
+    eval_every: int = 700
     choice_prompts: int = 8
     final_prompts: int = 40
 
@@ -191,8 +191,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help=f"the drafter's depth, {FULL.layers} by default")
     parser.add_argument("--intermediate", type=int, default=1024, help="width of its MLPs")
     parser.add_argument("--anchors", type=int, help=f"blocks per sequence, {FULL.num_anchors} by default")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW, for the norms")
-    parser.add_argument("--muon-lr", type=float, default=5e-3, help="peak rate of Muon, for the matrices")
+    parser.add_argument("--loss", default="forward_kl", choices=("ce", "forward_kl"), help="as of dflash train")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
     return parser.parse_args()
@@ -206,10 +205,8 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     began = time.monotonic()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    # The features and the answers come from a bf16 target, several times faster here; what is measured is fp32.
-    target = AutoModelForCausalLM.from_pretrained(
-        arguments.target, dtype=torch.bfloat16, attn_implementation="eager"
-    ).eval()
+    # The answers are written and the figures measured in fp32; the features that are trained on come from a bf16 target.
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     questions = [row.question for row in gsm8k][: scale.questions]
     training, choosing = questions[: -scale.choice_prompts], questions[-scale.choice_prompts :]
@@ -226,11 +223,13 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         print(f"{len(examples)} answers of {tokens} tokens, {(answered - began) / 60:.1f} minutes", flush=True)
 
     torch.manual_seed(arguments.seed)
+    target = target.to(torch.bfloat16)
     drafter = new_drafter(
         target,
         mask_token_id=tokenizer.convert_tokens_to_ids(MASK),
         num_hidden_layers=scale.layers,
         intermediate_size=arguments.intermediate,
+        from_target=True,
     )
     choosing += [problem.question for problem in generate(scale.choice_prompts, CHOICE_SEED, "heldout")]
     record = train(
@@ -239,10 +238,8 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         examples,
         [encode_prompt(text, tokenizer) for text in choosing],
         TrainingSettings(
-            recipe="paper",  # but for the optimiser
             steps=scale.steps,
-            learning_rate=arguments.lr,
-            muon_learning_rate=arguments.muon_lr,
+            loss=arguments.loss,
             num_anchors=scale.num_anchors,
             batch_tokens=scale.batch_tokens,
             eval_every=scale.eval_every,
