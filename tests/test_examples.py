@@ -28,7 +28,7 @@ SAID = {
         r"tau \d+\.\d\d, 0 of \d+ prompt",
         r"tau \d+\.\d\d, [1-9]\d+ of \d+ prompt",
     ],
-    "evaluation.py": [r"dflash: \d+% right", r"tau \d\.\d\d", "2 of 2 texts identical, the same score: True"],
+    "evaluation.py": [r"dflash: \d+% right", r"tau \d+\.\d\d", "2 of 2 texts identical, the same score: True"],
     "native_generate.py": ["custom_generate writes the same: True"]
     + ["speculation_type='dflash' writes the same: True"] * HAS_NATIVE,
     "pipeline.py": ["the same without the drafter: True"],
