@@ -212,7 +212,7 @@ def _trained(result: dict[str, Any]) -> dict[str, str]:
         command = command if isinstance(command, str) else " ".join(command)
         how = (
             f"trained on {made['data']['examples']} texts of a {target['class']} of {_count(target['parameters'])} parameters, "
-            f"{made['settings']['steps']} steps, {made['processes']} processes, {made['seconds'] / 60:.1f} minutes"
+            f"{made['settings']['steps']} steps, {made['processes']} process{'es' * (made['processes'] > 1)}, {made['seconds'] / 60:.1f} minutes"
         )
         return {"training": how, "trained by": command}
     if result.get("kind") != "training":
