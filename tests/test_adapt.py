@@ -26,6 +26,7 @@ from tiny_models import (
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.common.files import only_writer
+from dflash.common.fingerprints import model_fingerprint
 from dflash.model.decoding_dflash import Block
 from dflash.training import (
     ADAPTATION,
@@ -284,6 +285,32 @@ def test_a_run_goes_on_with_its_own_drafter_alone(folder: Path, answers: Path, t
     DFlashDraftModel.from_pretrained(folder / "drafter").save_pretrained(begun)
     record = adapt(folder / "target", begun, [answers], tmp_path / "output", settings, resume=True, **how)
     assert [point["step"] for point in record.curve] == [0, 6, 12]
+
+
+def test_a_selector_alone_is_adapted_and_goes_on_after_a_stop(
+    run: Any, folder: Path, answers: Path, tmp_path: Path
+) -> None:
+    """Promise: the published weights keep their bits, the card names them, and a stop changes nothing."""
+    head: dict[str, Any] = {"selector_rank": 3, "selector_top_k": 4, "freeze_init": True}
+    status, _, err = run(tmp_path / "whole", answers, "--selector-rank", 3, "--selector-top-k", 4, "--freeze-init")
+    assert status == 0, err
+    facts = json.loads((tmp_path / "whole" / "training.json").read_text())
+    published = DFlashDraftModel.from_pretrained(folder / "drafter", dtype=torch.float32)
+    assert facts["adapted"]["weights"] == model_fingerprint(published)
+    kept = DFlashDraftModel.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in weights(folder / "drafter").items())
+
+    def stop(point: dict[str, Any]) -> None:
+        if point["step"]:
+            raise MemoryError
+
+    arguments = folder / "target", folder / "drafter", [answers], tmp_path / "halves"
+    settings = replace(TINY, save_every=3, **head)
+    with pytest.raises(MemoryError):
+        adapt(*arguments, settings, on_point=stop, show_progress=False)
+    record = adapt(*arguments, settings, resume=True, show_progress=False)
+    assert [point["step"] for point in record.curve] == [0, 6, 12]
+    assert record.curve == facts["curve"]
 
 
 def test_bad_input_is_one_sentence_before_anything_is_trained(

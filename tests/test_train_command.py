@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from dflash import DFlashDraftModel, generate_blocks
 from dflash.cli import app as cli
 from dflash.model import decoding_dflash
 from dflash.training import (
+    ADAPTATION,
+    Trainer,
     TrainingSettings,
     find_mask_token,
     hold_out,
@@ -528,6 +530,7 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
     assert all(torch.equal(fresh[name], frozen[name]) is False for name in parts)  # each of them learned
     losses = [point["loss"] for point in json.loads((second / "training.json").read_text())["curve"]]
     assert losses[-1] < losses[0]
+    assert json.loads((second / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
 
     words = ["--output", tmp_path / "other", *flags(**kept | fast)]
     for more, said in (
@@ -537,10 +540,29 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
             flags(freeze_init=True, init=first, lora_rank=2),
             "lora_rank=2 and freeze_init: one changes the weights of init",
         ),
+        (
+            flags(init=first, lora_rank=2, **fields[added]),
+            "lora_rank=2 changes matrices that are there and would leave what",
+        ),
         (flags(init=second, **fields[added]), f"leave out {', '.join(fields[added])}"),
     ):
         status, _, err = run(*words, *more)
         assert (status, said in err) == (1, True), err
+
+
+def test_weights_that_are_to_stay_are_not_trained_by_a_caller_who_froze_none(folder: Path) -> None:
+    settings = TrainingSettings(**TINY)
+    ready = prepare(folder / "target", folder / "data.jsonl", settings)
+    with pytest.raises(ValueError, match="freeze_init, and all weights of the drafter would be trained"):
+        Trainer(ready.drafter, ready.target, ready.examples, replace(settings, freeze_init=True))
+
+
+def test_another_recipe_decides_anew_what_recipes_decide() -> None:
+    changed = ADAPTATION.changed(recipe="short", steps=3)
+    assert (changed.steps, changed.learning_rate, changed.muon_rate(128)) == (3, 2e-3, 2e-2)
+    assert changed.num_anchors == ADAPTATION.num_anchors
+    assert ADAPTATION.changed(recipe="short", learning_rate=1.0).learning_rate == 1.0
+    assert ADAPTATION.changed(steps=3).learning_rate == ADAPTATION.learning_rate
 
 
 def test_convolutions_are_not_added_where_the_drafter_reads_scaled_embeddings(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +49,7 @@ def adapt(
     """
     target, drafter = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
     chosen = {name: value for name, value in flags.items() if value is not None}
-    settings = replace(ADAPTATION, **chosen, init=drafter)
+    settings = ADAPTATION.changed(**chosen, init=drafter)
     loading.hide_loading_bars()
     from dflash.checkpoints import licence_lines, read_licence
     from dflash.common.provenance import command
@@ -139,6 +138,6 @@ def _print_result(output: Path, record: Any) -> None:
         print(f"{name}: tau {before[name]['tau']:.2f} before, {after[name]['tau']:.2f} after; accepted by position")
         for when, one in (("before", before[name]), ("after", after[name])):
             print(f"  {when:<7} {' '.join(f'{share:.2f}' for share in one['accepted'])}")
-    kept = f"step {record.best_step}" if record.best_step else "the drafter as it was, because nothing accepted more"
+    kept = f"step {record.best_step}" if record.best_step else "the drafter as it began, because nothing accepted more"
     was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
     print(f"{output}: {kept}{was_complete}")

@@ -267,8 +267,8 @@ class DFlashConfig(Qwen3Config):
         fields["dflash_config"] = {**others, **doubled}
         for name in ({"dialect"} | set(OPTIONAL_FIELDS)) - set(doubled):
             fields.pop(name, None)
-        if fields.get("architectures") and self.conv_kernel_size is not None:
-            fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build the convolutions
+        if fields.get("architectures") and (self.conv_kernel_size, self.selector_rank) != (None, None):
+            fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build DFlash2's parts
         theta, scaling = _rope_fields(*map(fields.get, ("rope_theta", "rope_scaling", "rope_parameters")))
         fields["rope_theta"], fields["rope_scaling"] = theta, scaling
         fields["rope_parameters"] = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}

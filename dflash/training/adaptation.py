@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dflash.common.fingerprints import model_fingerprint
 from dflash.common.provenance import public_name
 
 from .checkpointing import TrainingRecord
@@ -111,7 +110,7 @@ def adapt(
             "target_name": public_name(target),
             "target_is_local": os.path.exists(target),
             "data_name": ", ".join(sources),
-            "adapted": {"name": public_name(drafter), "weights": model_fingerprint(first.drafter)},
+            "adapted": {"name": public_name(drafter), "weights": first.init_weights},
         }
         goal = AdaptationGoal(
             held_out=[prompt for domain in domains.values() for prompt in domain.held_out],

@@ -1,5 +1,6 @@
 """From names to models and data: the target, its tokenizer, the data and the drafter, loaded and checked against each other."""
 
+import copy
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from .data_checks import check_mask_token, check_tokenizer, usable
 from .encoding_cache import StoredExamples, cached_examples
 from .initialization import BLOCK_SIZE, find_mask_token, new_drafter, window_fields
 from .lazy_sequences import chosen, shortened
-from .settings import DRAFTER, TrainingSettings
+from .settings import DRAFTER, PARTS, TrainingSettings
 from .sources import Source, read_rows
 
 
@@ -37,7 +38,7 @@ SHORTEST_PROMPT = 8
 # (convolutions) or with little (the selector); the others are of the weights' shape, which only a new drafter takes.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
 ADDABLE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] == DRAFTER}
+NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] in (DRAFTER, PARTS)}
 NEW_DRAFTER_FIELDS -= {"init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE}
 
 
@@ -50,6 +51,7 @@ class Prepared:
     drafter: DFlashDraftModel
     examples: Sequence[Example]
     held_out: list[list[int]]
+    init_weights: str | None = None  # fingerprint of the drafter of `init`, before anything was added to it
 
 
 def prepare(
@@ -73,6 +75,7 @@ def prepare(
     with _named_target(target):
         tokenizer = ready.tokenizer if ready else AutoTokenizer.from_pretrained(target)
     begun = ready.drafter if ready else _drafter_to_begin_with(settings)
+    begun_weights = ready.init_weights if ready else None if begun is None else model_fingerprint(begun)
     wanted = _wanted(settings, begun)
     how: dict[str, Any] = {
         "split": settings.split,
@@ -109,7 +112,7 @@ def prepare(
         announce(f"Left out: {', '.join(f'{count:,} {why}' for why, count in left_out.items())}.")
     if others:
         drawn = random.Random(f"held-out-{settings.seed}").sample(others, min(settings.held_out, len(others)))
-        return Prepared(model, tokenizer, drafter, usable_ones, [prompt_of(example) for example in drawn])
+        return Prepared(model, tokenizer, drafter, usable_ones, list(map(prompt_of, drawn)), begun_weights)
     found = f"data has {len(usable_ones)} usable sequences, of which a tenth may be held out:"
     if needs_held_out and not min(settings.held_out, len(usable_ones) // 10):
         raise ValueError(
@@ -122,7 +125,7 @@ def prepare(
     if len(held_out) < settings.held_out and announce is not None:
         left = "true acceptance is not measured, and the last weights are kept"
         announce(f"The {found} {f'{len(held_out)} are, not {settings.held_out}' if held_out else left}.")
-    return Prepared(model, tokenizer, drafter, examples, held_out)
+    return Prepared(model, tokenizer, drafter, examples, held_out, begun_weights)
 
 
 def _has_rejected(part: Sequence[Example]) -> bool:
@@ -235,7 +238,8 @@ def make_drafter(
             changeable["mask_token_id"] = find_mask_token(tokenizer, config.vocab_size)
         changeable |= {"sliding_window": settings.sliding_window, "from_target": settings.begins_at_target}
         return new_drafter(target, **asked, **changeable)
-    added = {name: asked.pop(name) for name in ADDABLE if name in asked and getattr(begun.config, name) is None}
+    config = copy.deepcopy(begun.config)
+    added = {name: asked.pop(name) for name in ADDABLE if name in asked and getattr(config, name) is None}
     if asked:
         raise ValueError(
             f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
@@ -246,11 +250,15 @@ def make_drafter(
             f"freeze_init: nothing is added to init={settings.init!r}, so nothing would be trained: give selector_rank and "
             "selector_top_k, conv_kernel_size and conv_group_size, or leave it out."
         )
+    if added and settings.lora_rank is not None:
+        raise ValueError(
+            f"lora_rank={settings.lora_rank} changes matrices that are there and would leave what {', '.join(added)} adds "
+            "untrained: leave it out."
+        )
     if settings.sliding_window is not None:
-        changeable |= window_fields(begun.config.num_hidden_layers, settings.sliding_window)
+        changeable |= window_fields(config.num_hidden_layers, settings.sliding_window)
     if not changeable and not added:
         return begun
-    config = begun.config
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
         if hasattr(target.get_input_embeddings(), "embed_scale"):
             raise ValueError(
@@ -262,7 +270,7 @@ def make_drafter(
         setattr(config, name, value)
     config.dflash_config = {}  # the older copy of the same fields
     reshaped, weights = DFlashDraftModel(config), begun.state_dict()
-    reshaped.load_state_dict(weights, strict=not added)
+    reshaped.load_state_dict(reshaped.state_dict() | weights)
     if settings.freeze_init:
         for name, parameter in reshaped.named_parameters():
             parameter.requires_grad_(name not in weights)

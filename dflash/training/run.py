@@ -148,7 +148,7 @@ def train(
             (`record.was_complete`).
         overwrite: Begin anew where another run wrote.
         announce: Told in a sentence what is about to take long or much room.
-        claim: On `output`, by a caller that holds its lock and gives examples of `prepare`, as `train_drafter` does.
+        claim: On `output`, by a caller that holds its lock, as `train_drafter` does.
         goal: Another measure of what is best than tau on the `held_out` prompts.
 
     Raises:
@@ -163,8 +163,7 @@ def train(
         if held.finished is not None:
             return TrainingRecord.of_finished(held.finished)
         state = None if saved is None else read_tensors(state_folder(output))
-        if claim is None:  # else `prepare` has looked at them
-            examples = usable(examples, drafter, target, announce)
+        examples = usable(examples, drafter, target, announce)
         check_lengths(examples, held_out, max_positions(target))
         inputs = describe_inputs(target, drafter, examples, held_out)
         if settings.init is not None:

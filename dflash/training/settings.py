@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -34,6 +34,7 @@ RECIPE_WIDTH = 128
 LATE = ("muon_learning_rate", "from_target")  # decided where the drafter is known
 
 DRAFTER = "The drafter's shape"
+PARTS = "Its parts of DFlash2"
 TARGET = "The target"
 LOSS = "What is learned"
 DATA = "The data"
@@ -52,7 +53,7 @@ class TrainingSettings:
     """The settings of a run. `recipe` decides the defaults of some; one that is given wins over it.
 
     The `help` of each field says what it means and what `None` leads to. What a recipe decides is filled in at once, so
-    `dataclasses.replace(settings, recipe=…)` keeps the values of the recipe before: make new settings for another recipe.
+    `dataclasses.replace(settings, recipe=…)` keeps the values of the recipe before: `changed(recipe=…)` does not.
 
     Raises:
         ValueError: for a value of another type, or out of range.
@@ -77,17 +78,17 @@ class TrainingSettings:
     sliding_window: int | None = _setting(None, DRAFTER, "Positions that each layer sees. Default: all.", 1)
     is_causal: bool | None = _setting(None, DRAFTER, "Causal inside the block. Default: in sliding layers alone.")
     conv_kernel_size: int | None = _setting(
-        None, DRAFTER, "DFlash2: positions mixed into one; published: 2. Default: no mixing, or --init's.", 1
+        None, PARTS, "DFlash2: positions mixed into one; published: 2. Default: no mixing, or as trained.", 1
     )
-    conv_group_size: int | None = _setting(None, DRAFTER, "DFlash2: channels that share a mixture; published: 16.", 1)
+    conv_group_size: int | None = _setting(None, PARTS, "DFlash2: channels that share a mixture; published: 16.", 1)
     selector_rank: int | None = _setting(
-        None, DRAFTER, "DFlash2: rank of the selector; published: 256. Default: no selector, or --init's.", 1
+        None, PARTS, "DFlash2: rank of the selector; published: 256. Default: no selector, or as trained.", 1
     )
     selector_top_k: int | None = _setting(
-        None, DRAFTER, "DFlash2: candidates that the selector chooses among; published: 16.", 1
+        None, PARTS, "DFlash2: candidates that the selector chooses among; published: 16.", 1
     )
     freeze_init: bool = _setting(
-        False, DRAFTER, "Train only the selector or convolutions that are added to --init; its own weights stay."
+        False, PARTS, "Train only the parts that are added to a trained drafter; its own weights stay."
     )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
@@ -221,6 +222,11 @@ class TrainingSettings:
         if self.muon_learning_rate is not None:
             return self.muon_learning_rate
         return RECIPES[self.recipe]["muon_learning_rate"] * math.sqrt(RECIPE_WIDTH / width)
+
+    def changed(self, **given: Any) -> "TrainingSettings":
+        """These settings but for what is given; where that is a recipe, it decides anew what recipes decide."""
+        by_recipe: dict[str, Any] = dict.fromkeys(RECIPES[self.recipe]) if "recipe" in given else {}
+        return replace(self, **by_recipe | given)
 
     @property
     def begins_at_target(self) -> bool:

@@ -20,9 +20,9 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     settings, config = trainer.settings, trainer.drafter.config
     processes = trainer.accelerator.num_processes
     share = processes if is_sharded(trainer.drafter) else 1
-    weights = trainer.drafter.num_parameters() * 4 // share
+    weights, trained = (trainer.drafter.num_parameters(only_trainable=only) * 4 // share for only in (False, True))
     muon = [group for one in trainer.optimizers if isinstance(one, torch.optim.Muon) for group in one.param_groups]
-    moments = 2 * weights - sum(matrix.numel() for group in muon for matrix in group["params"]) * 4 // share
+    moments = 2 * trained - sum(matrix.numel() for group in muon for matrix in group["params"]) * 4 // share
 
     tokens, queries, scored = widest(trainer)
     width = 2 if settings.mixed_precision == "bf16" else 4
@@ -46,7 +46,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     return {
         "target": target // (processes if settings.shard_target else 1),
         "drafter": weights,
-        "gradients": weights,
+        "gradients": trained,
         "optimiser": moments,
         "features of the target": context,
         "activations of the drafter": layers + scores,

@@ -96,6 +96,11 @@ class Trainer:
         is_bf16 = settings.mixed_precision == "bf16"
         self._autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_bf16)
         self.target = target
+        if settings.freeze_init and all(parameter.requires_grad for parameter in drafter.parameters()):
+            raise ValueError(
+                "freeze_init, and all weights of the drafter would be trained: begin with `train_drafter`, or set "
+                "requires_grad of those that stay to False."
+            )
         if settings.lora_rank is not None:
             change_in_low_rank(drafter, settings.lora_rank, settings.seed)
         self._place_models(drafter, state)

@@ -1,4 +1,4 @@
-"""Trains the tiny pair's drafter by the recipe for short runs, on responses that its target writes first.
+"""Trains the tiny pair's drafter by the recipe `short` with `forward_kl`, on responses that its target writes first.
 
     python train_drafter.py --target tiny_pair/target --gsm8k openai/gsm8k --output tiny_pair/drafter
 
