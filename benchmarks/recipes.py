@@ -124,7 +124,7 @@ def main() -> None:
                     timed = TrainingSettings(**{**args.base, "steps": budget, **given(one)})
                     speeds[name, one] = seconds_per_step(target, data, timed)
                 row["seconds_per_step"] = speeds[name, cell]
-            steps = round(budget * speeds[name, first] / speeds[name, cell]) if equal == "time" else budget
+            steps = max(1, round(budget * speeds[name, first] / speeds[name, cell])) if equal == "time" else budget
             ends = {"steps": steps, "eval_every": steps, "save_every": 100, "seed": seed}
             folder = args.work / name / cell / f"{steps} steps, seed {seed}"
             facts = run(target, data, folder, TrainingSettings(**{**args.base, **ends, **given(cell)}))
