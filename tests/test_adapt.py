@@ -187,6 +187,18 @@ def test_a_change_of_low_rank_begins_at_nothing_and_is_merged_into_the_drafters_
         change_in_low_rank(make_drafter(**SMALL), 999, seed=0)
 
 
+def test_a_drafter_with_dominos_head_is_changed_in_low_rank_too() -> None:
+    """Its matrices are read as they are changed; the merged drafter proposes the same."""
+    drafter, embedding = make_drafter(**SMALL, gru_hidden_dim=6, emb_dim=4), torch.nn.Embedding(96, 32)
+    change_in_low_rank(drafter, 2, seed=0)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter)
+    states, anchors, head = torch.randn(3, 5, 32), torch.tensor([[3], [4], [5]]), torch.nn.Linear(32, 96)
+    found = [model.propose(states, anchors, head, embed=embedding).token_ids for model in (drafter, merged(drafter))]
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], head(states).argmax(dim=-1))
+
+
 def test_the_command_answers_adapts_and_says_before_and_after(run: Any, folder: Path, tmp_path: Path) -> None:
     """Promise: prompts alone are enough. What is kept accepts more, is a plain checkpoint, and its card says what was before."""
     output = tmp_path / "my-DFlash"
@@ -287,12 +299,13 @@ def test_a_run_goes_on_with_its_own_drafter_alone(folder: Path, answers: Path, t
     assert [point["step"] for point in record.curve] == [0, 6, 12]
 
 
-def test_a_selector_alone_is_adapted_and_goes_on_after_a_stop(
-    run: Any, folder: Path, answers: Path, tmp_path: Path
+@pytest.mark.parametrize("head", [{"selector_rank": 3, "selector_top_k": 4}, {"gru_hidden_dim": 5, "emb_dim": 4}])
+def test_a_head_alone_is_adapted_and_goes_on_after_a_stop(
+    run: Any, folder: Path, answers: Path, tmp_path: Path, head: dict[str, Any]
 ) -> None:
     """Promise: the published weights keep their bits, the card names them, and a stop changes nothing."""
-    head: dict[str, Any] = {"selector_rank": 3, "selector_top_k": 4, "freeze_init": True}
-    status, _, err = run(tmp_path / "whole", answers, "--selector-rank", 3, "--selector-top-k", 4, "--freeze-init")
+    words = [word for name, value in head.items() for word in (f"--{name.replace('_', '-')}", value)]
+    status, _, err = run(tmp_path / "whole", answers, *words, "--freeze-init")
     assert status == 0, err
     facts = json.loads((tmp_path / "whole" / "training.json").read_text())
     published = DFlashDraftModel.from_pretrained(folder / "drafter", dtype=torch.float32)
@@ -305,7 +318,7 @@ def test_a_selector_alone_is_adapted_and_goes_on_after_a_stop(
             raise MemoryError
 
     arguments = folder / "target", folder / "drafter", [answers], tmp_path / "halves"
-    settings = replace(TINY, save_every=3, **head)
+    settings = replace(TINY, save_every=3, **head, freeze_init=True)
     with pytest.raises(MemoryError):
         adapt(*arguments, settings, on_point=stop, show_progress=False)
     record = adapt(*arguments, settings, resume=True, show_progress=False)

@@ -163,7 +163,7 @@ CONFIG_FAULTS: list[tuple[str, Callable[[dict[str, Any]], Any], str, str, set[st
     ("reduced vocabulary", top(draft_vocab_size=48), "vocabulary", "draft_vocab_size", EVERY),
     ("sinks", nested(attention_sink_bias=True), "variant", "attention_sink_bias", EVERY - {"vllm", "sglang"}),
     ("anchor predicts", both("sample_from_anchor", True), "variant", "sample_from_anchor", EVERY - {"remote-code"}),
-    ("a head of Domino", nested(projector_type="domino"), "variant", "projector_type", EVERY - {"sglang"}),
+    ("a head of Domino", nested(projector_type="domino", pure_draft_prefix_len=1), "variant", "projector_type", EVERY - {"sglang"}),
     ("no class", top(architectures=...), "names", "architectures", {"vllm", "sglang"}),
     ("class of another name", top(architectures=["DFlashQwen3"]), "names", "architectures", {"sglang"}),
     ("no code named", top(auto_map=...), "code", "auto_map.AutoModel", {"remote-code", "native"}),
@@ -293,12 +293,24 @@ def test_fault_of_the_files(
     ("fields", "works_on"),
     [
         ({"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 3}, {"vllm", "sglang"}),
+        ({"gru_hidden_dim": 6, "emb_dim": 4, "pure_draft_prefix_len": 1}, {"sglang"}),
+        ({"gru_hidden_dim": 6, "emb_dim": 4, "pure_draft_prefix_len": 1, "sample_from_anchor": True}, {"sglang"}),
+        ({"gru_hidden_dim": 6, "emb_dim": 4}, set()),
         ({"draft_vocab_size": 48}, {"vllm"}),
         ({"sample_from_anchor": True}, set()),
         ({"attention_bias": True}, EVERY),
         ({"layer_types": [SLIDING, FULL], "sliding_window": 8, "use_sliding_window": True}, EVERY),
     ],
-    ids=["dflash2", "reduced vocabulary", "anchor predicts", "biases", "windows"],
+    ids=[
+        "dflash2",
+        "domino",
+        "domino from the anchor",
+        "domino, all of it",
+        "reduced vocabulary",
+        "anchor predicts",
+        "biases",
+        "windows",
+    ],
 )
 def test_what_this_package_writes_it_loads(tmp_path: Path, fields: dict[str, Any], works_on: set[str]) -> None:
     """Promise: the linter's shapes and refusals are the library's, for every kind of drafter that it makes."""

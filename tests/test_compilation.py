@@ -105,6 +105,24 @@ def test_compiled_text_is_the_targets(kind: str) -> None:
     assert [lengths[:-1] for lengths in eager.acceptance_lengths] == [whole_lengths(17)[:-1]]
 
 
+@pytest.mark.parametrize(
+    "head",
+    [{"selector_rank": 4, "selector_top_k": 5}, {"gru_hidden_dim": 6, "emb_dim": 4}],
+    ids=["selector", "Domino"],
+)
+def test_a_causal_head_is_part_of_the_compiled_step(head: dict[str, int]) -> None:
+    """Promise: its proposals are the eager ones, which the first compiled steps are compared with."""
+    target, prompt = small_target(), make_prompt(17, seed=3)
+    drafter = make_drafter(**SMALL, **head)
+    for name, weight in drafter.named_parameters():
+        if name.startswith(("candidate_selector", "prefix_gru", "embed_proj")):
+            torch.nn.init.normal_(weight)
+    output, eager = (compiled_run(drafter, target, [prompt], compile=asked) for asked in (True, False))
+    assert torch.equal(output.sequences, greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None))
+    assert [one[:-1] for one in output.acceptance_lengths] == [one[:-1] for one in eager.acceptance_lengths]
+    assert len(pair_of(target, drafter)._num_calls) == 1
+
+
 HALF: dict[str, dict[str, Any]] = {
     name: {"num_hidden_layers": 2, "layer_types": SLIDING} for name in ("gemma3", "gpt_oss")
 }

@@ -257,6 +257,36 @@ def specforge() -> Checkpoint:
     return Checkpoint(ZLAB, fields, weights, weights, SLIDING, theta=1e6)
 
 
+def domino(shift_label: bool = True) -> Checkpoint:
+    """SpecForge's with Domino's head: with `shift_label`, the anchor's row proposes too."""
+    gru, emb = 5, 4
+    weights = canonical() | {
+        "prefix_gru.weight_ih_l0": noise(3 * gru, D, seed=51),
+        "prefix_gru.weight_hh_l0": noise(3 * gru, gru, seed=52),
+        "embed_proj.0.weight": noise(emb, D + gru, seed=53),
+        "embed_proj.2.weight": noise(VOCAB, emb, seed=54),
+    }
+    nested = {
+        "mask_token_id": MASK, "target_layer_ids": TAPS, "projector_type": "domino", "pure_draft_prefix_len": 1,
+        "emb_dim": emb, "gru_hidden_dim": gru, "shift_label": shift_label,
+    }  # fmt: skip
+    fields = zlab(
+        architectures=["DominoDraftModel"], auto_map={"AutoModel": "domino.DominoDraftModel"}, emb_dim=emb,
+        dflash_config=nested, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Checkpoint(ZLAB, fields, weights, weights, theta=1e6, first_row=0 if shift_label else 1)
+
+
+def early_domino() -> Checkpoint:
+    """The head's tensors below `logit_head`, as the first checkpoints have them."""
+    checkpoint = domino(shift_label=False)
+    named = {
+        f"logit_head.{name}" if name.startswith(("prefix_gru", "embed_proj")) else name: tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return replace(checkpoint, tensors=named)
+
+
 def modelopt() -> Checkpoint:
     """ModelOpt's export: all layers are called full, and two nested fields say that they slide and are not causal."""
     weights = canonical()
@@ -395,6 +425,8 @@ DIALECTS: dict[str, Callable[[], Checkpoint]] = {
         zlab_gemma,
         zlab_gpt_oss,
         zlab_dflash2,
+        domino,
+        early_domino,
         specforge,
         modelopt,
         modelopt_causal,
@@ -455,9 +487,11 @@ def test_logits_are_those_of_the_dialect(checkpoint: Checkpoint, tmp_path: Path)
         logits = drafter.compute_logits(states, lambda hidden: hidden @ head.T)
     assert logits.shape == (1, B, VOCAB)
     torch.testing.assert_close(logits.double(), checkpoint.head(states.double(), head.double()), rtol=0, atol=1e-5)
-    proposals = drafter.propose(states[:, checkpoint.first_row :], torch.tensor([[3]]), lambda hidden: hidden @ head.T)
+    embed = torch.nn.Embedding(VOCAB, D)
+    asked = states[:, checkpoint.first_row :], torch.tensor([[3]]), lambda hidden: hidden @ head.T
+    proposals = drafter.propose(*asked, embed=embed)
     assert proposals.candidate_ids is None
-    if drafter.candidate_selector is None:
+    if drafter.causal_head(embed) is None:
         assert torch.equal(proposals.token_ids, logits[:, checkpoint.first_row :].argmax(dim=-1))
 
 
@@ -661,7 +695,7 @@ def test_selector_walks_as_written(maker: Callable[[], Checkpoint], tmp_path: Pa
     uniforms = torch.rand(6, B - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     logits = checkpoint.head(states, head)
     greedy = drafter.propose(states, anchors, lambda hidden: hidden @ head.T)
-    drawn = drafter.propose(states, anchors, lambda hidden: hidden @ head.T, 0.7, uniforms)
+    drawn = drafter.propose(states, anchors, lambda hidden: hidden @ head.T, (0.7, uniforms))
     assert greedy.probabilities is None
     for place, anchor in enumerate(anchors[:, 0].tolist()):
         path, _, _ = naive_walk(checkpoint.meant, states[place], logits[place], anchor, 4, None)
@@ -674,6 +708,32 @@ def test_selector_walks_as_written(maker: Callable[[], Checkpoint], tmp_path: Pa
         torch.testing.assert_close(drawn.probabilities[place].tolist(), distributions, rtol=0, atol=1e-5)
     assert not torch.equal(greedy.token_ids, logits.argmax(dim=-1))  # the selector changes something
     assert not torch.equal(greedy.token_ids, drawn.token_ids)
+
+
+@pytest.mark.parametrize("maker", [domino, early_domino])
+def test_dominos_head_walks_as_written(maker: Callable[[], Checkpoint], tmp_path: Path) -> None:
+    """Promise: a step of torch's GRU for each token chosen, the table's row added to the logits, but for the first proposal."""
+    checkpoint = maker()
+    drafter = DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path), dtype=torch.float32)
+    states, head, embeddings = noise(6, B - 1, D, seed=41), target_head(), noise(VOCAB, D, seed=42)
+    anchors = torch.tensor([[0], [3], [7], [11], [30], [39]])
+    greedy = drafter.propose(states, anchors, lambda hidden: hidden @ head.T, embed=lambda ids: embeddings[ids])
+    gru = torch.nn.GRU(D, 5, bias=False, batch_first=True)
+    gru.load_state_dict({name: checkpoint.meant[f"prefix_gru.{name}"] for name, _ in gru.named_parameters()})
+    mix, table = (checkpoint.meant[f"embed_proj.{i}.weight"] for i in (0, 2))
+    changed = 0
+    for place, anchor in enumerate(anchors[:, 0].tolist()):
+        read, path = [anchor], []
+        for row in range(B - 1):
+            state = gru(embeddings[torch.tensor([read])])[0][0, -1]
+            logits = states[place, row] @ head.T
+            delta = table @ torch.nn.functional.silu(mix @ torch.cat([states[place, row], state]))
+            best = logits.topk(16).indices
+            path.append(int(best[(logits + delta if row else logits)[best].argmax()]))
+            changed += path[-1] != int(logits.argmax())
+            read.append(path[-1])
+        assert greedy.token_ids[place].tolist() == path
+    assert changed
 
 
 def test_convolutions_stay_inside_their_block() -> None:

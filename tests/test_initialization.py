@@ -137,3 +137,20 @@ def test_the_recipe_decides_where_a_drafter_begins(tmp_path: Path) -> None:
     assert not TrainingSettings(from_target=False).begins_at_target
     with pytest.raises(ValueError, match="init='some/drafter' and from_target: a drafter begins with one of them"):
         TrainingSettings(init="some/drafter", from_target=True)
+
+
+def test_dominos_head_begins_without_effect_and_with_the_targets_directions() -> None:
+    """Promise: the first proposals are the drafter's own; two tokens that the target's head likens are alike in the table."""
+    target = make_target("qwen3", seed=3)
+    drafter = begun(target, gru_hidden_dim=6, emb_dim=8)
+    head = target.get_output_embeddings().weight.detach()
+    nn.init.normal_(drafter.prefix_gru.weight_ih_l0)
+    states, anchors = torch.randn(2, 5, drafter.config.hidden_size), torch.tensor([[3], [4]])
+    proposals = drafter.propose(states, anchors, lambda hidden: hidden @ head.T, embed=target.get_input_embeddings())
+    assert torch.equal(proposals.token_ids, (states @ head.T).argmax(dim=-1))
+    rows = drafter.embed_proj[2].weight.detach()
+    kept = torch.linalg.svd(head, full_matrices=False)
+    expected = kept.U[:, :8] * kept.S[:8]
+    found, theirs = (part @ part.T / part.square().sum() for part in (rows, expected))
+    torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-5)
+    assert rows.std().item() == pytest.approx(0.3, rel=1e-3)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash import DFlashConfig
-from dflash.model.modeling_dflash import CandidateSelector
+from dflash import DFlashConfig, DFlashDraftModel
 from dflash.training.losses import (
     LOSSES,
     Candidates,
@@ -20,7 +19,7 @@ from dflash.training.losses import (
     decay_weights,
     default_gamma,
     dpace_weights,
-    selector_loss,
+    head_loss,
 )
 
 
@@ -260,53 +259,74 @@ def test_no_rows_give_a_zero_loss() -> None:
     losses.loss_sum.backward()
 
 
-# --- the selector of DFlash2 ---
+# --- heads that choose token by token: DFlash2's and Domino's ---
+
+SELECTOR = {"selector_rank": 3, "selector_top_k": 4}
+DOMINO = {"gru_hidden_dim": 5, "emb_dim": 3, "pure_draft_prefix_len": 1}
 
 
-def make_selector(top_k: int) -> CandidateSelector:
-    torch.manual_seed(1)
-    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_attention_heads": 1, "head_dim": 2, "block_size": 4}
-    config = DFlashConfig(**shape, selector_rank=3, selector_top_k=top_k)
-    selector = CandidateSelector(config).double()
-    for parameter in selector.parameters():
-        torch.nn.init.normal_(parameter)
-    return selector
-
-
+@pytest.mark.parametrize("fields", [SELECTOR, DOMINO], ids=["selector", "Domino"])
 @pytest.mark.parametrize("chunk_rows", [3, 64])
-def test_selector_loss_and_gradients_equal_the_naive_ones(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heads_loss_and_gradients_equal_the_naive_ones(
+    chunk_rows: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dflash.training.losses.CHUNK_LOGITS", chunk_rows * 4 * 3)
+    monkeypatch.setattr("dflash.model.modeling_dflash.DOMINO_TOP_K", 4)
     torch.manual_seed(0)
-    selector = make_selector(top_k=4)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+    }
+    taps = {"num_hidden_layers": 1, "block_size": 4, "mask_token_id": 0, "num_target_layers": 4}
+    drafter = DFlashDraftModel(DFlashConfig(**shape, **taps, **fields)).double()
+    parts = {name: part for name, part in drafter.named_parameters() if name.startswith(("cand", "prefix", "embed"))}
+    for parameter in parts.values():
+        torch.nn.init.normal_(parameter)
+    embeddings, gru = torch.randn(VOCAB, WIDTH).double(), torch.nn.GRU(WIDTH, 5, bias=False, batch_first=True)
+    for name in dict(gru.named_parameters()):
+        gru.register_parameter(name, parts.get(f"prefix_gru.{name}"))
+    causal_head = drafter.causal_head(lambda token_ids: embeddings[token_ids])
     hidden, head = torch.randn(ROWS, WIDTH).double().requires_grad_(), torch.randn(VOCAB, WIDTH).double()
     labels, previous = torch.randint(0, VOCAB, (ROWS,)), torch.randint(0, VOCAB, (ROWS,))
-    weights = torch.rand(ROWS).double()
+    weights, positions = torch.rand(ROWS).double(), torch.arange(ROWS) % 3
     rows: RowLosses = chunked_loss(
         hidden, labels, weights, lambda states: states @ head.T, chunk_rows, num_candidates=4
     )
     candidates = rows.candidates
     assert isinstance(candidates, Candidates)
     assert not candidates.logits.requires_grad
-    total = selector_loss(selector, hidden, candidates, labels, previous, weights)
+    states = causal_head.read(previous, hidden.new_zeros(ROWS, causal_head.state_size))
+    total = head_loss(causal_head, hidden, states, positions, candidates, labels, weights)
 
     expected, num_hits = torch.zeros((), dtype=torch.float64), 0
     for row in range(ROWS):
-        logits = (head @ hidden[row]).detach()
+        logits, state = (head @ hidden[row]).detach(), hidden[row].detach()
         ids = logits.topk(4).indices.tolist()
         if int(labels[row]) not in ids:
             continue
         num_hits += 1
-        state = selector.predecessor_codebook[previous[row]] * (
-            selector.hidden_projection.weight @ hidden[row].detach()
-        )
-        scores = torch.stack([logits[i] + (state * selector.successor_codebook[i]).sum() for i in ids])
+        if "selector_rank" in fields:
+            selector = drafter.candidate_selector
+            vector = selector.predecessor_codebook[previous[row]] * (selector.hidden_projection.weight @ state)
+            table = selector.successor_codebook
+        else:
+            read = gru(embeddings[previous[row]][None, None])[0][0, 0]
+            vector = torch.nn.functional.silu(parts["embed_proj.0.weight"] @ torch.cat([state, read]))
+            vector, table = vector * (positions[row] >= 1), parts["embed_proj.2.weight"]
+        scores = torch.stack([logits[i] + (vector * table[i]).sum() for i in ids])
         expected = expected - weights[row] * scores.log_softmax(0)[ids.index(int(labels[row]))]
     assert 0 < num_hits < ROWS
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
-    parameters = list(selector.parameters())
+    parameters = list(parts.values())
+    theirs = torch.autograd.grad(
+        expected, parameters, allow_unused=True
+    )  # of one token the state's weights are not used
     found = torch.autograd.grad(total, [*parameters, hidden], allow_unused=True)
-    for gradient, theirs in zip(found[:-1], torch.autograd.grad(expected, parameters), strict=True):
-        torch.testing.assert_close(gradient, theirs)
+    for gradient, other in zip(found[:-1], theirs, strict=True):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if other is None else other)
     assert found[-1] is None or not found[-1].any()  # the drafter learns nothing from it
 
 

@@ -154,6 +154,44 @@ def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: 
         torch.testing.assert_close(gradient, other)
 
 
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_dominos_head_reads_the_true_tokens_from_the_anchor_on(target: PreTrainedModel, from_anchor: bool) -> None:
+    """Against torch's GRU over each block's own tokens; the first proposal keeps its logits."""
+    drafter = drafter_of(gru_hidden_dim=6, emb_dim=4, pure_draft_prefix_len=1, sample_from_anchor=from_anchor)
+    assert drafter.config.shift_label == from_anchor
+    mix, _, table = drafter.embed_proj
+    own = [*drafter.prefix_gru.parameters(), mix.weight, table.weight]
+    gru = torch.nn.GRU(drafter.config.hidden_size, 6, bias=False, batch_first=True)
+    for name, weight in drafter.prefix_gru.named_parameters():
+        gru.register_parameter(name, weight)
+    for parameter in own:
+        torch.nn.init.normal_(parameter)
+    pair = FrozenTarget(target, drafter)
+    found, counts = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.25))(batch_of(EXAMPLE))
+    without, _ = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.0))(batch_of(EXAMPLE))
+
+    expected, num_hits = torch.zeros((), dtype=torch.float64), 0
+    for anchor in ANCHORS:
+        rows = decoded_rows(drafter, target, anchor, int(from_anchor))
+        tokens = torch.tensor([[EXAMPLE.input_ids[column - 1] for _, _, column, _ in rows]])
+        assert tokens[0, 0] == EXAMPLE.input_ids[anchor]
+        states = gru(target.get_input_embeddings()(tokens))[0][0]
+        for k, (q, _, column, state) in enumerate(rows):
+            ids, label = q.topk(16).indices.tolist(), EXAMPLE.input_ids[column]
+            if label not in ids:
+                continue
+            num_hits += 1
+            delta = table(torch.nn.functional.silu(mix(torch.cat([state.detach(), states[k]])))) if k else 0.0 * q
+            scores = (q.detach() + delta)[ids]
+            expected = expected - 2.718281828459045 ** (-k / 3.0) * scores.log_softmax(0)[ids.index(label)]
+    assert 0 < num_hits < counts.rows.sum()
+    assert (found - without).item() == pytest.approx(0.25 * expected.item(), rel=1e-5)
+    for gradient, other in zip(
+        torch.autograd.grad(found, own), torch.autograd.grad(0.25 * expected, own), strict=True
+    ):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+
+
 def test_states_read_before_give_the_same_loss(target: PreTrainedModel) -> None:
     pair, batch, settings = FrozenTarget(target, drafter_of()), batch_of(EXAMPLE), TrainingSettings(loss="forward_kl")
     states, online = pair(batch, wants_states=True), DrafterLoss(pair, settings)(batch)[0]

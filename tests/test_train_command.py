@@ -501,8 +501,8 @@ def test_a_warm_start_goes_on_from_the_weights_on_longer_text(run: Any, folder: 
     assert "has weights of its own shape: leave out num_hidden_layers" in err
 
 
-@pytest.mark.parametrize("added", ["selector", "conv"])
-def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
+@pytest.mark.parametrize("added", ["selector", "conv", "domino"])
+def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     run: Any, folder: Path, tmp_path: Path, added: str
 ) -> None:
     """What is added begins without effect, or with little; frozen weights are the same bits after training."""
@@ -510,6 +510,7 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
     fields = {
         "selector": {"selector_rank": 3, "selector_top_k": 4},
         "conv": {"conv_kernel_size": 2, "conv_group_size": 8},
+        "domino": {"gru_hidden_dim": 6, "emb_dim": 4},
     }
     kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
     fast = {"held_out": 0, "learning_rate": 5e-3, "steps": 30}
@@ -523,14 +524,18 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
     assert not all(torch.equal(free[name], tensor) for name, tensor in begun.items())
     parts = set(frozen) - set(begun)
     assert parts
-    assert parts == {name for name in frozen if added in name}
+    named = {"domino": ("prefix_gru", "embed_proj")}.get(added, (added,))
+    assert parts == {name for name in frozen if any(word in name for word in named)}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         fresh = DFlashDraftModel(DFlashDraftModel.from_pretrained(second).config).state_dict()
     assert all(torch.equal(fresh[name], frozen[name]) is False for name in parts)  # each of them learned
     losses = [point["loss"] for point in json.loads((second / "training.json").read_text())["curve"]]
     assert losses[-1] < losses[0]
-    assert json.loads((second / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    written = json.loads((second / "config.json").read_text())
+    assert written["dflash_config"].get("pure_draft_prefix_len") == (1 if added == "domino" else None)
+    assert written["architectures"] == ["DFlashDraftModel" if added == "domino" else "DFlash2DraftModel"]
+    assert written["dflash_config"].get("projector_type") == ("domino" if added == "domino" else None)
 
     words = ["--output", tmp_path / "other", *flags(**kept | fast)]
     for more, said in (
@@ -545,6 +550,7 @@ def test_parts_of_dflash2_are_added_to_a_trained_drafter_whose_weights_stay_if_a
             "lora_rank=2 changes matrices that are there and would leave what",
         ),
         (flags(init=second, **fields[added]), f"leave out {', '.join(fields[added])}"),
+        (flags(init=first, freeze_init=True, shard=True, **fields[added]), "freeze_init and shard"),
     ):
         status, _, err = run(*words, *more)
         assert (status, said in err) == (1, True), err
@@ -580,7 +586,7 @@ def test_a_warm_start_that_only_harms_leaves_the_drafter_it_began_with(run: Any,
     kept = {name: value for name, value in TINY.items() if name not in ("num_hidden_layers", "block_size")}
     learned = {"steps": 60, "eval_every": 60, "eval_new_tokens": 16, "learning_rate": 5e-3, "from_target": False}
     assert run("--output", first, *flags(**TINY | learned))[0] == 0
-    status, out, _ = run("--output", second, *flags(**kept, init=first, learning_rate=3, warmup_ratio=0, seed=0))
+    status, out, _ = run("--output", second, *flags(**kept, init=first, learning_rate=300, warmup_ratio=0, seed=0))
     assert (status, out.splitlines()[0].startswith("step 0: tau "), ": step 0, tau" in out) == (0, True, True)
     weights = [DFlashDraftModel.from_pretrained(folder).state_dict() for folder in (first, second)]
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())

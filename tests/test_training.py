@@ -412,9 +412,11 @@ def test_the_memory_estimate_is_of_the_widest_batch(
     assert {"columns": columns, "rows": rows, "pairs": pairs} == pytest.approx(most, rel=0.3)
 
 
-def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel) -> None:
+@pytest.mark.parametrize("is_domino", [False, True])
+def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel, is_domino: bool) -> None:
     """Norms were decayed beside Muon, and it mixed the rows of codebooks, which are looked up by token."""
-    shape = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+    heads = ({"selector_rank": 3, "selector_top_k": 8}, {"gru_hidden_dim": 4, "emb_dim": 3})
+    shape = {"conv_kernel_size": 2, "conv_group_size": 8, **heads[is_domino]}
     drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4, **shape)
     names = {id(parameter): name for name, parameter in drafter.named_parameters()}
 
@@ -426,17 +428,43 @@ def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel) -
             for one, group in found
         ]
 
-    codebooks = {name for name in names.values() if name.endswith("codebook")}
+    codebooks = {name for name in names.values() if name.endswith(("codebook", "embed_proj.2.weight"))}
     others = {name for name in names.values() if name.endswith(("norm.weight", "layernorm.weight", "kernel"))}
     matrices = {*names.values()} - codebooks - others
-    assert len(codebooks) == 2
-    assert {"fc.weight", "layers.0.mlp.up_proj.weight", "candidate_selector.hidden_projection.weight"} < matrices
+    assert len(codebooks) == (1 if is_domino else 2)
+    of_head = (
+        {"prefix_gru.weight_hh_l0", "embed_proj.0.weight"}
+        if is_domino
+        else {"candidate_selector.hidden_projection.weight"}
+    )
+    assert {"fc.weight", "layers.0.mlp.up_proj.weight", *of_head} < matrices
     assert groups(muon_learning_rate=2e-3) == [
         ("Muon", 2e-3, 0.1, matrices),
         ("AdamW", 2e-3, 0.1, codebooks),
         ("AdamW", 1e-3, 0.0, others),
     ]
     assert groups() == [("AdamW", 1e-3, 0.1, matrices | codebooks), ("AdamW", 1e-3, 0.0, others)]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "found"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, "no"),
+        ({"architecture": "x86_64", "avx512_bf16": True}, "bf16"),
+        ({"architecture": "aarch64"}, "bf16"),
+        ({}, "bf16"),
+    ],
+)
+def test_bf16_is_the_default_where_it_is_no_slower(
+    capabilities: dict[str, Any], found: str, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU without its instructions took three times as long in bf16 as in fp32; what is given wins."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=4)
+    for asked, expected in ((None, found), ("bf16", "bf16"), ("no", "no")):
+        trainer = Trainer(drafter, target, written_by(target, 2), settings(mixed_precision=asked))
+        assert trainer.precision == expected
 
 
 def test_every_rate_follows_its_own_peak(target: PreTrainedModel) -> None:

@@ -81,7 +81,7 @@ def sharded_and_stopped(rank: int, folder: Path) -> None:
     norms = {name: gradient_norms(shard=name == "sharded") for name in ("sharded", "unstopped")}
     norms["muon"] = gradient_norms(shard=True, **MUON)
     trainer.asked_sharding = lambda _: {"reshard_after_forward": True}  # accelerate's default
-    norms["selector"] = gradient_norms(SELECTOR)
+    norms |= {name: gradient_norms(head) for name, head in HEADS.items()}
     if rank == 0:
         (folder / "norms.json").write_text(json.dumps(norms))
 
@@ -101,7 +101,10 @@ def stop_and_go_on(rank: int, output: Path, settings: TrainingSettings) -> None:
     short(output, settings, resume=True)
 
 
-SELECTOR = {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+HEADS = {
+    "selector": {"selector_rank": 3, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8},
+    "Domino": {"gru_hidden_dim": 5, "emb_dim": 4},
+}
 
 
 def gradient_norms(shape: dict[str, Any] | None = None, **changes: Any) -> list[float]:
@@ -156,10 +159,11 @@ def test_muon_sees_whole_matrices_of_a_sharded_drafter(folder: Path) -> None:
     assert sharded != pytest.approx(gradient_norms(), rel=2e-2)
 
 
-def test_a_sharded_drafters_selector_learns_too(folder: Path) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_a_sharded_drafters_head_learns_too(folder: Path, head: str) -> None:
     """It is called after the forward, when the layers are in pieces again."""
-    assert json.loads((folder / "norms.json").read_text())["selector"] == pytest.approx(
-        gradient_norms(SELECTOR), rel=1e-4
+    assert json.loads((folder / "norms.json").read_text())[head] == pytest.approx(
+        gradient_norms(HEADS[head]), rel=1e-4
     )
 
 

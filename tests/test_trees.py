@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,11 +38,12 @@ GREEDY = {**tiny_models.GREEDY, "max_new_tokens": NEW_TOKENS, "prompt_lookup_num
 MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen3_moe", "phi3")
 
 
-def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Log-probabilities of so many positions, best first, and their tokens."""
+def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[list[float]]], list[list[int]]]:
+    """Log-probabilities of so many positions' tokens, after each one of the position before, and the tokens."""
     torch.manual_seed(seed)
-    best, token_ids = torch.randn(depth, 50).double().log_softmax(dim=-1).topk(width, dim=-1)
-    return best.tolist(), token_ids.tolist()
+    log_probs = torch.randn(depth, width, width).double().log_softmax(dim=-1)
+    token_ids = torch.stack([torch.randperm(50)[:width] for _ in range(depth)])
+    return log_probs.tolist(), token_ids.tolist()
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -59,11 +61,11 @@ def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
     tree = DraftTree.grown(log_probs, token_ids, budget)
     every = [
         (
-            math.exp(sum(log_probs[d][r] for d, r in enumerate(ranks))),
-            tuple(token_ids[d][r] for d, r in enumerate(ranks)),
+            math.exp(sum(log_probs[d][before][i] for d, (before, i) in enumerate(itertools.pairwise((0, *path))))),
+            tuple(token_ids[d][i] for d, i in enumerate(path)),
         )
         for depth in (1, 2, 3)
-        for ranks in itertools.product(range(6), repeat=depth)
+        for path in itertools.product(range(6), repeat=depth)
     ]
     likeliest = sorted(every, reverse=True)[:budget]
     assert paths(tree) == [path for _, path in likeliest]
@@ -74,6 +76,59 @@ def test_a_tree_ends_where_there_are_no_more_paths() -> None:
     log_probs, token_ids = random_distributions(depth=2, width=3, seed=0)
     assert len(DraftTree.grown(log_probs, token_ids, 100).token_ids) == 3 + 9
     assert DraftTree.grown([], [], 5).token_ids == []
+
+
+HEADS = {
+    "selector": {"selector_rank": 4, "selector_top_k": 5},
+    "Domino": {"gru_hidden_dim": 6, "emb_dim": 4},
+    "Domino, but for the first": {"gru_hidden_dim": 6, "emb_dim": 4, "pure_draft_prefix_len": 1},
+}
+
+
+def deciding_drafter(head: str, **overrides: Any) -> Any:
+    """A drafter whose causal head decides: its weights are large."""
+    drafter = make_drafter(**HEADS[head], **overrides)
+    for name, weight in drafter.named_parameters():
+        if name.startswith(("candidate_selector", "prefix_gru", "embed_proj")):
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(len(name)))
+    return drafter
+
+
+@pytest.mark.parametrize("head_name", HEADS)
+def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: str) -> None:
+    """Promise: each candidate is scored after its own parent, and the chain is the one that `propose` takes."""
+    target, drafter = make_target(), deciding_drafter(head_name)
+    embed = target.get_input_embeddings()
+    causal_head = replace(drafter.causal_head(embed), top_k=5)
+    drafter.causal_head = lambda _: causal_head
+    torch.manual_seed(0)
+    hidden_states, anchor = torch.randn(3, drafter.config.hidden_size), torch.tensor([7])
+    head = target.get_output_embeddings()
+    log_probs, token_ids = drafter.branches(hidden_states[None], anchor[None], head, 0.8, most=2, embed=embed)
+    logits, candidate_ids = drafter.compute_logits(hidden_states, head).topk(5, dim=-1)
+    assert torch.equal(token_ids, candidate_ids)
+    features, start = causal_head.features(hidden_states), torch.zeros(1, causal_head.state_size)
+    chain = drafter.propose(hidden_states[None], anchor[None], head, embed=embed).token_ids[0]
+    of_chain = [start]
+    for token_id in torch.cat([anchor, chain]):
+        of_chain.append(causal_head.read(token_id[None], of_chain[-1]))
+    chances = {}
+    for path in itertools.product(range(5), repeat=3):
+        total, previous = 0.0, anchor
+        for d, i in enumerate(path):
+            state = causal_head.read(previous, of_chain[d])  # of the tokens before its parent, it knows the chain's
+            of_position = features[d, None], logits[d, None], candidate_ids[d, None]
+            total += (causal_head.scores(d, *of_position, state) / 0.8).log_softmax(dim=-1)[0, i].item()
+            previous = candidate_ids[d, i, None]
+            chances[path[: d + 1]] = math.exp(total)
+    tree = DraftTree.grown(log_probs.tolist(), token_ids.tolist(), 40)
+    likeliest = sorted(chances, key=chances.__getitem__, reverse=True)[:40]
+    assert paths(tree) == [tuple(int(token_ids[d, i]) for d, i in enumerate(path)) for path in likeliest]
+    assert tree.probabilities == pytest.approx([chances[path] for path in likeliest], rel=1e-4)
+    assert [tree.token_ids[i] for i in tree.chain()] == chain.tolist()[: len(tree.chain())]
+    assert not torch.equal(
+        chain, drafter.compute_logits(hidden_states, head).argmax(dim=-1)
+    )  # the head changes something
 
 
 def test_depths_children_chain_and_ancestors() -> None:
@@ -161,6 +216,24 @@ def test_eager_attention_gets_a_mask_it_adds() -> None:
     target.set_attn_implementation("eager")
     drafter, truth = forked(target, prompt)
     assert torch.equal(spec_generate(drafter, target, prompt, draft_tree=12, **GREEDY).sequences, truth)
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}])
+@pytest.mark.parametrize("head_name", HEADS)
+@pytest.mark.parametrize("nodes", [3, 24, True])
+def test_a_causal_heads_tree_is_exact(asked: dict[str, Any], nodes: int | bool, head_name: str) -> None:
+    target, prompt = make_target(num_hidden_layers=2), make_prompt(17, seed=3)
+    drafter = deciding_drafter(head_name, **SMALL)
+    texts = [
+        spec_generate(
+            drafter, target, prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=[], draft_tree=tree,
+            generator=torch.Generator().manual_seed(5), verification="match" if asked["temperature"] else "auto", **asked,
+        )
+        for tree in (False, nodes)
+    ]  # fmt: skip
+    assert torch.equal(*texts)
+    if not asked["temperature"]:
+        assert torch.equal(texts[0], greedy(target, prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None))
 
 
 @pytest.mark.parametrize("processing", [{}, {"top_k": 20}, {"repetition_penalty": 1.3}])
@@ -258,9 +331,6 @@ def test_pairs_that_cannot_take_a_tree_are_refused_by_name() -> None:
     target, drafter, prompt = make_target(), make_drafter(), make_prompt(9)
     with pytest.raises(ValueError, match="one prompt at a time, not 2"):
         spec_generate(drafter, target, prompt.repeat(2, 1), draft_tree=8, temperature=0.0, max_new_tokens=4)
-    selecting = make_drafter(selector_rank=4, selector_top_k=4)
-    with pytest.raises(ValueError, match="has a candidate selector"):
-        spec_generate(selecting, target, prompt, draft_tree=8, temperature=0.0, max_new_tokens=4)
     target.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="takes no 4-D mask"):
         spec_generate(drafter, target, prompt, draft_tree=8, temperature=0.0, max_new_tokens=4)

@@ -6,7 +6,7 @@ read the others (`DFlashConfig.reader`).
 
 | dialect | recognised by | written by |
 |---|---|---|
-| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge, ModelOpt, this library |
+| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge (DFlash and Domino), ModelOpt, this library |
 | speculators | `transformer_layer_config` | speculators, RedHat |
 | assistant | the own fields at the top, tensors under `encoder.` | transformers 5 |
 | DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
@@ -31,7 +31,11 @@ ZLAB, SPECULATORS, ASSISTANT, DEEPSPEC = "z-lab", "speculators", "assistant", "D
 OWN_FIELDS = ("block_size", "mask_token_id", "target_layer_ids")
 
 # Names of tensors in some dialect, as regular expressions, and what this library calls them.
-TENSOR_NAMES = {r"^encoder\.fc\.": "fc.", r"^encoder\.output_norm_enc\.": "hidden_norm."}
+TENSOR_NAMES = {
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+    r"^logit_head\.(prefix_gru|embed_proj)\.": r"\1.",  # early checkpoints with Domino's head
+}
 
 # Tensors that a dialect stores although they are copies of the target's, frozen in training, or follow from others; as
 # regular expressions, of tensors that the drafter does not hold itself.
@@ -43,7 +47,8 @@ COPIES_OF_THE_TARGET = {
 # Fields of a speculators config that stand beside its `transformer_layer_config` and mean here what they mean there.
 BESIDE_THE_LAYER_CONFIG = (
     "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
-    "conv_group_size", "selector_rank", "selector_top_k", "input_embedding_scale", "output_multiplier",
+    "conv_group_size", "selector_rank", "selector_top_k", "projector_type", "gru_hidden_dim", "emb_dim",
+    "pure_draft_prefix_len", "shift_label", "input_embedding_scale", "output_multiplier",
     "final_logit_softcapping", "dtype", "torch_dtype", "quantization_config",
 )  # fmt: skip
 
@@ -56,7 +61,7 @@ WHOLE_NUMBERS = (
     "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
     "max_position_embeddings", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank",
-    "selector_top_k", "swa_window_size",
+    "selector_top_k", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "swa_window_size",
 )  # fmt: skip
 NUMBERS = (
     "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale",

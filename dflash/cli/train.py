@@ -229,10 +229,11 @@ def with_flags(
 
 def _option(one: Any, hint: Any, default: Any) -> Any:
     """The option of a field. Its choices are in the help text alone: `TrainingSettings` checks them."""
-    is_text = hint == list[int] | None or get_origin(hint) is Literal
+    choices = next((option for option in (hint, *get_args(hint)) if get_origin(option) is Literal), None)
+    is_text = hint == list[int] | None or choices is not None
     text = one.metadata["help"]
-    if get_origin(hint) is Literal:
-        text += f" One of {', '.join(get_args(hint))}."
+    if choices is not None:
+        text += f" One of {', '.join(get_args(choices))}."
     if default is not None:
         text = text.partition(" Default: ")[0] + f" Default: {'no' if default is False else default}."
     option = typer.Option(help=text, show_default=False, rich_help_panel=one.metadata["topic"])

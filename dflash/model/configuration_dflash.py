@@ -23,15 +23,24 @@ OPTIONAL_FIELDS: dict[str, Any] = {
     "sample_from_anchor": False,
     **dict.fromkeys(("draft_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
+    "projector_type": None,
+    "gru_hidden_dim": None,
+    "emb_dim": None,
+    "pure_draft_prefix_len": 0,
+    "shift_label": False,
 }
+
+PAIRED_FIELDS = (
+    *(("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"), ("gru_hidden_dim", "emb_dim")),
+    ("projector_type", "gru_hidden_dim"),
+)
 
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
 # unless they have one of the values given here, which mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("partial_rotary_factor", "attention_value_scale"), (None, 1, 1.0)),
     **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (None, True)),
-    **dict.fromkeys(("attention_sink_bias", "enable_confidence_head", "shift_label"), (None, False)),
-    "projector_type": (None,),
+    **dict.fromkeys(("attention_sink_bias", "enable_confidence_head"), (None, False)),
     "markov_rank": (None, 0),
 }
 
@@ -70,10 +79,13 @@ _COUNT = (lambda value: is_whole_number(value) and value > 0, "not a whole numbe
 _NUMBER = (is_number, "not a number: write it without quotes, or leave it out")
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers"), _WHOLE),
+    "pure_draft_prefix_len": (lambda value: is_whole_number(value) and value >= 0, "not a whole number from 0 on"),
+    "shift_label": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
     "is_causal": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
     "target_layer_ids": (lambda ids: all(map(is_whole_number, ids)), "not a list of layer numbers, as [1, 9]"),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size"), _COUNT),
-    **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size"), _COUNT),
+    **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size", "gru_hidden_dim", "emb_dim"), _COUNT),
+    "projector_type": (lambda kind: kind == "domino", "not supported: use an engine that reads it"),
     **dict.fromkeys(("input_embedding_scale", "output_multiplier"), _NUMBER),
     "final_logit_softcapping": (lambda cap: is_number(cap) and cap > 0, "not a number above 0, without quotes"),
 }
@@ -102,6 +114,8 @@ class DFlashConfig(Qwen3Config):
             - **output_multiplier**, **final_logit_softcapping** (`float`): Applied to the logits, in this order.
             - **conv_kernel_size**, **conv_group_size** (`int`): DFlash2's convolutions inside the block.
             - **selector_rank**, **selector_top_k** (`int`): DFlash2's selector among the most probable tokens.
+            - **gru_hidden_dim**, **emb_dim** (`int`): Domino's head, whose GRU reads the tokens chosen before each position.
+            - **pure_draft_prefix_len** (`int`, defaults to 0): Proposals at the beginning that Domino's head leaves alone.
 
     Raises:
         ValueError: for a value that no drafter can run with, naming the value and the remedy.
@@ -127,6 +141,11 @@ class DFlashConfig(Qwen3Config):
         conv_group_size: int | None
         selector_rank: int | None
         selector_top_k: int | None
+        projector_type: str | None
+        shift_label: bool
+        gru_hidden_dim: int | None
+        emb_dim: int | None
+        pure_draft_prefix_len: int
 
     def __init__(
         self,
@@ -172,6 +191,9 @@ class DFlashConfig(Qwen3Config):
             self.is_causal = is_causal
         for name, absent in OPTIONAL_FIELDS.items():
             setattr(self, name, absent if optional[name] is None else optional[name])
+        if self.gru_hidden_dim is not None:  # Domino's name for what `sample_from_anchor` says is written beside it
+            self.projector_type = self.projector_type or "domino"
+            self.sample_from_anchor = self.shift_label = self.shift_label or self.sample_from_anchor
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         if self.draft_vocab_size is not None:
@@ -229,10 +251,16 @@ class DFlashConfig(Qwen3Config):
 
     def _check_variants(self) -> None:
         """Raises ValueError for a convolution, a selector or a head that cannot be built."""
-        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+        for one, other in PAIRED_FIELDS:
             values = getattr(self, one), getattr(self, other)
             if (values[0] is None) != (values[1] is None):
                 raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")
+        if self.shift_label and self.gru_hidden_dim is None:
+            raise ValueError("shift_label=True is not supported without Domino's head: use an engine that reads it.")
+        if self.selector_rank is not None and self.gru_hidden_dim is not None:
+            raise ValueError(
+                f"selector_rank={self.selector_rank} and gru_hidden_dim={self.gru_hidden_dim}: use one of both."
+            )
         size = self.conv_group_size
         if size is not None and self.hidden_size % size:
             raise ValueError(f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: correct one.")

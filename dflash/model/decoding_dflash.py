@@ -225,9 +225,10 @@ class Proposer:
 
     def __init__(self, pair: Pair, conversation: Conversation, request: Any, verifier: Verifier) -> None:
         self.pair, self.conversation, self.request, self.verifier = pair, conversation, request, verifier
-        has_selector = getattr(pair.drafter, "candidate_selector", None) is not None  # others propose their argmax
+        drafter: Any = pair.drafter
+        has_head = drafter.causal_head(pair.embed) is not None  # others propose their argmax
         # Not with adaptive widths: choosing by the probability of drawn tokens would bias them.
-        draws = has_selector and verifier.verification != "match" and not request.adaptive
+        draws = has_head and verifier.verification != "match" and not request.adaptive
         self.uniforms_of = verifier.uniforms_of if draws else None
         self._most: Any = float("inf") if request.max_draft_tokens is None else request.max_draft_tokens
         self.num_proposals: Any = min(pair.num_columns(request.block_size) - 1, self._most)  # of a whole block
@@ -301,10 +302,10 @@ class Proposer:
         proposing = self._draft(sequences, anchors)
         if self.request.draft_tree and (self._pacer is None or self._pacer.habits.trees.is_over()):
             return self._propose_tree(proposing, anchors, num_wanted)
-        options: dict[str, Any] = {"with_confidences": True} if self._pacer is not None else {}
+        options: dict[str, Any] = {"embed": self.pair.embed, "with_confidences": self._pacer is not None}
         if self.uniforms_of is not None:
             uniforms = self.uniforms_of.fresh(sequences, proposing.shape[1], anchors.device)
-            options |= {"temperature": self.request.temperature, "uniforms": uniforms}
+            options["drawn"] = self.request.temperature, uniforms
         drafter: Any = self.pair.drafter
         proposals: Proposals = drafter.propose(proposing, anchors, self.pair.head, **options)
         if self._pacer is not None and proposals.confidences is not None:
@@ -356,7 +357,7 @@ class Proposer:
 
     def _propose_tree(self, proposing: torch.Tensor, anchors: torch.Tensor, num_wanted: int) -> Proposals:
         """The tree of the drafter's best paths, or its chain, if the pacer prefers that."""
-        tree, pacer = self._grow(self._best_of(proposing), num_wanted), self._pacer
+        tree, pacer = self._grow(proposing[:, :num_wanted], anchors), self._pacer
         if pacer is not None:
             chain = tree.chain()
             count, is_tree = pacer.choose([tree.probabilities[i] for i in chain], tree.probabilities)
@@ -366,22 +367,18 @@ class Proposer:
             tree = tree.first(count)
         return Proposals(to_device(torch.tensor([tree.token_ids]), anchors.device), tree=tree)
 
-    def _best_of(self, proposing: torch.Tensor) -> Any:
-        """The best log-probabilities and tokens of a single sequence's positions, on the host."""
+    def _grow(self, proposing: torch.Tensor, anchors: torch.Tensor) -> DraftTree:
+        """The tree of a single sequence's hidden states [1, n, D], grown on the host."""
         drafter: Any = self.pair.drafter
-        logits = drafter.compute_logits(proposing, self.pair.head)[0]  # [n, V], too large for a float32 copy
-        temperature, count = self.request.temperature, min(self._num_nodes, TREE_BRANCHES, logits.shape[-1])
-        values, token_ids = logits.topk(count, dim=-1)
-        total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
-        best = (values - values[:, :1]).float() / temperature - total.log()
-        return to_host(torch.stack([best.double(), token_ids.double()]))()
-
-    def _grow(self, numbers: Any, num_wanted: int) -> DraftTree:
-        best, token_ids = numbers
-        if any(value != value for of_position in best for value in of_position):
+        most = min(self._num_nodes, TREE_BRANCHES)
+        pair, temperature = self.pair, self.request.temperature
+        found = drafter.branches(proposing, anchors, pair.head, temperature, most, pair.embed)
+        log_probs, token_ids = (part.double() for part in found)
+        numbers = to_host(torch.cat([log_probs, token_ids[:, None]], dim=1))()  # in one copy, [n, K + 1, K]
+        if any(value != value for of_position in numbers for value in of_position[0]):
             raise _broken(self.pair, "drafter")
-        token_ids = [list(map(int, of_position)) for of_position in token_ids]
-        return DraftTree.grown(best[:num_wanted], token_ids, self._num_nodes)
+        ids = [list(map(int, of_position.pop())) for of_position in numbers]
+        return DraftTree.grown(numbers, ids, self._num_nodes)
 
     def _curve(self, anchors: Any, classes: Sequence[int], size: int) -> LatencyCurve | None:
         """The pair's curve for texts of this `size`, over widths of these `classes`, or over powers of two and the widest."""
@@ -397,7 +394,7 @@ class Proposer:
             return logits.argmax(dim=-1)
 
         def verify_tree() -> torch.Tensor:
-            tree = self._grow(self._best_of(weight.expand(1, block_size - 1, -1)), block_size).first(widths[-1] - 1)
+            tree = self._grow(weight.expand(1, block_size - 1, -1), anchors).first(widths[-1] - 1)
             ids = torch.cat([anchors, anchors.new_tensor([tree.token_ids])], dim=1)
             logits, _ = pair.verify(ids, target_cache, tree)
             target_cache.keep_columns(ids.shape[1], [])
@@ -412,7 +409,8 @@ class Proposer:
             read = context()
             hidden_states = pair.draft(anchors, read, draft_cache, block_size)
             draft_cache.rollback(read.num_real)
-            proposals = drafter.propose(hidden_states[:, self._proposing], anchors, pair.head, with_confidences=True)
+            options: dict[str, Any] = {"embed": pair.embed, "with_confidences": True}
+            proposals = drafter.propose(hidden_states[:, self._proposing], anchors, pair.head, **options)
             return proposals.token_ids if proposals.confidences is None else proposals.confidences
 
         def whole() -> torch.Tensor:

@@ -134,8 +134,6 @@ def _check_tree(request: Request) -> None:
         raise InexactError(f"draft_tree takes one prompt at a time, not {num_sequences}: pass them one by one.")
     if rule not in ("auto", "match"):
         raise ValueError(f"verification={rule!r}: a draft_tree is verified by the target's own choices, use 'match'.")
-    if request.drafter.config.selector_rank is not None:
-        raise ValueError("draft_tree cannot be used, because this drafter has a candidate selector: leave it out.")
     if named := ", ".join(sorted(request.prompt_inputs)):
         raise InexactError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
 

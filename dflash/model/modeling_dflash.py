@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,43 +160,91 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + (self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp))
 
 
-class CandidateSelector(nn.Module):
-    """DFlash2: chooses a path from the anchor through the most probable tokens of each position, token by token.
+DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; its published form knows no number
 
-    A candidate's score is its logit plus <predecessor[previous token] * projected(hidden state), successor[candidate]>.
-    """
+
+class CandidateSelector(nn.Module):
+    """The weights of DFlash2's head: predecessor[previous token] * projected(hidden state) is scored with successor[candidate]."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         rank = int(config.selector_rank or 0)
-        self.top_k = int(config.selector_top_k or 0)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
 
-    def forward(
+
+class PrefixGRU(nn.Module):
+    """Domino's GRU, a step at a time. Its weights are those of torch's module without biases, which does not compile."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * hidden_size, input_size))
+        self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * hidden_size, hidden_size))
+
+    def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The next state [..., H], of inputs [..., D]."""
+        reset, update, new = F.linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
+        reset_, update_, new_ = F.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
+        new = (new + (reset + reset_).sigmoid() * new_).tanh()
+        return new + (update + update_).sigmoid() * (state - new)
+
+
+@dataclass(frozen=True)
+class CausalHead:
+    """Chooses a path from the anchor through the most probable tokens of each position, token by token.
+
+    A candidate's score is its logit plus <its row, a vector of the position and of the state after the tokens before it>.
+    """
+
+    rows: torch.Tensor  # [V, E]
+    top_k: int  # candidates of a position
+    state_size: int  # H
+    features: Callable[[torch.Tensor], torch.Tensor]  # of hidden states [..., D], for all positions at once
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens [...] and a state [..., H] to the next state
+    vector: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # features and a state to a vector [..., E]
+    num_plain: int = 0  # positions at the beginning whose scores are their logits
+
+    def scores(self, position: Any, features: Any, logits: Any, candidate_ids: Any, state: Any) -> torch.Tensor:
+        """Scores [..., K] of candidates at a position of the block, with logits [..., K], after the token in the state."""
+        vector = self.vector(features, state) * (position >= self.num_plain)
+        return logits + (self.rows[candidate_ids] * vector[..., None, :]).sum(dim=-1)
+
+    def choose_path(
         self,
         hidden_states: torch.Tensor,  # [B, R, D]
         logits: torch.Tensor,  # [B, R, V]
         anchors: torch.Tensor,  # [B, 1]
         choose: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The path's tokens [B, R], candidates and scores [B, R, K]. `choose` takes scores [B, K] and the index of the position."""
+    ) -> tuple[torch.Tensor, ...]:
+        """The path's tokens [B, R], candidates, their logits and scores [B, R, K], and states before the previous tokens.
+
+        `choose` takes scores [B, K] and the index of the position.
+        """
         logits, candidate_ids = (part.to(hidden_states.device) for part in logits.topk(self.top_k, dim=-1))
-        projected = self.hidden_projection(hidden_states)  # [B, R, rank]
-        previous, path, scores = anchors[:, 0].to(hidden_states.device), [], []
+        features, state = self.features(hidden_states), hidden_states.new_zeros(len(hidden_states), self.state_size)
+        previous, path, scores, states = anchors[:, 0].to(hidden_states.device), [], [], []
         for i, candidates in enumerate(candidate_ids.unbind(dim=1)):  # [B, K]
-            scores.append(self.scores(projected[:, i], logits[:, i], candidates, previous))
+            states.append(state)
+            state = self.read(previous, state)
+            scores.append(self.scores(i, features[:, i], logits[:, i], candidates, state))
             previous = candidates.gather(1, choose(scores[-1], i)[:, None])[:, 0]
             path.append(previous)
-        return torch.stack(path, dim=1), candidate_ids, torch.stack(scores, dim=1)
+        return torch.stack(path, 1), candidate_ids, logits, torch.stack(scores, 1), torch.stack(states, 1)
 
-    def scores(
-        self, projected: torch.Tensor, logits: torch.Tensor, candidate_ids: torch.Tensor, previous: torch.Tensor
-    ) -> torch.Tensor:
-        """Scores [B, K] of candidates with logits [B, K] after tokens previous [B], given projected [B, rank]."""
-        state = self.predecessor_codebook[previous] * projected
-        return logits + (self.successor_codebook[candidate_ids] * state[:, None]).sum(dim=-1)
+    def after_each(
+        self, hidden_states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [n, K, K] of a single block's candidates [n, K] after each one of the position before, or the anchor [1, 1].
+
+        Of the tokens before that one, the state knows those of the best path.
+        """
+        _, ids, best, _, states = self.choose_path(hidden_states, logits, anchors, lambda scores, _: scores.argmax(-1))
+        first = anchors.to(ids.device).expand(1, self.top_k)
+        state = self.read(torch.cat([first, ids[0, :-1]]), states[0][:, None].expand(-1, self.top_k, -1))  # [n, K, H]
+        positions = torch.arange(ids.shape[1], device=ids.device)[:, None, None]
+        features = self.features(hidden_states[0])[:, None]
+        return self.scores(positions, features, best[0][:, None], ids[0][:, None], state), ids[0]
 
 
 class DFlashDraftModel(PreTrainedModel):
@@ -236,6 +284,11 @@ class DFlashDraftModel(PreTrainedModel):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
+        self.prefix_gru = self.embed_proj = None  # of Domino's head
+        if config.gru_hidden_dim is not None and config.emb_dim is not None:
+            self.prefix_gru = PrefixGRU(config.hidden_size, config.gru_hidden_dim)
+            mix = nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False)
+            self.embed_proj = nn.Sequential(mix, nn.SiLU(), nn.Linear(config.emb_dim, config.vocab_size, bias=False))
         size = config.draft_vocab_size
         self.lm_head = None if size is None else nn.Linear(config.hidden_size, size, bias=False)
         # Token i of the own head is token i + d2t[i] of the target.
@@ -255,6 +308,9 @@ class DFlashDraftModel(PreTrainedModel):
         if isinstance(module, CandidateSelector):
             for codebook in (module.predecessor_codebook, module.successor_codebook):
                 codebook.normal_(std=self.config.initializer_range)
+        if isinstance(module, PrefixGRU):
+            for weight in module.parameters():
+                weight.normal_(std=self.config.initializer_range)
 
     def forward(
         self,
@@ -347,7 +403,7 @@ class DFlashDraftModel(PreTrainedModel):
         return None
 
     def embed(self, token_ids: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
-        """Embeddings [B, N, D] of token_ids [B, N] by the target's `embedding`, scaled if the config says so."""
+        """Embeddings [..., D] of token_ids [...] by the target's `embedding`, scaled if the config says so."""
         scale = self.config.input_embedding_scale
         if scale is None:
             return embedding(token_ids)
@@ -369,27 +425,60 @@ class DFlashDraftModel(PreTrainedModel):
         everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return everywhere.index_copy(-1, token_ids, logits)
 
+    def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
+        """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
+        if (selector := self.candidate_selector) is not None:
+            predecessors, rows = selector.predecessor_codebook, selector.successor_codebook
+            top_k: Any = self.config.selector_top_k
+            return CausalHead(
+                rows,
+                top_k,
+                rows.shape[1],
+                selector.hidden_projection,
+                lambda previous, _: predecessors[previous],
+                torch.mul,
+            )
+        if (gru := self.prefix_gru) is None or self.embed_proj is None:
+            return None
+        if embed is None:
+            raise ValueError("Domino's head reads the tokens chosen before: pass the target's embedding as `embed`.")
+        weights: Any = (
+            self.embed_proj[0].weight,
+            self.embed_proj[2].weight,
+        )  # as they are, changed in low rank or not
+        (mix, table), state_size = weights, int(self.config.gru_hidden_dim or 0)
+        of_hidden, of_state = mix.split([self.config.hidden_size, state_size], dim=1)
+        return CausalHead(
+            table,
+            min(DOMINO_TOP_K, len(table)),
+            state_size,
+            lambda hidden_states: F.linear(hidden_states, of_hidden),
+            lambda previous, state: gru(embed(previous).to(state), state),
+            lambda features, state: F.silu(features + F.linear(state, of_state)),
+            self.config.pure_draft_prefix_len,
+        )
+
     @torch.no_grad()
     def propose(
         self,
         hidden_states: torch.Tensor,  # [B, R, D]
         anchors: torch.Tensor,  # [B, 1]
         head: Callable[[torch.Tensor], torch.Tensor],
-        temperature: float = 0.0,
-        uniforms: torch.Tensor | None = None,  # [B, R]
+        drawn: tuple[float, torch.Tensor] | None = None,  # temperature, and uniforms [B, R]
         with_confidences: bool = False,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Any:
         """The tokens that a block's hidden states propose after the anchor, as `verification_dflash.Proposals`.
 
-        hidden_states [B, R, D] exclude the anchor's position unless `config.sample_from_anchor`. Without a selector, each
-        position proposes its argmax, also when sampling. A selector chooses greedily or, with `uniforms` (float64, in [0, 1)),
-        draws each token from softmax(scores / temperature) of its candidates, which is returned too. `with_confidences` adds
-        the probability of each token.
+        hidden_states [B, R, D] exclude the anchor's position unless `config.sample_from_anchor`. Without a causal head, each
+        position proposes its argmax, also when sampling. Such a head, which may read the target's embeddings of tokens by
+        `embed`, chooses greedily or, with `drawn` (uniforms are float64, in [0, 1)), draws each token from softmax(scores /
+        temperature) of its candidates, which is returned too. `with_confidences` adds the probability of each token.
         """
         from .verification_dflash import Proposals, pick
 
         logits, device, confidences = self.compute_logits(hidden_states, head), anchors.device, None
-        if self.candidate_selector is None:
+        if (causal_head := self.causal_head(embed)) is None:
             token_ids = logits.argmax(dim=-1)
             best = logits.gather(-1, token_ids[..., None])
             if with_confidences:  # the argmax's probability, without a float32 copy of the logits
@@ -398,21 +487,43 @@ class DFlashDraftModel(PreTrainedModel):
             return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.double() / temperature).softmax(dim=-1)
+            return (scores.double() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
 
         def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
-            if uniforms is None:
-                return scores.argmax(dim=-1)
-            return pick(chances(scores), uniforms[:, i].to(scores.device))
+            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i].to(scores.device))
 
-        path, candidate_ids, scores = self.candidate_selector(hidden_states, logits, anchors, choose)
+        path, candidate_ids, _, scores, _ = causal_head.choose_path(hidden_states, logits, anchors, choose)
         if with_confidences:
             confidences = (scores.float().softmax(dim=-1) * (candidate_ids == path[..., None])).sum(dim=-1)
         is_finite = scores.amax(dim=-1).isfinite().all(dim=-1)
         proposals = Proposals(path.to(device), confidences=confidences, is_finite=is_finite)
-        if uniforms is None:
+        if drawn is None:
             return proposals
         return replace(proposals, candidate_ids=candidate_ids.to(device), probabilities=chances(scores).to(device))
+
+    @torch.no_grad()
+    def branches(
+        self,
+        hidden_states: torch.Tensor,  # [1, n, D]
+        anchors: torch.Tensor,  # [1, 1]
+        head: Callable[[torch.Tensor], torch.Tensor],
+        temperature: float,
+        most: int,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-probabilities [n, K, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
+
+        A causal head's are those of its candidates. Without one they are the `most` probable tokens, whatever precedes them.
+        """
+        logits = self.compute_logits(hidden_states, head)  # too large for a float32 copy
+        if (causal_head := self.causal_head(embed)) is not None:
+            scores, token_ids = causal_head.after_each(hidden_states, logits, anchors)
+            return (scores.float() / temperature).log_softmax(dim=-1), token_ids
+        logits = logits[0]  # [n, V]
+        values, token_ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
+        total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
+        best = (values - values[:, :1]).float() / temperature - total.log()
+        return best[:, None].expand(-1, token_ids.shape[-1], -1), token_ids
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""

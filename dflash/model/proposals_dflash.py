@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -78,24 +78,36 @@ class DraftTree:
     probabilities: list[float]  # of each node's path under the drafter, in descending order
 
     @classmethod
-    def grown(cls, log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int) -> DraftTree:
-        """The `budget` most probable paths over independent positions, best first (DDTree, algorithm 1); `log_probs` descend."""
-        tree = cls([], [], [])
-        # Negative log-probability of the path and of its parent's path, the parent's column, the position, the rank there.
-        frontier = [(-log_probs[0][0], 0.0, 0, 0, 0)] if log_probs else []
+    def grown(
+        cls, log_probs: Sequence[Sequence[Sequence[float]]], token_ids: Sequence[Sequence[int]], budget: int
+    ) -> DraftTree:
+        """The `budget` most probable paths, best first (DDTree, algorithm 1).
+
+        `log_probs[p][i][j]` is of token j of position p after token i of the position before; after the anchor, i is 0.
+        """
+        tree, frontier = cls([], [], []), list[tuple[float, float, int, int, int, int]]()
+
+        @cache
+        def best_first(position: int, before: int) -> list[int]:
+            return sorted(range(len(token_ids[position])), key=lambda token: -log_probs[position][before][token])
+
+        def push(cost_of_parent: float, parent: int, position: int, before: int, rank: int) -> None:
+            if position < len(log_probs) and rank < len(token_ids[position]):
+                log_prob = log_probs[position][before][best_first(position, before)[rank]]
+                heapq.heappush(frontier, (cost_of_parent - log_prob, cost_of_parent, parent, position, before, rank))
+
+        push(0.0, 0, 0, 0, 0)
         while frontier and len(tree.token_ids) < budget:
-            cost, cost_of_parent, parent, position, rank = heapq.heappop(frontier)
+            # Negative log-probability of the path and of its parent's path, the parent's column, and the token's place.
+            cost, cost_of_parent, parent, position, before, rank = heapq.heappop(frontier)
             if cost == math.inf:  # outside the drafter's vocabulary
                 break
-            tree.token_ids.append(token_ids[position][rank])
+            token = best_first(position, before)[rank]
+            tree.token_ids.append(token_ids[position][token])
             tree.parents.append(parent)
             tree.probabilities.append(math.exp(-cost))
-            if rank + 1 < len(log_probs[position]):
-                sibling = cost_of_parent - log_probs[position][rank + 1]
-                heapq.heappush(frontier, (sibling, cost_of_parent, parent, position, rank + 1))
-            if position + 1 < len(log_probs):
-                child = cost - log_probs[position + 1][0]
-                heapq.heappush(frontier, (child, cost, len(tree.token_ids), position + 1, 0))
+            push(cost_of_parent, parent, position, before, rank + 1)
+            push(cost, len(tree.token_ids), position + 1, token, 0)
         return tree
 
     def first(self, count: int) -> DraftTree:

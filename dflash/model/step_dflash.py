@@ -300,7 +300,7 @@ class Shape:
 
 
 def whole_step(
-    models: tuple[Any, Any, Layout],  # the target, a drafter whose proposals need nothing but its logits, the layout
+    models: tuple[Any, Any, Layout],  # the target, the drafter, the layout
     state: State,
     storages: tuple[Storage, Storage],  # the target's and the drafter's
     shape: Shape,
@@ -318,7 +318,10 @@ def whole_step(
     proposing = slice(first, first + shape.num_proposals)
     # The head runs on the whole block: with 15 positions Inductor would also benchmark padded products.
     proposals = drafter.propose(
-        hidden_states[:, proposing], state.anchors, lambda _: head(target, hidden_states)[:, proposing]
+        hidden_states[:, proposing],
+        state.anchors,
+        lambda _: head(target, hidden_states)[:, proposing],
+        embed=lambda token_ids: drafter.embed(token_ids, target.get_input_embeddings()),
     )
     if compared is not None:
         proposals = replace(proposals, token_ids=compared[2])
@@ -589,9 +592,14 @@ class Pair:
         return PreallocatedCache(len(self._layers), capacity, num_sequences, num_allocated, self._mixers)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [B, N, D] of token_ids [B, N] by the target, on the drafter's device."""
+        """Embeddings [..., D] of token_ids [...] by the target, on the drafter's device."""
         embed: Any = self.drafter.embed  # may scale them
-        return embed(token_ids, self.target.get_input_embeddings()).to(self.drafter.device)
+        embedding = self.target.get_input_embeddings()
+        device = embedding.get_parameter("weight").device
+        token_ids = (
+            token_ids if device.type == "meta" else token_ids.to(device)
+        )  # "meta": accelerate fetches it, and moves the ids
+        return embed(token_ids, embedding).to(self.drafter.device)
 
     def forward(
         self,

@@ -84,6 +84,7 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
     return {
         "settings": asdict(public_settings(trainer.settings)),
         "recipe": f"{trainer.settings.recipe_text()} ({trainer.rates})",
+        "precision": trainer.precision,
         "processes": trainer.accelerator.num_processes,
         "parameters": inputs["drafter"]["parameters"],
         **inputs,
@@ -126,6 +127,7 @@ class Checkpointer:
                 "step": self.trainer.step_number,
                 "settings": asdict(self.trainer.settings),
                 "processes": self.trainer.accelerator.num_processes,
+                "precision": self.trainer.precision,
                 "inputs": self.inputs,
                 "record": {name: value for name, value in vars(self.record).items() if name not in of_this_start},
             }

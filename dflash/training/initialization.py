@@ -38,6 +38,9 @@ HEAD_DIM = 128
 # Tokens of a block with its anchor, unless told otherwise.
 BLOCK_SIZE = 16
 
+# Standard deviation of the table of Domino's head at first: of 0.1 and 0.3, which learned alike.
+TABLE_STD = 0.3
+
 # What a mask token is called in vocabularies that have one.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
@@ -104,6 +107,8 @@ def new_drafter(
         "is_causal": is_causal,
     } | window_fields(num_hidden_layers, sliding_window)
     drafter = DFlashDraftModel(DFlashConfig(**(shared | shape | fields)))
+    if drafter.embed_proj is not None:
+        begin_domino(drafter, target)
     if from_target:
         begin_at_target(drafter, target)
     return drafter
@@ -135,6 +140,24 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
                 norm.weight.copy_(found)
         taps = drafter.fc.weight.view(config.hidden_size, -1, config.hidden_size)  # [D, taps, D]
         taps += torch.eye(config.hidden_size)[:, None] / taps.shape[1]
+
+
+@torch.no_grad()
+def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Lets Domino's head begin without effect, with a row for each token that knows what the target's head knows of it.
+
+    The rows are the target's head on its strongest directions, which a table of random rows would first have to learn. A
+    quantised head leaves them random.
+    """
+    mix, _, table = drafter.get_submodule("embed_proj").children()
+    mix.get_parameter("weight").zero_()
+    rows, head = table.get_parameter("weight"), _found(target.get_output_embeddings(), "weight")
+    if head is not None and len(head) == len(rows) and head.shape[1] >= rows.shape[1]:
+        head = head.float()
+        strongest = torch.linalg.eigh(head.T @ head).eigenvectors[:, -rows.shape[1] :]
+        largest = strongest.gather(0, strongest.abs().argmax(dim=0, keepdim=True))
+        found = head @ (strongest * largest.sign())  # so that all processes begin with the same one of both
+        rows.copy_(found * (TABLE_STD / found.std()))
 
 
 def _found(module: nn.Module, name: str) -> torch.Tensor | None:

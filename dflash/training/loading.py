@@ -24,8 +24,9 @@ from dflash.model.step_dflash import check_pair
 from .adaptation_trace import check_trace
 from .data import Example, Wanted, mixed, parts_of
 from .data_checks import check_mask_token, check_tokenizer, usable
+from .device import computes_in_bf16
 from .encoding_cache import StoredExamples, cached_examples
-from .initialization import BLOCK_SIZE, find_mask_token, new_drafter, window_fields
+from .initialization import BLOCK_SIZE, begin_domino, find_mask_token, new_drafter, window_fields
 from .lazy_sequences import chosen, shortened
 from .settings import DRAFTER, PARTS, TrainingSettings
 from .sources import Source, read_rows
@@ -35,9 +36,12 @@ from .sources import Source, read_rows
 SHORTEST_PROMPT = 8
 
 # Settings of the drafter that one of `init` can change, and those of parts that it can be given, which begin without effect
-# (convolutions) or with little (the selector); the others are of the weights' shape, which only a new drafter takes.
+# (convolutions, Domino's head) or with little (the selector); the others are of the weights' shape, which only a new drafter takes.
 CHANGEABLE = ("block_size", "mask_token_id", "is_causal")
-ADDABLE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+ADDABLE = (
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
+)
 NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] in (DRAFTER, PARTS)}
 NEW_DRAFTER_FIELDS -= {"init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE}
 
@@ -160,9 +164,9 @@ def _load_models(
 ) -> tuple[PreTrainedModel, DFlashDraftModel]:
     """The target, and `begun` or a new drafter, checked against each other."""
     with _named_target(target):
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=settings.target_dtype, device_map=settings.device_map
-        )
+        is_free = settings.target_dtype == "auto" and settings.mixed_precision != "bf16"
+        dtype = "float32" if is_free and not computes_in_bf16() else settings.target_dtype
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=settings.device_map)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     check_tokenizer(tokenizer, vocab_size)
     with torch.random.fork_rng():
@@ -226,6 +230,8 @@ def make_drafter(
     config = target.config.get_text_config(decoder=True)
     given: dict[str, Any] = {name: value for name, value in vars(settings).items() if value is not None}
     asked = {name: value for name, value in given.items() if name in NEW_DRAFTER_FIELDS}
+    if "gru_hidden_dim" in asked:
+        asked.setdefault("pure_draft_prefix_len", 1)
     changeable = {name: value for name, value in given.items() if name in CHANGEABLE}
     if begun is None:
         layers = config.num_hidden_layers
@@ -239,7 +245,7 @@ def make_drafter(
         changeable |= {"sliding_window": settings.sliding_window, "from_target": settings.begins_at_target}
         return new_drafter(target, **asked, **changeable)
     config = copy.deepcopy(begun.config)
-    added = {name: asked.pop(name) for name in ADDABLE if name in asked and getattr(config, name) is None}
+    added = {name: asked.pop(name) for name in ADDABLE if name in asked and not getattr(config, name)}
     if asked:
         raise ValueError(
             f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
@@ -247,8 +253,8 @@ def make_drafter(
         )
     if settings.freeze_init and not added:
         raise ValueError(
-            f"freeze_init: nothing is added to init={settings.init!r}, so nothing would be trained: give selector_rank and "
-            "selector_top_k, conv_kernel_size and conv_group_size, or leave it out."
+            f"freeze_init: nothing is added to init={settings.init!r}, so nothing would be trained: give gru_hidden_dim and "
+            "emb_dim, selector_rank and selector_top_k, or conv_kernel_size and conv_group_size, or leave it out."
         )
     if added and settings.lora_rank is not None:
         raise ValueError(
@@ -266,10 +272,14 @@ def make_drafter(
                 f"init={settings.init!r} reads them scaled: leave it out."
             )
         config.input_embedding_scale = 1.0
+    if "gru_hidden_dim" in added:
+        added |= {"projector_type": "domino", "shift_label": config.sample_from_anchor}
     for name, value in (changeable | added).items():
         setattr(config, name, value)
     config.dflash_config = {}  # the older copy of the same fields
     reshaped, weights = DFlashDraftModel(config), begun.state_dict()
+    if "emb_dim" in added:
+        begin_domino(reshaped, target)
     reshaped.load_state_dict(reshaped.state_dict() | weights)
     if settings.freeze_init:
         for name, parameter in reshaped.named_parameters():

@@ -186,30 +186,32 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def selector_loss(
-    selector: Any,  # modeling_dflash.CandidateSelector
+def head_loss(
+    head: Any,  # modeling_dflash.CausalHead
     hidden_states: torch.Tensor,  # [M, D]
+    states: torch.Tensor,  # [M, H] of the head, after the true tokens before the label
+    positions: torch.Tensor,  # [M] of the labels in their blocks
     candidates: Candidates,
     labels: torch.Tensor,  # [M]
-    previous: torch.Tensor,  # [M] the data's token before the label
     weights: torch.Tensor,  # [M]
 ) -> torch.Tensor:
-    """DFlash2: the weighted cross entropy, summed, of the selector's choice among each row's candidates after the true token.
+    """The weighted cross entropy, summed, of a causal head's choice among each row's candidates after the true tokens.
 
-    A row counts nothing if its label is not among its candidates. The loss trains the selector alone: the rest of the drafter
+    A row counts nothing if its label is not among its candidates. The loss trains the head alone: the rest of the drafter
     learns what it would without one.
     """
 
     def chunk(*parts: torch.Tensor) -> torch.Tensor:
-        states, logits, token_ids, wanted, before, weight = parts
-        scores = _wide(selector.scores(selector.hidden_projection(states), logits.to(states.dtype), token_ids, before))
+        hidden, state, position, logits, token_ids, wanted, weight = parts
+        features = head.features(hidden)
+        scores = _wide(head.scores(position[:, None], features, logits.to(hidden.dtype), token_ids, state))
         hits = token_ids == wanted[:, None]  # [m, K]
         losses = functional.cross_entropy(scores, hits.int().argmax(dim=1), reduction="none")
         return (losses * weight * hits.any(dim=1)).sum()
 
-    columns = hidden_states.detach(), candidates.logits, candidates.token_ids, labels, previous, weights
+    columns = hidden_states.detach(), states, positions, candidates.logits, candidates.token_ids, labels, weights
     total = hidden_states.new_zeros((), dtype=torch.float32)
-    rank, num_candidates = selector.successor_codebook.shape[1], candidates.token_ids.shape[1]
+    rank, num_candidates = head.rows.shape[1], candidates.token_ids.shape[1]
     chunk_rows = max(1, CHUNK_LOGITS // (rank * num_candidates))
     for parts in zip(*(column.split(chunk_rows) for column in columns), strict=True):
         # [m, K, rank] is not kept for the backward pass.

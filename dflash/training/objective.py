@@ -17,8 +17,8 @@ from .losses import (
     decay_weights,
     default_gamma,
     dpace_weights,
+    head_loss,
     reads_target,
-    selector_loss,
 )
 from .settings import TrainingSettings
 
@@ -92,7 +92,7 @@ class DrafterLoss:
             return learned.gather(functional.pad(weights, (first, 0))) * learned.is_real
 
         teacher = states.last_hidden_state
-        selector: Any = self.drafter.candidate_selector
+        causal_head = self.drafter.causal_head(self.pair.embed)
         learned_states = hidden_states.index_select(0, learned.index)
         losses = chunked_loss(
             learned_states,
@@ -103,13 +103,20 @@ class DrafterLoss:
             loss=self.settings.loss,
             teacher_states=None if teacher is None else teacher.flatten(0, 1)[previous],
             teacher_head=self.pair.logits,
-            num_candidates=0 if selector is None else selector.top_k,
+            num_candidates=0 if causal_head is None else causal_head.top_k,
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            before = batch.input_ids.flatten()[previous]
-            loss_sum = loss_sum + self.settings.selector_weight * selector_loss(
-                selector, learned_states, losses.candidates, labels, before, losses.weights
+            tokens = batch.input_ids.flatten()[layout.previous + begins].view(-1, block_size)[:, first:]  # [G, P]
+            head_states = functional.pad(_states_after(causal_head, tokens), (0, 0, first, 0)).flatten(0, 1)
+            loss_sum = loss_sum + self.settings.selector_weight * head_loss(
+                causal_head,
+                learned_states,
+                head_states.index_select(0, learned.index),
+                learned.index % block_size - first,
+                losses.candidates,
+                labels,
+                losses.weights,
             )
         is_correct = learned.scatter(losses.is_correct)[:, first:]
         return loss_sum, count_drafts(is_correct, proposals, loss_sum, losses.weight_sum)
@@ -118,6 +125,16 @@ class DrafterLoss:
         """The attention that skips unseen keys on `device`; flex attention's kernels take no dropout and no narrow heads."""
         has_kernels = device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
         return "flex_attention" if has_kernels else BLOCKWISE
+
+
+def _states_after(causal_head: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """The states [G, P, H] of a causal head after each of the blocks' tokens [G, P]."""
+    state = causal_head.rows.new_zeros(len(token_ids), causal_head.state_size)
+    states = []
+    for previous in token_ids.unbind(dim=1):
+        state = causal_head.read(previous, state)
+        states.append(state)
+    return torch.stack(states, dim=1)
 
 
 class _Learned:

@@ -13,7 +13,7 @@ def build_optimizers(
     """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW for the rest, with groups of their own.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
-    - Codebooks, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of unrelated tokens, and a
+    - Codebooks and Domino's table, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of unrelated tokens, and a
       tenth of its rate learns less (vllm-project/speculators, 866 and 1066).
     - Norms, biases and kernels: AdamW at `learning_rate`, without `weight_decay`.
     """
@@ -21,7 +21,8 @@ def build_optimizers(
     codebooks: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in drafter.named_parameters():
-        kind = others if parameter.ndim != 2 else codebooks if name.endswith("codebook") else matrices
+        is_table = name.endswith(("codebook", "embed_proj.2.weight"))
+        kind = others if parameter.ndim != 2 else codebooks if is_table else matrices
         if parameter.requires_grad:
             kind.append(parameter)
     decayed = codebooks if muon_learning_rate else matrices + codebooks

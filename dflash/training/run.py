@@ -26,9 +26,10 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
 from .data import Example, Source, parts_of
 from .data_checks import check_lengths, usable
+from .device import is_cpu_alone
 from .loading import answers_of, prepare
 from .settings import TrainingSettings
-from .trainer import StepFigures, Trainer, is_cpu_alone
+from .trainer import StepFigures, Trainer
 from .training_state import clear_leftovers, find_run, read_tensors, refuse_changes, state_folder
 from .uploading import Uploads, check_upload
 
@@ -172,6 +173,8 @@ def train(
             before, now = ({name: one["fingerprint"] for name, one in of.items()} for of in (saved["inputs"], inputs))
             refuse_changes(before, now)
         trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
+        if saved is not None:  # a default that follows from the machine
+            refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": trainer.precision})
         record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
         checkpointer = Checkpointer(trainer, output, inputs, provenance or {}, record, elapsed)
         if saved is None:

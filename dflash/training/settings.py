@@ -34,7 +34,7 @@ RECIPE_WIDTH = 128
 LATE = ("muon_learning_rate", "from_target")  # decided where the drafter is known
 
 DRAFTER = "The drafter's shape"
-PARTS = "Its parts of DFlash2"
+PARTS = "Its parts of DFlash2 or Domino"
 TARGET = "The target"
 LOSS = "What is learned"
 DATA = "The data"
@@ -87,13 +87,28 @@ class TrainingSettings:
     selector_top_k: int | None = _setting(
         None, PARTS, "DFlash2: candidates that the selector chooses among; published: 16.", 1
     )
+    gru_hidden_dim: int | None = _setting(
+        None,
+        PARTS,
+        "Domino: width of the GRU that reads the block's tokens; published: 1024. Default: no such head.",
+        1,
+    )
+    emb_dim: int | None = _setting(None, PARTS, "Domino: width of its table of tokens; published: 256.", 1)
+    pure_draft_prefix_len: int | None = _setting(
+        None,
+        PARTS,
+        "Domino: first proposals that its head leaves alone. Default: 1, as published and as SGLang takes it.",
+        0,
+    )
     freeze_init: bool = _setting(
         False, PARTS, "Train only the parts that are added to a trained drafter; its own weights stay."
     )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."
     )
-    target_dtype: TargetDtype = _setting("auto", TARGET, "dtype of its weights; auto: as the checkpoint is stored.")
+    target_dtype: TargetDtype = _setting(
+        "auto", TARGET, "dtype of its weights; auto: as it is stored, fp32 on a CPU without bf16."
+    )
     device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
     loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl: the target's distribution.")
     position_weights: PositionWeights = _setting(
@@ -103,7 +118,7 @@ class TrainingSettings:
         None, LOSS, "Decay of the exponential, which it asks for. Default: the paper's for the block size."
     )
     dpace_alpha: float = _setting(0.5, LOSS, "D-PACE: least chance of acceptance that is assumed, above 0.")
-    selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of a DFlash2 drafter's selector.", 0)
+    selector_weight: float = _setting(1.0, LOSS, "Weight of the loss of DFlash2's selector or Domino's head.", 0)
     num_anchors: int = _setting(512, LOSS, "Blocks per sequence, at most.", 1)
     rejected_share: float = _setting(0.0, LOSS, "Share of the blocks at recorded rejections, where data has them.", 0)
     seed: int = _setting(0, LOSS, "Seed of the first weights, the order of the data and the anchors.", 0)
@@ -131,9 +146,13 @@ class TrainingSettings:
         None, STEPS, "Peak rate of Muon for the matrices; 0: AdamW trains them. Default: by recipe and width.", 0
     )
     warmup_ratio: float = _setting(0.04, STEPS, "Share of the steps in which the rate rises; then a cosine falls.")
-    weight_decay: float = _setting(0.0, STEPS, "Weight decay of matrices and codebooks.", 0)
+    weight_decay: float = _setting(0.0, STEPS, "Weight decay of matrices, codebooks and tables.", 0)
     max_grad_norm: float = _setting(1.0, STEPS, "Gradients are clipped to this norm.")
-    mixed_precision: Precision = _setting("bf16", COMPUTE, "bf16 computes in bf16 over fp32 weights, no in fp32.")
+    mixed_precision: Precision | None = _setting(
+        None,
+        COMPUTE,
+        "bf16 computes in bf16 over fp32 weights, no in fp32. Default: bf16 where the machine multiplies it.",
+    )
     gradient_accumulation_steps: int = _setting(1, STEPS, "Parts of a batch: less memory, the same step.", 1)
     gradient_checkpointing: bool = _setting(False, COMPUTE, "Compute activations again in the backward pass.")
     compile: bool = _setting(False, COMPUTE, "Compile the drafter's training forward.")
@@ -174,7 +193,7 @@ class TrainingSettings:
             value, hint, least = getattr(self, one.name), hints[one.name], one.metadata["least"]
             if type(value) is int and float in _options(hint):
                 object.__setattr__(self, one.name, value := float(value))
-            if value is False and hint == Precision:  # YAML 1.1 reads `no` as false
+            if value is False and Precision in _options(hint):  # YAML 1.1 reads `no` as false
                 object.__setattr__(self, one.name, value := "no")
             if not any(_fits(value, option) for option in _options(hint)):
                 raise ValueError(f"{one.name}={value!r} is not {_name(hint)}: {one.metadata['help']}")
@@ -207,6 +226,10 @@ class TrainingSettings:
             raise ValueError(
                 f"lora_rank={self.lora_rank} and freeze_init: one changes the weights of init and the other keeps them; leave "
                 "either out."
+            )
+        if self.freeze_init and self.shard:
+            raise ValueError(
+                "freeze_init and shard: what is added is small, and frozen layers are not sharded; leave shard out."
             )
         if self.num_taps is not None and self.target_layer_ids is not None:
             both = f"num_taps={self.num_taps} and target_layer_ids={self.target_layer_ids}"

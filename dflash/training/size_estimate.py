@@ -25,7 +25,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     moments = 2 * trained - sum(matrix.numel() for group in muon for matrix in group["params"]) * 4 // share
 
     tokens, queries, scored = widest(trainer)
-    width = 2 if settings.mixed_precision == "bf16" else 4
+    width = 2 if trainer.precision == "bf16" else 4
     kept = 1 if settings.gradient_checkpointing else 12
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width

@@ -5,7 +5,6 @@ travel as sums, so that neither the number of processes nor that of parts change
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from .acceptance import Acceptance, measure_acceptance
 from .adaptation_lora import change_in_low_rank
 from .batches import Batch, epoch_batches, epoch_sequences
 from .data import Example
+from .device import computes_in_bf16, is_cpu_alone
 from .distributed import (
     asked_sharding,
     counts_of_each,
@@ -57,15 +57,6 @@ class StepFigures:
     is_stopping: bool  # whether some process asked to stop
 
 
-def is_cpu_alone() -> bool:
-    """Whether to compute on the CPU: without an accelerator, or with one on which processes cannot communicate.
-
-    Unless it is told, accelerate takes several processes there for as many runs of one process.
-    """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is None or (found.type == "mps" and int(os.environ.get("WORLD_SIZE", "1")) > 1)
-
-
 class Trainer:
     """A drafter, its target and the data, and how far training has come. It writes no file but the target's features.
 
@@ -93,7 +84,8 @@ class Trainer:
         self.settings = settings
         self.accelerator = accelerate.Accelerator(mixed_precision="no", cpu=is_cpu_alone(), **trackers)
         # Not accelerate's, which is one for all runs of a process.
-        is_bf16 = settings.mixed_precision == "bf16"
+        self.precision = settings.mixed_precision or ("bf16" if computes_in_bf16() else "no")
+        is_bf16 = self.precision == "bf16"
         self._autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_bf16)
         self.target = target
         if settings.freeze_init and all(parameter.requires_grad for parameter in drafter.parameters()):
@@ -137,6 +129,8 @@ class Trainer:
         if state is not None:
             drafter.load_state_dict(state["drafter"])
         sharding = asked_sharding(self.accelerator)
+        if settings.freeze_init and sharding is not None:
+            raise ValueError("freeze_init, and accelerate's configuration asks for FSDP: leave FSDP out of it.")
         if settings.shard or sharding is not None:
             shard_drafter(drafter, **(sharding or {}))
         # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
@@ -163,7 +157,7 @@ class Trainer:
         if settings.features is None:
             return None
         folder = Path(settings.features).expanduser()
-        facts = facts_of(self._frozen, self.examples, reads_target(settings.loss), settings.mixed_precision)
+        facts = facts_of(self._frozen, self.examples, reads_target(settings.loss), self.precision)
         if not (folder / MANIFEST).is_file() and self.is_first:
             with only_writer(folder):
                 write_features(folder, self._frozen, self.examples, facts, settings.batch_tokens, announce)

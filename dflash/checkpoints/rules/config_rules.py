@@ -26,7 +26,7 @@ VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
     "final_logit_softcapping": ((None, 0, 0.0), ("vllm", "sglang"), "warning"),
 }
 
-# Above 0 these keep the order of the logits, and so every proposal, unless a selector adds to them.
+# Above 0 these keep the order of the logits, and so every proposal, unless a head adds to them.
 MONOTONE = ("output_multiplier", "final_logit_softcapping")
 
 
@@ -221,18 +221,25 @@ def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
         others = all_but(*readers, "remote-code")
         why = f"{engine_names(others)} do not compute it."
         is_positive = isinstance(value, (int, float)) and value > 0
-        if name in MONOTONE and is_positive and not checkpoint.either("selector_rank"):
+        has_head = checkpoint.either("selector_rank") or checkpoint.either("projector_type")
+        if name in MONOTONE and is_positive and not has_head:
             severity, why = "note", f"{why[:-1]}, and the most probable token stays the same."
         yield Finding(severity, name, value, why, f"serve it with {engine_names(readers)}.", others)
         if name not in checkpoint.nested and "sglang" in readers:
             why = "SGLang looks in dflash_config alone."
             yield Finding(severity, name, value, why, "write it there too.", ("sglang",))
+    plain = checkpoint.either("pure_draft_prefix_len") or 0
+    if checkpoint.either("projector_type") == "domino" and plain != 1:
+        why = "SGLang leaves the first proposal alone and all others to the head."
+        yield error("pure_draft_prefix_len", plain, why, "train the head with 1.", ("sglang",))
     declared = checkpoint.either("sample_from_anchor")
     if declared or (declared is None and checkpoint.form == DEEPSPEC):
         where = "" if declared else "flat fields without dflash_config: "
         why = f"{where}the anchor proposes too, so engines read every proposal one position off and accept few."
         fix = "load it with this package, which knows the form."
-        yield error("sample_from_anchor", declared, why, fix, all_but("remote-code"))
+        is_domino = checkpoint.either("projector_type") == "domino"
+        readers = ("sglang",) if is_domino and checkpoint.nested.get("shift_label") is True else ()
+        yield error("sample_from_anchor", declared, why, fix, all_but("remote-code", *readers))
 
 
 def form(checkpoint: Checkpoint) -> Iterator[Finding]:
