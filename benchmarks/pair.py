@@ -146,7 +146,7 @@ def sampling(args: argparse.Namespace) -> None:
     prompts = heldout_prompts(tokenizer)[: args.limit]
     taus = {"argmax, match": sampled_tau(target, drafter, prompts, "match", args.max_new_tokens)}
     drafter.propose = draw_positions_independently(drafter)
-    drafter.candidate_selector = torch.nn.Identity()  # the loop gives uniforms to drafters with a selector alone
+    drafter.causal_head = lambda _: drafter.propose  # the loop gives uniforms to drafters with such a head alone
     for verification in ("rejection", "block"):
         name = f"positions drawn independently, {verification}"
         taus[name] = sampled_tau(target, drafter, prompts, verification, args.max_new_tokens)
@@ -160,9 +160,8 @@ def sampling(args: argparse.Namespace) -> None:
 def draw_positions_independently(drafter: Any) -> Any:
     """A `propose` that draws each position from the drafter's own distribution, whatever the others drew."""
 
-    def propose(
-        hidden_states: torch.Tensor, anchors: torch.Tensor, head: Any, temperature: float = 1.0, uniforms: Any = None
-    ) -> Proposals:
+    def propose(hidden_states: torch.Tensor, anchors: torch.Tensor, head: Any, drawn: Any, **_: Any) -> Proposals:
+        temperature, uniforms = drawn
         logits = drafter.compute_logits(hidden_states, head).double()  # [B, N, V]
         distribution = (logits / temperature).softmax(dim=-1)
         token_ids = torch.arange(distribution.shape[-1]).expand_as(distribution)
