@@ -103,32 +103,6 @@ def test_rollback_out_of_range_is_refused(count: int) -> None:
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize(("argument", "left"), [(4, 4), (10, 10), (12, 10), (-3, 7), (-10, 0), (-12, 0), (0, 10)])
-def test_crop_has_one_meaning_on_both_versions(argument: int, left: int) -> None:
-    """Known trap: of transformers' three meanings, `crop(0)` empties a cache of 4.57 and `crop(4)` raises on 5.x.
-
-    Native assisted decoding of 5.x calls it, with negative numbers and with 0.
-    """
-    cache = PreallocatedCache(NUM_LAYERS, 4)
-    for layer in range(NUM_LAYERS):
-        cache.update(*states(10), layer)
-    cache.crop(argument)
-    assert [layer.get_seq_length() for layer in cache.layers] == [left] * NUM_LAYERS
-
-
-def test_reset_keeps_the_storage() -> None:
-    """Promise: a cache can be used for the next prompt."""
-    cache = PreallocatedCache(1, 8)
-    cache.update(*states(6), 0)
-    pointer = cache.layers[0].keys.data_ptr()
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    keys, values = states(2)
-    got, _ = cache.update(keys, values, 0)
-    assert torch.equal(got, keys)
-    assert cache.layers[0].keys.data_ptr() == pointer
-
-
 def test_batches_and_dtypes_are_taken_from_the_first_keys() -> None:
     """Promise: storage is made in the dtype and the batch of what is appended."""
     cache = PreallocatedCache(1, 4)

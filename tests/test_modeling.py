@@ -353,9 +353,9 @@ def test_set_attn_implementation_really_switches(tmp_path: Path, monkeypatch: py
     make_drafter().save_pretrained(tmp_path)
     drafter = DFlashDraftModel.from_pretrained(tmp_path)
     calls = []
-    eager = modeling_dflash.eager_attention_forward
+    eager = modeling_dflash.qwen3.eager_attention_forward
     monkeypatch.setattr(
-        modeling_dflash, "eager_attention_forward", lambda *a, **k: (calls.append(1), eager(*a, **k))[1]
+        modeling_dflash.qwen3, "eager_attention_forward", lambda *a, **k: (calls.append(1), eager(*a, **k))[1]
     )
     block, features = inputs()
     expected = outputs(drafter, block, features)

@@ -120,11 +120,14 @@ def test_loss_equals_the_loss_of_decoded_blocks(
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)  # norms compute in fp32
 
 
-def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: PreTrainedModel) -> None:
-    """DFlash2: cross entropy among the row's candidates after the true token, rows without the label left out."""
-    drafter = drafter_of(**SELECTOR)
-    selector: Any = drafter.candidate_selector
-    for parameter in selector.parameters():
+def head_learns(
+    drafter: DFlashDraftModel, target: PreTrainedModel, own: list[torch.nn.Parameter], scores_of: Any, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss with a causal head and without it, after the head's share was compared with a naive one, gradients too.
+
+    `own` are the head's parameters. `scores_of(rows)` gives the head's scores [V] of each of a block's rows.
+    """
+    for parameter in own:
         torch.nn.init.normal_(parameter)
     pair = FrozenTarget(target, drafter)
     found, counts = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.25))(batch_of(EXAMPLE))
@@ -132,25 +135,38 @@ def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: 
 
     expected, num_hits = torch.zeros((), dtype=torch.float64), 0
     for anchor in ANCHORS:
-        for k, (q, _, column, state) in enumerate(decoded_rows(drafter, target, anchor, 0)):
-            ids, label = q.topk(24).indices.tolist(), EXAMPLE.input_ids[column]
-            if label not in ids:
-                continue
-            num_hits += 1
-            before = selector.predecessor_codebook[EXAMPLE.input_ids[column - 1]]
-            projected = selector.hidden_projection.weight @ state.detach()
-            scores = torch.stack(
-                [q[i].detach() + (before * projected * selector.successor_codebook[i]).sum() for i in ids]
-            )
-            expected = expected - 2.718281828459045 ** (-k / 3.0) * scores.log_softmax(0)[ids.index(label)]
+        rows = decoded_rows(drafter, target, anchor, int(drafter.config.sample_from_anchor))
+        assert EXAMPLE.input_ids[rows[0][2] - 1] == EXAMPLE.input_ids[anchor]
+        for k, ((q, _, column, _), scores) in enumerate(zip(rows, scores_of(rows), strict=True)):
+            ids, label = q.topk(top_k).indices.tolist(), EXAMPLE.input_ids[column]
+            if label in ids:  # rows without it are left out
+                num_hits += 1
+                expected = expected - 2.718281828459045 ** (-k / 3.0) * scores[ids].log_softmax(0)[ids.index(label)]
     assert 0 < num_hits < counts.rows.sum()
     assert (found - without).item() == pytest.approx(0.25 * expected.item(), rel=1e-5)
-    own = list(selector.parameters())
-    others = [parameter for name, parameter in drafter.named_parameters() if "candidate_selector" not in name]
-    gradients = torch.autograd.grad(found, own + others)
-    for gradient, other in zip(gradients, torch.autograd.grad(0.25 * expected, own), strict=False):
+    gradients = torch.autograd.grad(found, own, retain_graph=True)
+    for gradient, other in zip(gradients, torch.autograd.grad(0.25 * expected, own), strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
-    for gradient, other in zip(gradients[len(own) :], torch.autograd.grad(without, others), strict=True):
+    return found, without
+
+
+def test_a_selector_learns_beside_the_drafter_and_changes_nothing_in_it(target: PreTrainedModel) -> None:
+    """DFlash2: cross entropy among the row's candidates after the true token, rows without the label left out."""
+    drafter = drafter_of(**SELECTOR)
+    selector: Any = drafter.candidate_selector
+
+    def scores_of(rows: Any) -> list[torch.Tensor]:
+        before = [selector.predecessor_codebook[EXAMPLE.input_ids[column - 1]] for _, _, column, _ in rows]
+        vectors = [
+            one * (selector.hidden_projection.weight @ row[3].detach()) for one, row in zip(before, rows, strict=True)
+        ]
+        return [
+            row[0].detach() + selector.successor_codebook @ vector for row, vector in zip(rows, vectors, strict=True)
+        ]
+
+    found, without = head_learns(drafter, target, list(selector.parameters()), scores_of, 24)
+    others = [parameter for name, parameter in drafter.named_parameters() if "candidate_selector" not in name]
+    for gradient, other in zip(*(torch.autograd.grad(loss, others) for loss in (found, without)), strict=True):
         torch.testing.assert_close(gradient, other)
 
 
@@ -160,36 +176,22 @@ def test_dominos_head_reads_the_true_tokens_from_the_anchor_on(target: PreTraine
     drafter = drafter_of(gru_hidden_dim=6, emb_dim=4, pure_draft_prefix_len=1, sample_from_anchor=from_anchor)
     assert drafter.config.shift_label == from_anchor
     mix, _, table = drafter.embed_proj
-    own = [*drafter.prefix_gru.parameters(), mix.weight, table.weight]
     gru = torch.nn.GRU(drafter.config.hidden_size, 6, bias=False, batch_first=True)
     for name, weight in drafter.prefix_gru.named_parameters():
         gru.register_parameter(name, weight)
-    for parameter in own:
-        torch.nn.init.normal_(parameter)
-    pair = FrozenTarget(target, drafter)
-    found, counts = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.25))(batch_of(EXAMPLE))
-    without, _ = DrafterLoss(pair, TrainingSettings(gamma=3.0, selector_weight=0.0))(batch_of(EXAMPLE))
 
-    expected, num_hits = torch.zeros((), dtype=torch.float64), 0
-    for anchor in ANCHORS:
-        rows = decoded_rows(drafter, target, anchor, int(from_anchor))
+    def scores_of(rows: Any) -> list[torch.Tensor]:
         tokens = torch.tensor([[EXAMPLE.input_ids[column - 1] for _, _, column, _ in rows]])
-        assert tokens[0, 0] == EXAMPLE.input_ids[anchor]
         states = gru(target.get_input_embeddings()(tokens))[0][0]
-        for k, (q, _, column, state) in enumerate(rows):
-            ids, label = q.topk(16).indices.tolist(), EXAMPLE.input_ids[column]
-            if label not in ids:
-                continue
-            num_hits += 1
-            delta = table(torch.nn.functional.silu(mix(torch.cat([state.detach(), states[k]])))) if k else 0.0 * q
-            scores = (q.detach() + delta)[ids]
-            expected = expected - 2.718281828459045 ** (-k / 3.0) * scores.log_softmax(0)[ids.index(label)]
-    assert 0 < num_hits < counts.rows.sum()
-    assert (found - without).item() == pytest.approx(0.25 * expected.item(), rel=1e-5)
-    for gradient, other in zip(
-        torch.autograd.grad(found, own), torch.autograd.grad(0.25 * expected, own), strict=True
-    ):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+        inputs = [torch.cat([row[3].detach(), state]) for row, state in zip(rows, states, strict=True)]
+        deltas = [table(torch.nn.functional.silu(mix(one))) for one in inputs]
+        return [
+            row[0].detach() + (delta if k else 0.0 * delta)
+            for k, (row, delta) in enumerate(zip(rows, deltas, strict=True))
+        ]
+
+    own = [*drafter.prefix_gru.parameters(), mix.weight, table.weight]
+    head_learns(drafter, target, own, scores_of, 16)
 
 
 def test_states_read_before_give_the_same_loss(target: PreTrainedModel) -> None:
@@ -225,9 +227,9 @@ def test_training_takes_an_attention_of_its_own_and_leaves_the_drafters(
 
         return attend
 
-    own = {BLOCKWISE: blockwise_attention, "eager": modeling_dflash.eager_attention_forward}
+    own = {BLOCKWISE: blockwise_attention, "eager": modeling_dflash.qwen3.eager_attention_forward}
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, BLOCKWISE, watched(BLOCKWISE))
-    monkeypatch.setattr(modeling_dflash, "eager_attention_forward", watched("eager"))
+    monkeypatch.setattr(modeling_dflash.qwen3, "eager_attention_forward", watched("eager"))
     loss_of(batch_of(EXAMPLE))
     assert set(seen) == {BLOCKWISE}
     seen.clear()

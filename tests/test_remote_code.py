@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -383,12 +384,27 @@ def test_importing_the_package_leaves_qwen3_alone(target_folder: Path) -> None:
     assert AutoConfig.for_model("qwen3").__class__ is Qwen3Config
 
 
-def test_auto_model_in_a_process_with_the_package(
-    drafter_folder: Path, tiny_target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Promise: both forms at once in one process: the remote class drafts for a target beside the package's own."""
+@pytest.fixture
+def remote_code_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remote code is copied to and imported from a folder of this test's own, and forgotten after it."""
+
+    def imported() -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformers_modules"}
+
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
+    before = imported()
+    for name in before:
+        del sys.modules[name]
+    yield
+    for name in imported():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("remote_code_apart")
+def test_auto_model_in_a_process_with_the_package(drafter_folder: Path, tiny_target: PreTrainedModel) -> None:
+    """Promise: both forms at once in one process: the remote class drafts for a target beside the package's own."""
     remote = AutoModel.from_pretrained(drafter_folder, trust_remote_code=True).eval()
     assert type(remote) is not dflash.DFlashDraftModel
     prompt = make_prompt()

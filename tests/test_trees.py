@@ -39,7 +39,7 @@ MASKED = ("gemma3", "gemma4", "gemma4_shared_kv", "gpt_oss", "mistral", "cohere2
 
 
 def random_distributions(depth: int, width: int, seed: int) -> tuple[list[list[list[float]]], list[list[int]]]:
-    """Log-probabilities of so many positions' tokens, after each one of the position before, and the tokens."""
+    """`log_probs[position][token before][token]` and the ids of `width` tokens at each of `depth` positions."""
     torch.manual_seed(seed)
     log_probs = torch.randn(depth, width, width).double().log_softmax(dim=-1)
     token_ids = torch.stack([torch.randperm(50)[:width] for _ in range(depth)])

@@ -11,7 +11,6 @@ from dflash.model.verification_dflash import (
     UNIFORMS_CHUNK,
     PositionUniforms,
     accept_prefix,
-    choose_greedy,
     choose_sampled,
 )
 
@@ -38,11 +37,6 @@ def test_accept_prefix_equals_a_naive_loop(rows: list[list[tuple[int, int]]]) ->
 def test_accept_prefix_without_proposals_is_zero() -> None:
     """Promise: the prefill is a step without proposals."""
     assert accept_prefix(torch.empty(2, 0, dtype=torch.long), torch.tensor([[3], [4]])).tolist() == [0, 0]
-
-
-def test_choose_greedy_takes_the_first_of_equals() -> None:
-    """Promise: as `argmax` of plain decoding, ties included."""
-    assert choose_greedy(torch.tensor([[[1.0, 2.0, 2.0], [0.0, 0.0, -1.0]]])).tolist() == [[1, 0]]
 
 
 def test_choose_sampled_is_inverse_transform() -> None:

@@ -6,6 +6,7 @@ from dflash.common.lazy import lazy_names
 
 
 if TYPE_CHECKING:
+    from .cards import drafter_card
     from .conversion import convert_checkpoint, export_checkpoint
     from .embedded import (
         DRAFTER_NAME,
@@ -40,6 +41,7 @@ __all__ = [
     "check_replaceable",
     "convert_checkpoint",
     "declared_block_size",
+    "drafter_card",
     "embedded_path",
     "export_checkpoint",
     "export_embedded_pair",

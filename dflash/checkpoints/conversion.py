@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash.common.messages import first_line
-from dflash.model.generation_dflash import write_card
 from dflash.model.modeling_dflash import DFlashDraftModel
 
+from .cards import drafter_card
 from .folders import check_replaceable, save_checkpoint
 from .rules import check
 from .rules.findings import RETRAIN, summary
@@ -75,7 +75,7 @@ def export_checkpoint(
             first, names = failing[0].findings[0], ", ".join(verdict.name for verdict in failing)
             raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {CONVERT}.")
 
-    card = write_card(drafter.config, folder.name, str(target))
+    card = drafter_card(drafter.config, folder.name, str(target))
     return save_checkpoint(drafter, folder, files={"README.md": card}, inspect=refuse_failing)
 
 

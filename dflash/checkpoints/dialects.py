@@ -22,6 +22,8 @@ from transformers.utils import logging
 
 from dflash.model.configuration_dflash import is_number, is_whole_number
 
+from .cards import complete_card  # noqa: F401  the reader's, for uploads
+
 
 logger = logging.get_logger(__name__)
 

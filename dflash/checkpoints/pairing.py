@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from dflash.common.messages import first_line
 
+from .cards import pair_card
 from .conversion import convert_checkpoint
 from .folders import DRAFTERS, written_aside
 from .licences import read_card
-from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, pair_card, working_report
+from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, working_report
 from .rules.checkpoint_files import read_json
 
 

@@ -11,28 +11,12 @@ from typing import Any
 
 from dflash.common.messages import first_line
 
+from .cards import drafter_card, pair_card
 from .folders import FILES
 from .rules import Report, check
 
 
 CARD, DOOR, PAIR = "README.md", "custom_generate/generate.py", "dflash.json"
-
-PAIR_CARD = """---
-library_name: transformers
-{base}pipeline_tag: text-generation
-tags: [dflash, speculative-decoding]
----
-# {title}
-
-{what}: the target's own text, in fewer of its forwards.
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-text_ids = model.generate(input_ids, max_new_tokens=256)  # dflash=False generates without drafts
-```
-"""
 
 # Files of a former checkpoint that would be read with the new one's, were they left in the repository.
 STALE = (
@@ -141,7 +125,7 @@ def plan_publication(
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     from dflash.model.configuration_dflash import DFlashConfig
-    from dflash.model.generation_dflash import custom_generate_source, write_card
+    from dflash.model.generation_dflash import custom_generate_source
 
     folder = Path(folder).expanduser().absolute()
     try:
@@ -180,7 +164,7 @@ def plan_publication(
     if CARD not in files and is_pair:
         written[CARD] = pair_card(repo_id)
     elif CARD not in files:
-        written[CARD] = write_card(DFlashConfig.from_pretrained(folder), repo_id, target)
+        written[CARD] = drafter_card(DFlashConfig.from_pretrained(folder), repo_id, target)
     else:
         text = files[CARD].read().decode()
         renamed = text.replace(f'from_pretrained("{folder.name}"', f'from_pretrained("{repo_id}"')
@@ -200,15 +184,6 @@ def plan_publication(
     made = Publication(repo_id, in_order, tuple(written), tuple(left_out), report, is_pair)
     made.card  # noqa: B018  (refused here rather than by the Hub)
     return made
-
-
-def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter", licence: str = "") -> str:
-    """The README.md of a pair that is loaded by `name`; its two models are ids or folders, `licence` is front matter."""
-    is_id = target is not None and not Path(target).expanduser().is_dir()
-    shown = [f"`{Path(one).name if Path(one).expanduser().is_dir() else one}`" for one in (target or "", drafter)]
-    what = f"{shown[0] if target else 'A target'} with {shown[1] if target else drafter}"
-    base = f"base_model: {target}\n" if is_id else ""
-    return PAIR_CARD.format(base=base + licence, title=name.split("/")[-1], what=what, name=name)
 
 
 def drafter_of(pair: Path) -> str:

@@ -23,10 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # `config._attn_implementation` during a step, in place of "sdpa". The names must not contain "flash": transformers would take
 # them for kernels without masks.
 GROUPED, CHUNK = "step_grouped", "step_chunk"
-
 # Number of keys that flex attention reads or skips together.
 KEY_BLOCK = 128
-
 # Up to this number of keys, flex attention runs as one kernel per layer. Its default for few queries divides the keys among
 # more processors and launches four kernels, which write partial sums in float32.
 MOST_KEYS_UNDIVIDED = 4096
@@ -107,13 +105,16 @@ def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, dev
 
 def step_mask(
     predicate: Predicate,
-    starts: torch.Tensor,  # [B] keys before the first query
+    starts: torch.Tensor,
     width: int,
     num_keys: int,
     window: int | None,
     dtype: torch.dtype | None,
 ) -> Any:
-    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as a block mask of flex attention."""
+    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as a block mask of flex attention.
+
+    starts [B] are the numbers of keys before the first query.
+    """
     if dtype is not None:
         return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
     indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)

@@ -34,7 +34,6 @@ class PreallocatedLayer(CacheLayerMixin):
 
     keys: torch.Tensor
     values: torch.Tensor
-    is_croppable = True
 
     def __init__(self, capacity: int, num_sequences: int | None = None) -> None:
         super().__init__()
@@ -93,14 +92,6 @@ class PreallocatedLayer(CacheLayerMixin):
                 self.keys = functional.pad(self.keys, (0, 0, 0, added))
                 self.values = functional.pad(self.values, (0, 0, 0, added))
             self.capacity += added
-
-    def crop(self, max_length: int) -> None:
-        """Keeps `max_length` positions or, if negative, drops that many; 0 changes nothing (the API of transformers)."""
-        self.length = min(self.length, max_length) if max_length > 0 else max(0, self.length + max_length)
-
-    def reset(self) -> None:
-        """Empties the layer; the storage stays allocated."""
-        self.length, self.slots = 0, None
 
     def get_seq_length(self, *args: Any) -> int:
         """Number of positions in use."""
@@ -270,8 +261,8 @@ class PreallocatedCache(Cache):
         return slots
 
     def place(self, slots: torch.Tensor, num_keys: int) -> None:
-        """Sets the slots [B, S] and the number of keys of the next forward. Lengths do not change until `advance`."""
-        for layer in self._storage():
+        """Sets the slots [B, S] and the number of keys of a ragged cache's next forward. Lengths do not change."""
+        for layer in self._storage() if self.is_ragged else ():
             layer.slots, layer.length = slots, num_keys - slots.shape[1]
 
     def advance(self, counts: Sequence[int]) -> None:

@@ -17,24 +17,20 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 # Engines read these at the top level or in `dflash_config`.
 DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
-
 # Written in both, too, unless they have the value given here, which means "absent".
 OPTIONAL_FIELDS: dict[str, Any] = {
     "sample_from_anchor": False,
     **dict.fromkeys(("draft_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
-    "projector_type": None,
-    "gru_hidden_dim": None,
-    "emb_dim": None,
+    **dict.fromkeys(("projector_type", "gru_hidden_dim", "emb_dim")),
     "pure_draft_prefix_len": 0,
     "shift_label": False,
 }
-
 PAIRED_FIELDS = (
-    *(("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"), ("gru_hidden_dim", "emb_dim")),
-    ("projector_type", "gru_hidden_dim"),
+    ("conv_kernel_size", "conv_group_size"),
+    ("selector_rank", "selector_top_k"),
+    ("gru_hidden_dim", "emb_dim"),
 )
-
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
 # unless they have one of the values given here, which mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -43,7 +39,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_sink_bias", "enable_confidence_head"), (None, False)),
     "markov_rank": (None, 0),
 }
-
 # Fields of other tools' formats, which have no meaning in this one.
 DIALECT_FIELDS = ("use_swa", "swa_window_size", "transformer_layer_config", "aux_hidden_state_layer_ids")
 
@@ -76,12 +71,12 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[
 # For each field: whether a value is valid, and what is wrong with another one.
 _WHOLE = (is_whole_number, "not a whole number: write it without quotes")
 _COUNT = (lambda value: is_whole_number(value) and value > 0, "not a whole number above 0: leave it out for none")
+_FLAG = (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes")
 _NUMBER = (is_number, "not a number: write it without quotes, or leave it out")
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers"), _WHOLE),
     "pure_draft_prefix_len": (lambda value: is_whole_number(value) and value >= 0, "not a whole number from 0 on"),
-    "shift_label": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
-    "is_causal": (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes"),
+    **dict.fromkeys(("shift_label", "is_causal"), _FLAG),
     "target_layer_ids": (lambda ids: all(map(is_whole_number, ids)), "not a list of layer numbers, as [1, 9]"),
     **dict.fromkeys(("conv_kernel_size", "conv_group_size"), _COUNT),
     **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size", "gru_hidden_dim", "emb_dim"), _COUNT),
@@ -241,8 +236,7 @@ class DFlashConfig(Qwen3Config):
             if depth is not None and ids[-1] >= depth - 1:
                 raise ValueError(f"target_layer_ids={ids} reaches the last of {depth} layers: use up to {depth - 2}.")
         self._check_variants()
-        unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
-        if unknown:
+        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
             raise ValueError(f"layer_types holds {sorted(unknown)}: only full_attention and sliding_attention exist.")
         window = self.sliding_window
         if "sliding_attention" in self.layer_types and not (is_whole_number(window) and window > 0):
@@ -255,12 +249,13 @@ class DFlashConfig(Qwen3Config):
             values = getattr(self, one), getattr(self, other)
             if (values[0] is None) != (values[1] is None):
                 raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")
-        if self.shift_label and self.gru_hidden_dim is None:
-            raise ValueError("shift_label=True is not supported without Domino's head: use an engine that reads it.")
-        if self.selector_rank is not None and self.gru_hidden_dim is not None:
-            raise ValueError(
-                f"selector_rank={self.selector_rank} and gru_hidden_dim={self.gru_hidden_dim}: use one of both."
-            )
+        rank, state_size = self.selector_rank, self.gru_hidden_dim
+        for name in ("projector_type", "shift_label"):
+            if getattr(self, name) and state_size is None:
+                given = f"{name}={getattr(self, name)} and gru_hidden_dim=None"
+                raise ValueError(f"{given}: only Domino's head has this field, so give both or neither.")
+        if rank is not None and state_size is not None:
+            raise ValueError(f"selector_rank={rank} and gru_hidden_dim={state_size}: use one of both.")
         size = self.conv_group_size
         if size is not None and self.hidden_size % size:
             raise ValueError(f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: correct one.")
@@ -305,8 +300,7 @@ class DFlashConfig(Qwen3Config):
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds: the fields that are not transformers' defaults, with dtype in both spellings."""
         fields = super().to_diff_dict()
-        dtype = fields.get("dtype") or fields.get("torch_dtype")
-        if dtype is not None:
+        if (dtype := fields.get("dtype") or fields.get("torch_dtype")) is not None:
             fields["dtype"] = fields["torch_dtype"] = dtype
         return fields
 

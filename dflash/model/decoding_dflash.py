@@ -370,13 +370,12 @@ class Proposer:
     def _grow(self, proposing: torch.Tensor, anchors: torch.Tensor) -> DraftTree:
         """The tree of a single sequence's hidden states [1, n, D], grown on the host."""
         drafter: Any = self.pair.drafter
-        most = min(self._num_nodes, TREE_BRANCHES)
-        pair, temperature = self.pair, self.request.temperature
-        found = drafter.branches(proposing, anchors, pair.head, temperature, most, pair.embed)
+        pair, most = self.pair, min(self._num_nodes, TREE_BRANCHES)
+        found = drafter.branches(proposing, anchors, pair.head, self.request.temperature, most, pair.embed)
         log_probs, token_ids = (part.double() for part in found)
         numbers = to_host(torch.cat([log_probs, token_ids[:, None]], dim=1))()  # in one copy, [n, K + 1, K]
         if any(value != value for of_position in numbers for value in of_position[0]):
-            raise _broken(self.pair, "drafter")
+            raise _broken(pair, "drafter")
         ids = [list(map(int, of_position.pop())) for of_position in numbers]
         return DraftTree.grown(numbers, ids, self._num_nodes)
 
@@ -409,8 +408,7 @@ class Proposer:
             read = context()
             hidden_states = pair.draft(anchors, read, draft_cache, block_size)
             draft_cache.rollback(read.num_real)
-            options: dict[str, Any] = {"embed": pair.embed, "with_confidences": True}
-            proposals = drafter.propose(hidden_states[:, self._proposing], anchors, pair.head, **options)
+            proposals = drafter.propose(hidden_states[:, self._proposing], anchors, pair.head, None, True, pair.embed)
             return proposals.token_ids if proposals.confidences is None else proposals.confidences
 
         def whole() -> torch.Tensor:

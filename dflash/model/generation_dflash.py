@@ -7,7 +7,6 @@ The target's own `generate` prepares the generation config, logits processors an
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -34,26 +33,21 @@ logger = logging.get_logger(__name__)
 
 # Token ids [B, S], a tokenizer's output, or a list: the ids of one prompt, or of several.
 Prompts = torch.Tensor | Mapping[str, Any] | list[Any]
-
 # Multimodal targets whose text after an image is known to be exact, by model_type.
 IMAGE_FAMILIES = {"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
-
 # Inputs that `generate` prepares for the forward of any model.
 PREPARED = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
-
 # Logits processors of transformers that keep a state.
 STATEFUL_PROCESSORS = {
     *("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     *("WhisperTimeStampLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor"),
 }
-
 # Arguments of `generate` that belong to other ways of decoding, or to the target's forward.
 NO_MEANING_HERE = (
     *("assistant_early_exit", "assistant_model", "assistant_tokenizer", "cache_implementation", "cache_position"),
     *("custom_generate", "inputs_embeds", "logits_to_keep", "negative_prompt_attention_mask", "negative_prompt_ids"),
     *("past_key_values", "position_ids", "speculation_type", "synced_gpus", "use_mtp"),
 )
-
 # Fields of a generation config that select another way of decoding or another output, and their neutral values.
 OTHER_DECODING = (
     *(("num_beams", 1), ("penalty_alpha", None), ("dola_layers", None), ("force_words_ids", None)),
@@ -73,8 +67,9 @@ def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
 
 # For each setting: whether a value is valid, and the remedy.
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
-    "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
+    **dict.fromkeys(
+        ("max_new_tokens", "max_length"), (_whole(1), "ask for at least one new token, as a whole number")
+    ),
     "temperature": (
         lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
         f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
@@ -121,8 +116,7 @@ def _check_masks(request: Request) -> None:
             given = f"The {name}'s attn_implementation={attention_of(model)!r}"
             raise InexactError(f"{given} takes no 4-D mask, which {why} need: {remedy}.")
     types = set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or ())
-    others = types - {"full_attention", "sliding_attention", *LINEAR_TYPES}
-    if others:
+    if others := types - {"full_attention", "sliding_attention", *LINEAR_TYPES}:
         given = f"{type(target).__name__} has layers of type {', '.join(sorted(others))}"
         raise InexactError(f"{given}, which take no masks for {why}: pass one prompt at a time, and no draft_tree.")
 
@@ -284,12 +278,9 @@ def _check_specials(target: PreTrainedModel, prompt_ids: torch.Tensor, mask: Any
             given = f"Prompt {index} holds the pad id {pad} at column {column} and no attention_mask was given"
             remedy = "pass attention_mask (all ones if it is a token like others)"
             raise InexactError(f"{given}, so generate would mask that token: {remedy}.")
-    ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
-    if ended:
-        logger.warning(
-            f"Prompt {ended[0]} already ends in the stop token {int(prompt_ids[ended[0], -1])}: the text continues after it, as "
-            "in generate. Did the tokenizer append it?"
-        )
+    if ended := torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist():
+        given = f"Prompt {ended[0]} already ends in the stop token {int(prompt_ids[ended[0], -1])}"
+        logger.warning(f"{given}: the text continues after it, as in generate. Did the tokenizer append it?")
 
 
 def _check_prepared(config: Any, request: Request) -> None:
@@ -409,13 +400,11 @@ def generate_blocks(
             - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
-            - **draft_window** (`(int, int)`): How many of the first and of the newest tokens a drafter with full attention
-              reads (up to an eighth more). It keeps no other keys, and a conversation keeps its window. Default: that in the
-              drafter's config, or all tokens.
+            - **draft_window** (`(int, int)`): How many of the first and of the newest tokens (up to an eighth more) a drafter
+              with full attention reads, and keeps keys of. Default: that in the drafter's config, or all tokens.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
-              to minutes; `False` never does. "auto" compiles once eager steps have lost as much time as that takes, and a
-              further kind of step, such as one of two prompts, once those of its kind have (on a GPU at once).
-              What cannot be compiled runs eagerly, and one warning gives the reason.
+              to minutes; `False` never does. "auto" compiles a kind of step, such as one of two prompts, once eager ones
+              have lost as much time as that takes. What cannot be compiled runs eagerly, and one warning gives the reason.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. After the last tokens, or those and the first that the drafter proposes, what followed them earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 10) of them have to match. 0 looks nothing up.
@@ -445,7 +434,6 @@ def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_i
     check_pair(target, drafter)
     prompt_ids, attention_mask = read_prompt(input_ids, asked.pop("attention_mask", None), target)
     _check_request(target, prompt_ids, attention_mask, asked)
-
     temperature, do_sample = asked.pop("temperature", None), asked.pop("do_sample", None)
     if temperature is not None:
         do_sample = temperature > 0 if do_sample is None else do_sample
@@ -453,8 +441,7 @@ def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_i
         asked.update({"temperature": temperature} if temperature else dict.fromkeys(("temperature", "top_p", "top_k")))
     if do_sample is not None:
         asked["do_sample"] = do_sample
-    stop_token_ids = asked.pop("stop_token_ids", None)
-    if stop_token_ids is not None:
+    if (stop_token_ids := asked.pop("stop_token_ids", None)) is not None:
         asked["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # no token stops the text
     criteria = StoppingCriteriaList(asked.pop("stopping_criteria", None) or ())
     # Made here, because `generate` does not pass the tokenizer to a custom loop. One criterion for each string, because one
@@ -552,21 +539,13 @@ def custom_generate(
     generation_config: Any,
     **asked: Any,
 ) -> torch.Tensor | DFlashOutput | Iterator[Block]:
-    """The decoding loop for the target's own `generate`. The output is the same as that of [`spec_generate`].
+    """The decoding loop for the target's own `generate`. Output and errors are those of [`spec_generate`].
 
     `generate` does not pass on `streamer`, `generator`, `tokenizer` and `stop_strings`: use `token_streamer` and
     `uniforms_generator`, and [`spec_generate`] for stop strings.
 
-    Args:
-        target: The model whose `generate` calls this function and passes the following four arguments.
-        input_ids: The prompts, of shape `(B, S)`.
-        logits_processor: As prepared.
-        stopping_criteria: As prepared.
-        generation_config: As prepared.
-        asked: The keywords of a [`Request`], of which `drafter` is required, and the prepared inputs of the target's forward.
-
-    Returns:
-        As [`spec_generate`], which also documents the errors.
+    `generate` passes itself and what it has prepared: prompts [B, S], processors, criteria, its config, and in `asked` the
+    keywords of a [`Request`], of which `drafter` is required, and the inputs of the target's forward.
 
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
@@ -604,10 +583,8 @@ def _guarded(blocks: Iterator[Block], request: Request, conversation: Conversati
         has_failed = True
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        raise torch.OutOfMemoryError(
-            f"Out of memory ({str(error).splitlines()[0]}): lower prefill_chunk_size for a long prompt, the number of prompts, "
-            "max_new_tokens, or draft_tree."
-        ) from error
+        remedy = "lower prefill_chunk_size for a long prompt, the number of prompts, max_new_tokens, or draft_tree"
+        raise torch.OutOfMemoryError(f"Out of memory ({str(error).splitlines()[0]}): {remedy}.") from error
     finally:
         if has_failed or request.conversation is None:
             conversation.close(has_failed)
@@ -626,7 +603,6 @@ def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlash
                 streamer.put(torch.tensor([token_id]))
     if streamer is not None:
         streamer.end()
-
     new_ids = [torch.tensor([token_id for block in one for token_id in block.token_ids]) for one in of_sequences]
     pad_token = getattr(request.config, "_pad_token_tensor", None)
     pad_token_id = 0 if pad_token is None else int(pad_token)  # without one all sequences stop together
@@ -666,47 +642,9 @@ def custom_generate_source() -> str:
     return f"from typing import Any\n\n\n{inspect.getsource(generate)}"
 
 
-def write_custom_generate(folder: str | os.PathLike[str]) -> None:
+def write_custom_generate(folder: str | Path) -> None:
     """Puts `custom_generate/generate.py` into `folder`, where `target.generate(custom_generate=…)` looks for it."""
     path = Path(folder, "custom_generate", "generate.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # transformers uploads only files that are new
     path.write_text(custom_generate_source(), encoding="utf-8")
-
-
-# Title of the card that transformers writes for a repository without one.
-BLANK = "# Model Card for Model ID"
-
-CARD = """---
-library_name: transformers
-{base}pipeline_tag: text-generation
-tags: [dflash, speculative-decoding]
----
-# {title}
-
-A DFlash drafter{whose}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers \
-{config.target_layer_ids}, mask token {config.mask_token_id}.
-
-```python
-from transformers import AutoModel
-
-drafter = AutoModel.from_pretrained("{name}", trust_remote_code=True, dtype="auto")
-text = drafter.spec_generate(input_ids, target=target, max_new_tokens=256)
-```
-"""
-
-
-def write_card(config: Any, name: str, target: str | None = None) -> str:
-    """The README.md of a drafter that is loaded by `name`; `target` is its target's id on the Hub or a folder."""
-    is_id = target is not None and not os.path.isdir(target)
-    of_target = "" if target is None else f" for `{target if is_id else os.path.basename(os.path.normpath(target))}`"
-    base = f"base_model: {target}\n" if is_id else ""
-    return CARD.format(base=base, title=name.split("/")[-1], whose=of_target, config=config, name=name)
-
-
-def complete_upload(folder: str | os.PathLike[str], config: Any, name: str) -> None:
-    """Writes `custom_generate/generate.py`, and README.md where transformers wrote a blank card."""
-    write_custom_generate(folder)
-    card = Path(folder, "README.md")
-    if BLANK in card.read_text(encoding="utf-8"):
-        card.write_text(write_card(config, name), encoding="utf-8")

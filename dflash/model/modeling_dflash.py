@@ -19,20 +19,13 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
 from .configuration_dflash import DFlashConfig
 
 
-class DFlashAttn(Qwen3Attention):
+class DFlashAttn(qwen3.Qwen3Attention):
     """Attention of the block over [context, block]. Context positions enter only as keys and values."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
@@ -61,7 +54,7 @@ class DFlashAttn(Qwen3Attention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get(implementation, qwen3.eager_attention_forward)
         if implementation == "sdpa" and past_key_values is not None:  # one block after its cached context
             attend = grouped_attention
         if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
@@ -87,7 +80,7 @@ class DFlashAttn(Qwen3Attention):
         """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
         heads = norm(projected.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)  # [B, 1, S, E]
-        return heads * cos + rotate_half(heads) * sin
+        return heads * cos + qwen3.rotate_half(heads) * sin
 
     def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
         """The additive mask of a block after its context, within a 2-D `attention_mask` of its last keys; a 4-D one stays."""
@@ -143,9 +136,9 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.attention_conv = GroupedDynamicCausalConv(config) if has_conv else None
         self.mlp_conv = GroupedDynamicCausalConv(config) if has_conv else None
         self.self_attn = DFlashAttn(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = qwen3.Qwen3MLP(config)
+        self.input_layernorm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
         """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
@@ -279,12 +272,13 @@ class DFlashDraftModel(PreTrainedModel):
             if getattr(config, name) is None:
                 raise ValueError(f"The drafter's config holds no {name}: write that of its training run.")
         self.fc = nn.Linear(len(config.target_layer_ids or ()) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.norm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
-        self.prefix_gru = self.embed_proj = None  # of Domino's head
+        self.prefix_gru: Any = None  # with the next one Domino's head
+        self.embed_proj: Any = None
         if config.gru_hidden_dim is not None and config.emb_dim is not None:
             self.prefix_gru = PrefixGRU(config.hidden_size, config.gru_hidden_dim)
             mix = nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False)
@@ -305,11 +299,8 @@ class DFlashDraftModel(PreTrainedModel):
         if isinstance(module, GroupedDynamicCausalConv):
             module.base_kernel.zero_()[:, 0] = 1.0
             module.kernel_projection.weight.zero_()
-        if isinstance(module, CandidateSelector):
-            for codebook in (module.predecessor_codebook, module.successor_codebook):
-                codebook.normal_(std=self.config.initializer_range)
-        if isinstance(module, PrefixGRU):
-            for weight in module.parameters():
+        if isinstance(module, (CandidateSelector, PrefixGRU)):
+            for weight in module.parameters(recurse=False):
                 weight.normal_(std=self.config.initializer_range)
 
     def forward(
@@ -404,8 +395,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def embed(self, token_ids: torch.Tensor, embedding: nn.Module) -> torch.Tensor:
         """Embeddings [..., D] of token_ids [...] by the target's `embedding`, scaled if the config says so."""
-        scale = self.config.input_embedding_scale
-        if scale is None:
+        if (scale := self.config.input_embedding_scale) is None:
             return embedding(token_ids)
         return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
 
@@ -416,8 +406,7 @@ class DFlashDraftModel(PreTrainedModel):
         logits = head(hidden_states) if self.lm_head is None else self.lm_head(hidden_states)
         if self.config.output_multiplier is not None:
             logits = logits * self.config.output_multiplier
-        if self.config.final_logit_softcapping is not None:
-            cap = self.config.final_logit_softcapping
+        if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
         if self.d2t is None:
             return logits
@@ -427,36 +416,24 @@ class DFlashDraftModel(PreTrainedModel):
 
     def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
         """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
+        config: Any = self.config
         if (selector := self.candidate_selector) is not None:
-            predecessors, rows = selector.predecessor_codebook, selector.successor_codebook
-            top_k: Any = self.config.selector_top_k
-            return CausalHead(
-                rows,
-                top_k,
-                rows.shape[1],
-                selector.hidden_projection,
-                lambda previous, _: predecessors[previous],
-                torch.mul,
-            )
-        if (gru := self.prefix_gru) is None or self.embed_proj is None:
+            before, rows = selector.predecessor_codebook, selector.successor_codebook
+            parts: Any = (selector.hidden_projection, lambda token_ids, _: before[token_ids], torch.mul)
+            return CausalHead(rows, config.selector_top_k, config.selector_rank, *parts)
+        if self.embed_proj is None:
             return None
         if embed is None:
             raise ValueError("Domino's head reads the tokens chosen before: pass the target's embedding as `embed`.")
-        weights: Any = (
-            self.embed_proj[0].weight,
-            self.embed_proj[2].weight,
-        )  # as they are, changed in low rank or not
-        (mix, table), state_size = weights, int(self.config.gru_hidden_dim or 0)
-        of_hidden, of_state = mix.split([self.config.hidden_size, state_size], dim=1)
-        return CausalHead(
-            table,
-            min(DOMINO_TOP_K, len(table)),
-            state_size,
+        gru, mix, rows = self.prefix_gru, self.embed_proj[0].weight, self.embed_proj[2].weight
+        of_hidden, of_state = mix.split([config.hidden_size, config.gru_hidden_dim], dim=1)
+        parts = (
             lambda hidden_states: F.linear(hidden_states, of_hidden),
-            lambda previous, state: gru(embed(previous).to(state), state),
+            lambda token_ids, state: gru(embed(token_ids).to(state), state),
             lambda features, state: F.silu(features + F.linear(state, of_state)),
-            self.config.pure_draft_prefix_len,
+            config.pure_draft_prefix_len,
         )
+        return CausalHead(rows, min(DOMINO_TOP_K, len(rows)), config.gru_hidden_dim, *parts)
 
     @torch.no_grad()
     def propose(
@@ -504,23 +481,23 @@ class DFlashDraftModel(PreTrainedModel):
     @torch.no_grad()
     def branches(
         self,
-        hidden_states: torch.Tensor,  # [1, n, D]
-        anchors: torch.Tensor,  # [1, 1]
-        head: Callable[[torch.Tensor], torch.Tensor],
+        hidden_states: torch.Tensor,
+        anchors: torch.Tensor,
+        head: Any,
         temperature: float,
         most: int,
-        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        embed: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probabilities [n, K, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
 
-        A causal head's are those of its candidates. Without one they are the `most` probable tokens, whatever precedes them.
+        Of hidden_states [1, n, D] after anchors [1, 1]; `head` and `embed` as in `propose`. A causal head's are those of its
+        candidates. Without one they are the `most` probable tokens, whatever precedes them.
         """
         logits = self.compute_logits(hidden_states, head)  # too large for a float32 copy
         if (causal_head := self.causal_head(embed)) is not None:
             scores, token_ids = causal_head.after_each(hidden_states, logits, anchors)
             return (scores.float() / temperature).log_softmax(dim=-1), token_ids
-        logits = logits[0]  # [n, V]
-        values, token_ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
+        values, token_ids = (logits := logits[0]).topk(min(most, logits.shape[-1]), dim=-1)  # [n, K]
         total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
         best = (values - values[:, :1]).float() / temperature - total.log()
         return best[:, None].expand(-1, token_ids.shape[-1], -1), token_ids
@@ -537,10 +514,12 @@ class DFlashDraftModel(PreTrainedModel):
         return spec_generate(self, target, input_ids, **kwargs)
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Adds a card and `custom_generate/generate.py` to the upload of `push_to_hub`."""
-        from .generation_dflash import complete_upload
+        """Adds `custom_generate/generate.py`, and beside the package a card, to the upload of `push_to_hub`."""
+        from .generation_dflash import write_custom_generate
 
-        complete_upload(working_dir, self.config, repo_id)
+        write_custom_generate(working_dir)
+        if self.config.reader is not None:
+            self.config.reader.complete_card(working_dir, self.config, repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     @classmethod
@@ -556,12 +535,11 @@ class DFlashDraftModel(PreTrainedModel):
         if not kwargs.get("weights_only"):
             kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # listed and refused below
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # listed and refused below
         if cls.config_class.reader is not None:
             cls.config_class.reader.check_folder(name, kwargs.get("subfolder") or "", kwargs.get("weights_only"))
             kwargs.setdefault("key_mapping", dict(cls.config_class.reader.TENSOR_NAMES))
         try:
-            kwargs["output_loading_info"] = True
             loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except Exception as error:
             kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
@@ -575,14 +553,11 @@ class DFlashDraftModel(PreTrainedModel):
         if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
             kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
             model._weight_conversions = kept
-        keys = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
-        if keys:
+        if keys := [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]:
             named = ((key, sorted(map(str, info[key]))) for key in keys)
             listed = "; ".join(f"{len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in named)
-            given = f"{name} does not fill a DFlash drafter exactly ({listed})"
-            raise ValueError(
-                f"{given}: it is another kind of checkpoint, or its config.json is not that of its weights."
-            )
+            remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"
+            raise ValueError(f"{name} does not fill a DFlash drafter exactly ({listed}): {remedy}.")
         return (model, info) if wants_info else model
 
 

@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -85,29 +85,23 @@ class DraftTree:
 
         `log_probs[p][i][j]` is of token j of position p after token i of the position before; after the anchor, i is 0.
         """
-        tree, frontier = cls([], [], []), list[tuple[float, float, int, int, int, int]]()
+        tree = cls([], [], [])
+        # Negative log-probability of a path, its parent's column, and position and index of its last token.
+        frontier: list[tuple[float, int, int, int]] = []
 
-        @cache
-        def best_first(position: int, before: int) -> list[int]:
-            return sorted(range(len(token_ids[position])), key=lambda token: -log_probs[position][before][token])
+        def push(cost: float, parent: int, position: int, before: int) -> None:
+            for token, log_prob in enumerate(log_probs[position][before] if position < len(log_probs) else ()):
+                heapq.heappush(frontier, (cost - log_prob, parent, position, token))
 
-        def push(cost_of_parent: float, parent: int, position: int, before: int, rank: int) -> None:
-            if position < len(log_probs) and rank < len(token_ids[position]):
-                log_prob = log_probs[position][before][best_first(position, before)[rank]]
-                heapq.heappush(frontier, (cost_of_parent - log_prob, cost_of_parent, parent, position, before, rank))
-
-        push(0.0, 0, 0, 0, 0)
+        push(0.0, 0, 0, 0)
         while frontier and len(tree.token_ids) < budget:
-            # Negative log-probability of the path and of its parent's path, the parent's column, and the token's place.
-            cost, cost_of_parent, parent, position, before, rank = heapq.heappop(frontier)
+            cost, parent, position, token = heapq.heappop(frontier)
             if cost == math.inf:  # outside the drafter's vocabulary
                 break
-            token = best_first(position, before)[rank]
             tree.token_ids.append(token_ids[position][token])
             tree.parents.append(parent)
             tree.probabilities.append(math.exp(-cost))
-            push(cost_of_parent, parent, position, before, rank + 1)
-            push(cost, len(tree.token_ids), position + 1, token, 0)
+            push(cost, len(tree.token_ids), position + 1, token)
         return tree
 
     def first(self, count: int) -> DraftTree:
@@ -182,8 +176,7 @@ class PromptLookup:
         prompt_ids, new_ids = sequence.prompt_ids, sequence.new_ids
         text += new_ids[num_read - len(prompt_ids) :] if text else prompt_ids.tolist() + new_ids
         for end in range(max(num_read, size), len(text) + 1):
-            begins = self._begins.setdefault(tuple(text[end - size : end]), [])
-            if begins:
+            if begins := self._begins.setdefault(tuple(text[end - size : end]), []):
                 self._repeated = end
             if end < len(text):
                 begins.append(end)
@@ -193,8 +186,7 @@ class PromptLookup:
         """The number of drafted tokens to keep, and what is found after them; `None`: nothing after any of them."""
         text = [*self._text[-LONGEST_MATCH:], *drafted]
         for count in range(min(len(drafted), self.num_tokens - 1) + 1):
-            begin = self._find(text[: len(text) - len(drafted) + count])
-            if begin is not None:
+            if (begin := self._find(text[: len(text) - len(drafted) + count])) is not None:
                 self._first = count
                 found = [*self._text[begin : begin + self.num_tokens], *drafted[:count]]
                 return count, [found[i % len(found)] for i in range(self.num_tokens - count)]
@@ -287,8 +279,7 @@ class LatencyCurve:
         if is_tree and self.tree_ms is None:
             raise ValueError("The latency curve was measured without draft_tree: measure it with draft_tree=True.")
         here = machine(target, drafter)
-        others = [name for name, value in here.items() if self.machine.get(name) != value]
-        if others:
+        if others := [name for name, value in here.items() if self.machine.get(name) != value]:
             said = ", ".join(f"{name} {self.machine.get(name)!r} and not {here[name]!r}" for name in others)
             raise ValueError(f"The latency curve was measured elsewhere ({said}): measure it here.")
 

@@ -42,36 +42,28 @@ from .cache_dflash import (
     to_device,
 )
 from .proposals_dflash import DraftTree, clock
-from .verification_dflash import Sampler, Verdict, choose_greedy, verify_match
+from .verification_dflash import Sampler, Verdict, verify_match
 
 
 logger = logging.get_logger(__name__)
 
 BACKEND = "inductor"  # of torch.compile
-
 # Kinds of device that compute while the host continues: few shapes, and steps launched before the last one is read.
 ASYNCHRONOUS = ("cuda",)
-
 FLEX_DEVICES = ("cuda",)  # kinds of device whose compiled steps use flex attention
-
 # Numbers of sequences and columns of compiled steps on such devices, rounded up. Capacities double from the smallest.
 SEQUENCE_CLASSES = (1, 2, 4, 8, 16)
 WIDTH_CLASSES = (1, 4, 8, 16, 32, 64)
 SMALLEST_CAPACITY = 2048
-
 # Largest difference between outputs of compiled and eager forwards, relative to the largest output.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 5e-2
-
 # Calls of a compiled function that are compared with eager: the first, and on CUDA the first replay of its graph.
 COMPARED_CALLS = (1, 3)
-
 # Assumed until a compilation was measured here: its seconds, and the share of an eager step's time that it saves.
 EXPECTED_SECONDS, EXPECTED_SHARE = 60.0, 0.3
-
 # Options of Inductor for CUDA: record graphs, fuse whenever it saves memory traffic, combine small independent kernels.
 CUDA_OPTIONS = {"triton.cudagraphs": True, "score_fusion_memory_threshold": 1, "combo_kernels": True}
-
 # Names of the compiler's guards on the models: their modules, attributes and weights.
 _OF_MODELS = re.compile(r"\b(models|target|drafter|layout)\b")
 
@@ -316,18 +308,16 @@ def whole_step(
     hidden_states = draft_lent(drafter, target, shape.block_size, state, storages[1])
     first = 0 if drafter.config.sample_from_anchor else 1
     proposing = slice(first, first + shape.num_proposals)
+    embed = partial(drafter.embed, embedding=target.get_input_embeddings())
     # The head runs on the whole block: with 15 positions Inductor would also benchmark padded products.
     proposals = drafter.propose(
-        hidden_states[:, proposing],
-        state.anchors,
-        lambda _: head(target, hidden_states)[:, proposing],
-        embed=lambda token_ids: drafter.embed(token_ids, target.get_input_embeddings()),
+        hidden_states[:, proposing], state.anchors, lambda _: head(target, hidden_states)[:, proposing], embed=embed
     )
     if compared is not None:
         proposals = replace(proposals, token_ids=compared[2])
     verified_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     logits, features = verify_lent(target, layout, verified_ids, state.starts, storages[0])
-    choices = choose_greedy(logits) if drawn is None else Sampler(drawn[1], shape.num_candidates)(logits, drawn[0])
+    choices = logits.argmax(dim=-1) if drawn is None else Sampler(drawn[1], shape.num_candidates)(logits, drawn[0])
     of_choices = logits.gather(-1, (choices if compared is None else compared[1])[..., None]).squeeze(-1)
     verdict = verify_match(proposals, choices, of_choices if drawn is None else logits.amax(dim=-1))
     return verdict.num_accepted, choices, proposals.token_ids, hidden_states, features.to(drafter.dtype), of_choices
@@ -442,8 +432,7 @@ class CompiledPair:
         size = next(size for size in SEQUENCE_CLASSES if size >= num_sequences)
         room = max(SMALLEST_CAPACITY, 1 << (capacity - 1).bit_length())
         with self.lock:
-            shelf = self._shelf.setdefault((size, room), [])
-            if not shelf:
+            if not (shelf := self._shelf.setdefault((size, room), [])):
                 draft_cache = PreallocatedCache(pair.drafter.config.num_hidden_layers, room, num_sequences, size)
                 shelf.append(Loan(size, room, pair.new_cache(room, num_sequences, size), draft_cache, shelf))
             loan = shelf.pop()
@@ -596,9 +585,7 @@ class Pair:
         embed: Any = self.drafter.embed  # may scale them
         embedding = self.target.get_input_embeddings()
         device = embedding.get_parameter("weight").device
-        token_ids = (
-            token_ids if device.type == "meta" else token_ids.to(device)
-        )  # "meta": accelerate fetches it, and moves the ids
+        token_ids = token_ids if device.type == "meta" else token_ids.to(device)  # "meta": accelerate moves them
         return embed(token_ids, embedding).to(self.drafter.device)
 
     def forward(
@@ -649,16 +636,17 @@ class Pair:
         if self.compiled is not None:
             with suppress(NotCompiledError):
                 return self._verify_compiled(self.compiled, token_ids, cache, tree)
-        (num_sequences, width), device = token_ids.shape, token_ids.device
+        width, device = token_ids.shape[1], token_ids.device
         ancestors, depths = _tree_tensors(tree, width, device) if tree else (None, torch.arange(width, device=device))
         positions = to_device(torch.tensor(cache.lengths), device)[:, None] + depths
-        place = Place(positions, cache, max(cache.lengths) + width, ancestors)
-        if cache.is_ragged:
-            cache.place(positions, place.num_keys)
+        place, ends = (
+            Place(positions, cache, max(cache.lengths) + width, ancestors),
+            [n + width for n in cache.lengths],
+        )
+        cache.place(positions, place.num_keys)
         with cache.recording(width, tree), step_attention(self.target):
             logits, features = verify(self.target, self.layout, token_ids, place)
-        if cache.is_ragged:
-            cache.advance([width] * num_sequences)
+        cache.set_lengths(ends)
         return logits, features.to(self.drafter.device, self.drafter.dtype)
 
     def _verify_compiled(
@@ -701,8 +689,7 @@ class Pair:
         slots = block_slots(lengths, counts, features.shape[1], block_size)
         place = Place(cache.positions(slots), cache, max(cache.lengths) + slots.shape[1])
         ends = [held + new for held, new in zip(cache.lengths, context.num_real, strict=True)]
-        if cache.is_ragged:
-            cache.place(slots, place.num_keys)
+        cache.place(slots, place.num_keys)
         block_starts = lengths + counts if cache.is_ragged else None  # the drafter takes the mask from its cache
         hidden_states = draft(self.drafter, noise_embeds, features, block_starts, place)
         cache.set_lengths(ends)
@@ -730,11 +717,10 @@ class Pair:
         columns = torch.arange(context.features.shape[1], device=context.features.device)
         # Invalid columns are overwritten by the next ones.
         slots = to_device(torch.tensor(cache.lengths), columns.device)[:, None] + columns
-        if cache.is_ragged:
-            cache.place(slots, max(cache.lengths) + len(columns))
+        ends = [held + new for held, new in zip(cache.lengths, context.num_real, strict=True)]
+        cache.place(slots, max(cache.lengths) + len(columns))
         drafter.absorb(context.features, cache.positions(slots), cache)
-        if cache.is_ragged:
-            cache.advance(context.num_real)
+        cache.set_lengths(ends)
 
     def step(
         self,
@@ -793,8 +779,7 @@ def compiled_pair(target: PreTrainedModel, drafter: PreTrainedModel, compile: bo
 def _why_not(target: Any, drafter: Any) -> str | None:
     """Why the pair cannot be compiled; `None`: it can."""
     name, layout = type(target).__name__, Layout.of(target, drafter.config.target_layer_ids)
-    others = set(layout.types) - {"full_attention", "sliding_attention"}
-    if others:
+    if others := set(layout.types) - {"full_attention", "sliding_attention"}:
         return f"{name} has layers of type {', '.join(sorted(others))}"
     if layout.shares_keys:
         return f"{name} has layers that read the keys of others"
@@ -871,10 +856,8 @@ def _rope_of_images(target: PreTrainedModel) -> Any:
 
 # Layer types of transformers whose keys and values can be rolled back by a length.
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-
 # Model types with attention and linear layers whose running states are known to replay exactly.
 HYBRID_FAMILIES = {"kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-
 # Rotary embeddings that change with the length of the text.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
 
@@ -899,8 +882,7 @@ def check_pair(target: Any, drafter: PreTrainedModel) -> None:
     head = target.get_output_embeddings() if hasattr(target, "get_output_embeddings") else None
     if head is None or not hasattr(target, "generate"):
         raise ValueError(f"{name} is not a causal language model: load the target by AutoModelForCausalLM.")
-    reason = _why_not_lossless(target)
-    if reason is not None:
+    if (reason := _why_not_lossless(target)) is not None:
         raise InexactError(f"{name} {reason}, so DFlash would not be lossless on it. Use target.generate.")
     if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
         raise InexactError(f"{name} has a prompt-learning adapter, whose tokens only its generate adds: unload it.")

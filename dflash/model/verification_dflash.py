@@ -175,11 +175,6 @@ class Sampler:
         return token_ids.gather(-1, chosen[..., None]).squeeze(-1)
 
 
-def choose_greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The target's choice for every position, [B, N] of logits [B, N, V]: the argmax."""
-    return logits.argmax(dim=-1)
-
-
 def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The target's choice for every position, [B, N] of logits [B, N, V] and uniforms [B, N]: inverse transform sampling.
 
@@ -345,7 +340,7 @@ class Verifier:
     def _choose(self, scores: torch.Tensor, sequences: list[TextSequence], depths: list[int]) -> torch.Tensor:
         """The target's choices [B, N] by scores [B, N, V] of columns that are `depths` tokens after the anchor."""
         if self.uniforms_of is None:
-            return choose_greedy(scores)
+            return scores.argmax(dim=-1)
         return (self.sampler or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
 
     def _process(

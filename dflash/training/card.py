@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dflash.model.generation_dflash import write_card
+from dflash.checkpoints import drafter_card
 
 
 def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
@@ -10,7 +10,7 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
     data, settings, answers = facts["data"], facts["settings"], facts.get("answers")
     stated = answers["data"]["license"] if answers else None
     licence = settings["license"] or (stated if stated and "," not in stated else None)
-    card = write_card(config, name, facts.get("target_name"))
+    card = drafter_card(config, name, facts.get("target_name"))
     if facts.get("target_is_local"):
         card = card.replace(f"base_model: {facts['target_name']}\n", "", 1)
     if licence:
