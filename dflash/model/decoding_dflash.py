@@ -371,13 +371,12 @@ class Proposer:
         """The tree of a single sequence's hidden states [1, n, D], grown on the host."""
         drafter: Any = self.pair.drafter
         pair, most = self.pair, min(self._num_nodes, TREE_BRANCHES)
-        found = drafter.branches(proposing, anchors, pair.head, self.request.temperature, most, pair.embed)
-        log_probs, token_ids = (part.double() for part in found)
-        numbers = to_host(torch.cat([log_probs, token_ids[:, None]], dim=1))()  # in one copy, [n, K + 1, K]
+        log_probs, ids = drafter.branches(proposing, anchors, pair.head, self.request.temperature, most, pair.embed)
+        numbers = to_host(torch.cat([log_probs, ids[:, None]], dim=1))()  # one copy; float32 holds ids below 2**24
         if any(value != value for of_position in numbers for value in of_position[0]):
             raise _broken(pair, "drafter")
-        ids = [list(map(int, of_position.pop())) for of_position in numbers]
-        return DraftTree.grown(numbers, ids, self._num_nodes)
+        token_ids = [list(map(int, of_position.pop())) for of_position in numbers]
+        return DraftTree.grown(numbers, token_ids, self._num_nodes)
 
     def _curve(self, anchors: Any, classes: Sequence[int], size: int) -> LatencyCurve | None:
         """The pair's curve for texts of this `size`, over widths of these `classes`, or over powers of two and the widest."""

@@ -488,10 +488,10 @@ class DFlashDraftModel(PreTrainedModel):
         most: int,
         embed: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probabilities [n, K, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
+        """Log-probabilities [n, K, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
 
         Of hidden_states [1, n, D] after anchors [1, 1]; `head` and `embed` as in `propose`. A causal head's are those of its
-        candidates. Without one they are the `most` probable tokens, whatever precedes them.
+        candidates. Without one they are [n, 1, K], of the `most` probable tokens, whatever precedes them.
         """
         logits = self.compute_logits(hidden_states, head)  # too large for a float32 copy
         if (causal_head := self.causal_head(embed)) is not None:
@@ -500,7 +500,7 @@ class DFlashDraftModel(PreTrainedModel):
         values, token_ids = (logits := logits[0]).topk(min(most, logits.shape[-1]), dim=-1)  # [n, K]
         total = ((logits - values[:, :1]) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
         best = (values - values[:, :1]).float() / temperature - total.log()
-        return best[:, None].expand(-1, token_ids.shape[-1], -1), token_ids
+        return best[:, None], token_ids
 
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""

@@ -83,14 +83,15 @@ class DraftTree:
     ) -> DraftTree:
         """The `budget` most probable paths, best first (DDTree, algorithm 1).
 
-        `log_probs[p][i][j]` is of token j of position p after token i of the position before; after the anchor, i is 0.
+        `log_probs[p][i][j]` is of token j of position p after token i of the position before (i = 0: the anchor, or any).
         """
         tree = cls([], [], [])
         # Negative log-probability of a path, its parent's column, and position and index of its last token.
         frontier: list[tuple[float, int, int, int]] = []
 
         def push(cost: float, parent: int, position: int, before: int) -> None:
-            for token, log_prob in enumerate(log_probs[position][before] if position < len(log_probs) else ()):
+            after = log_probs[position] if position < len(log_probs) else [()]
+            for token, log_prob in enumerate(after[before if len(after) > 1 else 0]):
                 heapq.heappush(frontier, (cost - log_prob, parent, position, token))
 
         push(0.0, 0, 0, 0)
