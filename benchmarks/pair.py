@@ -7,8 +7,8 @@
     python benchmarks/pair.py drafter --target stories260K --drafter stories-DFlash --prompts held.jsonl \
         --output benchmarks/results/drafter_stories_cpu.json
 
-The first four measure the embedded pair on its held-out problems. Ways of decoding take turns on the same prompts, and
-their texts are compared.
+The first four measure the embedded pair on its held-out problems, with `--domino` its second drafter. Ways of decoding take turns
+on the same prompts, and their texts are compared.
 
 batch: throughput at several batch sizes against `target.generate` at the same batch, padded on the left.
 conversation: time to the first token of a follow-up question with a kept conversation, against starting afresh.
@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import Conversation, DFlashDraftModel, spec_generate
-from dflash.checkpoints import load_embedded_pair
+from dflash.checkpoints import DOMINO_NAME, DRAFTER_NAME, load_embedded_pair
 from dflash.cli.loading import read_prompts
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import PLAIN, Prompt, chat_encoder, compare, summarise, timed_blocks, timed_generate
@@ -57,9 +57,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=int, default=40, help="prompts; of conversation: chats of six turns")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--domino", action="store_true", help="the embedded drafter with Domino's head")
     parser.add_argument("--target", help="folder or Hub id")
     parser.add_argument("--drafter", type=Path, help="folder that `dflash train` wrote")
-    parser.add_argument("--prompts", help="JSON lines, or another source that training reads")
+    parser.add_argument("--prompts", nargs="+", help="JSON lines, or another source that training reads; a task each")
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64], help="nodes of a tree")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 8])
     args = parsed(parser, words)
@@ -70,9 +71,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def embedded(args: argparse.Namespace) -> Any:
+    """The embedded target, the drafter that is asked for, and their tokenizer."""
+    return load_embedded_pair(drafter=DOMINO_NAME if args.domino else DRAFTER_NAME)
+
+
 def batch(args: argparse.Namespace) -> None:
     """A row per batch size."""
-    target, drafter, tokenizer = load_embedded_pair()
+    target, drafter, tokenizer = embedded(args)
     prompts = list(map(torch.tensor, heldout_prompts(tokenizer)[: args.limit]))
     spec_generate(drafter, target, prompts[0][None], max_new_tokens=8, **GREEDILY)  # warm-up
     summary, stop_id = [], target.generation_config.eos_token_id
@@ -107,7 +113,7 @@ def _both_ways(target: Any, drafter: Any, prompts: list[torch.Tensor], args: arg
 
 def conversation(args: argparse.Namespace) -> None:
     """A row per turn of a chat."""
-    target, drafter, tokenizer = load_embedded_pair()
+    target, drafter, tokenizer = embedded(args)
     asked: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, **GREEDILY}
     questions = iter(heldout_prompts(tokenizer))
     rows: list[list[dict[str, Any]]] = [[] for _ in range(6)]
@@ -142,7 +148,7 @@ def conversation(args: argparse.Namespace) -> None:
 
 def sampling(args: argparse.Namespace) -> None:
     """A row per kind of proposals, and one per scripted drafter."""
-    target, drafter, tokenizer = load_embedded_pair()
+    target, drafter, tokenizer = embedded(args)
     prompts = heldout_prompts(tokenizer)[: args.limit]
     taus = {"argmax, match": sampled_tau(target, drafter, prompts, "match", args.max_new_tokens)}
     drafter.propose = draw_positions_independently(drafter)
@@ -216,12 +222,13 @@ def scripted(share: float, num_proposals: int, num_blocks: int = 20_000) -> dict
 
 def trees(args: argparse.Namespace) -> None:
     """A row per task, temperature and budget; plain decoding and the chain beside the trees."""
-    target, drafter, tokenizer = load_embedded_pair()
+    target, drafter, tokenizer = embedded(args)
     encode_chat = chat_encoder(tokenizer)
     prompts = [Prompt("held-out", torch.tensor([ids])) for ids in heldout_prompts(tokenizer)[: args.limit]]
-    if args.prompts:
-        chats = read_prompts(Path(args.prompts))[: args.limit]
-        prompts += [Prompt(Path(args.prompts).stem.replace("_", " "), encode_chat(chat)) for chat in chats]
+    for path in map(Path, args.prompts or ()):
+        prompts += [
+            Prompt(path.stem.replace("_", " "), encode_chat(chat)) for chat in read_prompts(path)[: args.limit]
+        ]
     length = {"max_new_tokens": args.max_new_tokens}
     summary = []
     for temperature in (0.0, 1.0):
@@ -253,8 +260,11 @@ def drafter(args: argparse.Namespace) -> None:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     model = DFlashDraftModel.from_pretrained(args.drafter, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    rows = list(read_rows(args.prompts, "train"))[: args.limit]
-    prompts = [Prompt(Path(args.prompts).stem, torch.tensor([ids_to_continue(row, tokenizer)])) for row in rows]
+    prompts = [
+        Prompt(Path(name).stem.replace("_", " "), torch.tensor([ids_to_continue(row, tokenizer)]))
+        for name in args.prompts
+        for row in list(read_rows(name, "train"))[: args.limit]
+    ]
     length = {"max_new_tokens": args.max_new_tokens}
     methods: dict[str, Any] = {PLAIN: partial(timed_generate, target, **length, do_sample=False)}
     for size in args.block_sizes:

@@ -5,6 +5,7 @@
 The embedded pair on its held-out problems. One measurement is the forward and backward passes over all of them, and the ways
 take turns. "naive" pads documents in the order they come and holds all logits; "unpacked" sorts them by length; "packed" puts
 them side by side. The script checks that all three give the same loss. Tokens are those of the documents, without padding.
+Memory is that of a step over the same documents, those of the first naive batch.
 """
 
 import argparse
@@ -86,11 +87,18 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
     """Every way of training over all examples."""
     pair = FrozenTarget(target, drafter)
     settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
+    packing = {"pack_length": args.pack_length}
     ours, naive = DrafterLoss(pair, TrainingSettings(recipe="paper")), partial(naive_loss, drafter, pair)
     ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
         "naive": (naive, list(naive_batches(examples, args))),
         "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),
-        "packed": (ours, list(epoch_batches(examples, 0, **settings, pack_length=args.pack_length))),
+        "packed": (ours, list(epoch_batches(examples, 0, **settings, **packing))),
+    }
+    first = ways["naive"][1][0]
+    at_once = {**settings, "batch_tokens": first.input_ids.numel() + args.pack_length}
+    steps = {"naive": [first]} | {
+        name: list(epoch_batches(examples[: len(first.input_ids)], 0, **at_once, **more))
+        for name, more in (("unpacked", {}), ("packed", packing))
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, float] = {}
@@ -109,8 +117,8 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
         if name in peaks:
             seconds[name].append(seconds_of(partial(run, name, batches)))
         else:  # the first warms up
-            largest = max(batches, key=lambda batch: batch.anchors.numel() * batch.input_ids.shape[1])
-            peaks[name] = allocated_memory(partial(run, name, [largest]), drafter.device)
+            (batch,) = steps[name]
+            peaks[name] = allocated_memory(partial(run, name, [batch]), drafter.device)
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))

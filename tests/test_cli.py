@@ -47,10 +47,11 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     make_target().save_pretrained(folder / embedded.TARGET_NAME)
     make_tokenizer().save_pretrained(folder / embedded.TARGET_NAME)
-    make_drafter().save_pretrained(folder / embedded.DRAFTER_NAME)
-    for code in (folder / embedded.DRAFTER_NAME).glob("*.py"):
-        code.unlink()  # as in the package: never kept twice
-    (folder / embedded.DRAFTER_NAME / "README.md").write_text("the card")
+    for name, head in ((embedded.DRAFTER_NAME, {}), (embedded.DOMINO_NAME, {"gru_hidden_dim": 6, "emb_dim": 4})):
+        make_drafter(**head).save_pretrained(folder / name)
+        for code in (folder / name).glob("*.py"):
+            code.unlink()  # as in the package: never kept twice
+        (folder / name / "README.md").write_text(f"the card of {name}")
     rows = [{"question": f"{number} and 1?", "answer": f"#### {number + 1}"} for number in range(4)]
     (folder / "heldout.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
@@ -97,6 +98,17 @@ def test_demo_answers_and_ends_with_a_table(run: Any) -> None:
     assert "2 and 1?" not in out
     assert out.count("identical") == 3
     assert "float32" in out
+
+
+@pytest.mark.parametrize(("flags", "name"), [([], embedded.DRAFTER_NAME), (["--domino"], embedded.DOMINO_NAME)])
+def test_demo_drafts_with_the_head_it_is_asked_for(
+    run: Any, assets: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], name: str
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(embedded, "embedded_path", lambda name: read.append(name) or assets / name)
+    status, out, _ = run("demo", *flags, "--prompts", "1", "--max-new-tokens", "6")
+    assert (status, out.count("identical")) == (0, 1)
+    assert set(read) == {"heldout.jsonl", embedded.TARGET_NAME, name}
 
 
 def test_demo_answers_the_text_it_is_given(run: Any) -> None:
@@ -155,22 +167,27 @@ def test_compare_shows_both(run: Any, pair: list[str]) -> None:
 def test_export_writes_the_code_beside_the_drafter(run: Any, tmp_path: Path) -> None:
     status, out, _ = run("export-demo", str(tmp_path / "new"))
     assert status == 0
-    target, drafter = map(Path, out.split())
-    assert (drafter / "modeling_dflash.py").is_file()
-    assert (drafter / "README.md").read_text() == "the card"
-    assert "AutoModel" in json.loads((drafter / "config.json").read_text())["auto_map"]
+    target, *drafters = map(Path, out.split())
+    assert [drafter.name for drafter in drafters] == [embedded.DRAFTER_NAME, embedded.DOMINO_NAME]
+    for drafter in drafters:
+        assert (drafter / "modeling_dflash.py").is_file()
+        assert (drafter / "README.md").read_text() == f"the card of {drafter.name}"
+        assert "AutoModel" in json.loads((drafter / "config.json").read_text())["auto_map"]
+    assert [json.loads((one / "config.json").read_text()).get("gru_hidden_dim") for one in drafters] == [None, 6]
     assert (target / "tokenizer.json").is_file()
     assert run("export-demo", str(tmp_path / "new"))[0] == 0  # again: replaces its own
 
 
-def test_export_leaves_what_is_not_a_checkpoint(run: Any, tmp_path: Path) -> None:
-    kept = tmp_path / embedded.DRAFTER_NAME / "mine.txt"
+@pytest.mark.parametrize("name", [embedded.DRAFTER_NAME, embedded.DOMINO_NAME])
+def test_export_leaves_what_is_not_a_checkpoint(run: Any, tmp_path: Path, name: str) -> None:
+    kept = tmp_path / name / "mine.txt"
     kept.parent.mkdir()
     kept.write_text("x")
     status, _, err = run("export-demo", str(tmp_path))
     assert status == 1
     assert "not a checkpoint" in err
     assert kept.read_text() == "x"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize(

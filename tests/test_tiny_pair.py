@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from dflash import generate_blocks
+from dflash.checkpoints import DOMINO_NAME, heldout_problems, load_embedded_pair
+from dflash.training import encode_prompt
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "tiny_pair"))
@@ -45,3 +50,23 @@ def test_answers_are_worked_right(splits, split):
 def test_the_seed_decides(splits):
     assert generate(50, seed=7, split="heldout") == splits["heldout"][:50]
     assert generate(50, seed=8, split="heldout") != splits["heldout"][:50]
+
+
+def test_the_second_drafter_is_the_first_one_with_a_head() -> None:
+    """Its other weights are the same bits; the text is the target's, and the head accepts more of its own."""
+    target, plain, tokenizer = load_embedded_pair()
+    _, headed, _ = load_embedded_pair(drafter=DOMINO_NAME)
+    weights = headed.state_dict()
+    assert all(torch.equal(weights.pop(name), weight) for name, weight in plain.state_dict().items())
+    assert {name.split(".")[0] for name in weights} == {"prefix_gru", "embed_proj"}
+    steps = {plain: 0, headed: 0}
+    for problem in heldout_problems()[:4]:
+        prompt = torch.tensor([encode_prompt(problem.question, tokenizer)])
+        expected = target.generate(prompt, max_new_tokens=96, do_sample=False)
+        for drafter in steps:
+            blocks = list(generate_blocks(drafter, target, prompt, max_new_tokens=96, temperature=0.0))
+            assert [token_id for block in blocks for token_id in block.token_ids] == expected[
+                0, prompt.shape[1] :
+            ].tolist()
+            steps[drafter] += len(blocks)
+    assert steps[headed] < steps[plain]

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .cards import drafter_card
     from .conversion import convert_checkpoint, export_checkpoint
     from .embedded import (
+        DOMINO_NAME,
         DRAFTER_NAME,
         TARGET_NAME,
         Problem,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
 
 __all__ = [
+    "DOMINO_NAME",
     "DRAFTER_NAME",
     "ENGINES",
     "TARGET_NAME",

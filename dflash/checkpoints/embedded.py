@@ -1,4 +1,7 @@
-"""The tiny pair inside the package, which needs no download: loaded, exported, and its held-out problems."""
+"""The tiny pair inside the package, which needs no download: loaded, exported, and its held-out problems.
+
+It has a second drafter: the first one, whose weights it holds unchanged, and Domino's head, which chooses token by token.
+"""
 
 import json
 import os
@@ -19,6 +22,7 @@ from .folders import check_replaceable, save_checkpoint, written_aside
 
 TARGET_NAME = "tiny-target"
 DRAFTER_NAME = "tiny-DFlash"
+DOMINO_NAME = "tiny-DFlash-Domino"
 
 
 @dataclass(frozen=True)
@@ -39,18 +43,20 @@ def embedded_path(name: str) -> Path:
     return path
 
 
-def load_embedded_pair(dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, DFlashDraftModel, Any]:
-    """The embedded target, its drafter and their tokenizer, on the CPU.
+def load_embedded_pair(
+    dtype: torch.dtype | str = torch.float32, drafter: str = DRAFTER_NAME
+) -> tuple[PreTrainedModel, DFlashDraftModel, Any]:
+    """The embedded target, a drafter of it (`DRAFTER_NAME` or `DOMINO_NAME`) and their tokenizer, on the CPU.
 
     Example:
         >>> target, drafter, tokenizer = load_embedded_pair()
         >>> ids = tokenizer("Ann has 3 apples and buys 4 more. How many has she?", return_tensors="pt")
         >>> print(tokenizer.decode(drafter.spec_generate(ids, target=target, max_new_tokens=128)[0]))
     """
-    target_path, drafter_path = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
+    target_path = embedded_path(TARGET_NAME)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype).eval()
-    drafter = DFlashDraftModel.from_pretrained(drafter_path, dtype=dtype).eval()
-    return target, drafter, AutoTokenizer.from_pretrained(target_path)
+    loaded = DFlashDraftModel.from_pretrained(embedded_path(drafter), dtype=dtype).eval()
+    return target, loaded, AutoTokenizer.from_pretrained(target_path)
 
 
 def heldout_problems() -> list[Problem]:
@@ -60,21 +66,23 @@ def heldout_problems() -> list[Problem]:
 
 
 def export_embedded_pair(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Writes both checkpoints below `folder`, the code beside the drafter, and returns their two paths.
+    """Writes all three checkpoints below `folder`, the code beside drafters, and returns the target's and the first drafter's.
 
     `AutoModel.from_pretrained(drafter, trust_remote_code=True)` then works where this package is not installed.
 
     Raises:
-        ValueError: if one of the two folders exists and is not a checkpoint.
+        ValueError: if one of the folders exists and is not a checkpoint.
     """
     folder = Path(folder).expanduser().absolute()
-    target_path, drafter_path = folder / TARGET_NAME, folder / DRAFTER_NAME
+    target_path, *drafter_paths = (folder / name for name in (TARGET_NAME, DRAFTER_NAME, DOMINO_NAME))
     known = json.loads((embedded_path(TARGET_NAME) / "config.json").read_text(encoding="utf-8"))
     check_replaceable(target_path, tuple(known["architectures"]))
-    check_replaceable(drafter_path)
-    source = embedded_path(DRAFTER_NAME)
-    card = (source / "README.md").read_text(encoding="utf-8")
-    save_checkpoint(DFlashDraftModel.from_pretrained(source, dtype="auto"), drafter_path, files={"README.md": card})
+    for path in drafter_paths:
+        check_replaceable(path)
+    for path in drafter_paths:
+        source = embedded_path(path.name)
+        card = (source / "README.md").read_text(encoding="utf-8")
+        save_checkpoint(DFlashDraftModel.from_pretrained(source, dtype="auto"), path, files={"README.md": card})
     with written_aside(target_path) as aside:
         shutil.copytree(embedded_path(TARGET_NAME), aside)
-    return target_path, drafter_path
+    return target_path, drafter_paths[0]

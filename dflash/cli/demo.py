@@ -15,6 +15,9 @@ def demo(
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="How many held-out problems to answer.")] = 3,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this text instead.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 256,
+    domino: Annotated[
+        bool, typer.Option("--domino", help="Draft with Domino's head, which chooses token by token.")
+    ] = False,
     dtype: Annotated[
         DtypeName, typer.Option(metavar="NAME", help="float32 is exact; in bfloat16 a near-tie can flip.")
     ] = "float32",
@@ -22,7 +25,7 @@ def demo(
     """Answers word problems with the embedded tiny pair, plainly and with DFlash, and compares. Needs no download."""
     with progress_bar("Loading the embedded pair", num_steps=3) as advance:
         hide_loading_bars()
-        from dflash.checkpoints import heldout_problems, load_embedded_pair
+        from dflash.checkpoints import DOMINO_NAME, DRAFTER_NAME, heldout_problems, load_embedded_pair
 
         advance()
         problems = heldout_problems()
@@ -30,7 +33,7 @@ def demo(
             raise ValueError(
                 f"--prompts {prompts}: there are {len(problems)} problems; ask for at most {len(problems)}."
             )
-        pair = Pair(*load_embedded_pair(dtype))
+        pair = Pair(*load_embedded_pair(dtype, DOMINO_NAME if domino else DRAFTER_NAME))
         advance()
         texts = [problem.question for problem in problems[:prompts]] if prompt is None else [given(prompt)]
         inputs = [encode(pair, text) for text in texts]

@@ -1,4 +1,4 @@
-"""`dflash export-demo`: the embedded pair as two checkpoint folders."""
+"""`dflash export-demo`: the embedded pair as checkpoint folders."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +9,15 @@ from .loading import hide_loading_bars
 from .terminal import progress_bar
 
 
-def export_demo(folder: Annotated[Path, typer.Argument(help="Two checkpoint folders are written below it.")]) -> None:
-    """Writes the embedded pair as two checkpoint folders, the drafter's code beside its weights."""
+def export_demo(
+    folder: Annotated[Path, typer.Argument(help="Three checkpoint folders are written below it.")],
+) -> None:
+    """Writes the embedded target and its two drafters as checkpoint folders, the code beside each drafter's weights."""
     with progress_bar("Writing the embedded pair", num_steps=2) as advance:
         hide_loading_bars()
-        from dflash.checkpoints import export_embedded_pair
+        from dflash.checkpoints import DOMINO_NAME, export_embedded_pair
 
         advance()
-        paths = export_embedded_pair(folder)
-    for path in paths:
+        target, drafter = export_embedded_pair(folder)
+    for path in (target, drafter, drafter.with_name(DOMINO_NAME)):
         print(path)

@@ -193,7 +193,7 @@ def _drafter(result: dict[str, Any]) -> list[Part]:
     rows = [{"task": task.replace("_", " "), **row} for task, row in figures.items()] or result["summary"]
     accepting = [row for row in rows if row.get("tau", row.get("tau_micro")) is not None]
     keys = ("task", "method", "identical", "tau", "tau_micro", "tokens_per_step")
-    return [(accepting, keys if figures else keys[1:])]
+    return [(accepting, keys if len({row.get("task") for row in accepting}) > 1 else keys[1:])]
 
 
 def _recipes(result: dict[str, Any]) -> list[Part]:

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
         with_response,
         write_examples,
     )
+    from .device import computes_in_bf16
     from .frozen_target import FrozenTarget, can_pack
     from .initialization import find_mask_token, new_drafter, spread_taps
     from .layout import lay_out_blocks
-    from .loading import Prepared, hold_out, prepare, prompt_of
+    from .loading import Prepared, hold_out, make_drafter, prepare, prompt_of
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
@@ -61,6 +62,7 @@ __all__ = [
     "chunked_loss",
     "claimed",
     "collate",
+    "computes_in_bf16",
     "decay_weights",
     "default_gamma",
     "encode",
@@ -71,6 +73,7 @@ __all__ = [
     "hold_out",
     "lay_out_blocks",
     "load_examples",
+    "make_drafter",
     "measure_acceptance",
     "named_row",
     "new_drafter",

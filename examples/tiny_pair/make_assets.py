@@ -1,8 +1,8 @@
 """Puts a trained pair into the package: weights, tokenizer, cards and held-out problems, and no code.
 
-    python make_assets.py --target tiny_pair/target --drafter tiny_pair/drafter --assets ../../dflash/assets
+    python make_assets.py --target target --drafter drafter --domino domino --assets ../../dflash/assets
 
-The cards' figures come out of the two `training.json`, so that they cannot drift from what was measured.
+The cards' figures come out of each `training.json`, so that they cannot drift from what was measured.
 """
 
 import argparse
@@ -86,6 +86,33 @@ SET_NAMES = {
 }
 
 
+DOMINO_CARD = """---
+license: apache-2.0
+library_name: transformers
+tags:
+- dflash
+- speculative-decoding
+datasets:
+- openai/gsm8k
+---
+# tiny-DFlash-Domino
+
+`tiny-DFlash`, a DFlash drafter (arXiv 2602.06036) of `tiny-target`, with Domino's head: {parameters:,} parameters, of which
+{trained:,} are the head's. A GRU of width {gru_hidden_dim} reads the tokens that were chosen before in the block, so that each one
+is chosen after those. The other weights are those of `tiny-DFlash`, bit for bit. Its code is saved beside it by `dflash
+export-demo FOLDER`, and it then loads with `AutoModel.from_pretrained(folder, trust_remote_code=True)`.
+
+| greedy, fp32 | prompts | texts equal to `target.generate` | tau | tokens per step |
+|---|---|---|---|---|
+{scores}
+
+Data: what the target answers to GSM8K train (MIT) and to problems of `examples/tiny_pair/problems.py` (trained templates
+alone), {examples} answers. The head was trained on the frozen drafter: Muon for its matrices, cross entropy among the 16 most
+probable tokens of each position. Settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16,
+Apache-2.0.
+"""
+
+
 def target_card(folder: Path) -> str:
     facts = json.loads((folder / "training.json").read_text())
     lines = [
@@ -100,7 +127,7 @@ def target_card(folder: Path) -> str:
     )
 
 
-def drafter_card(folder: Path) -> str:
+def drafter_card(folder: Path, form: str = DRAFTER_CARD, **fields: Any) -> str:
     facts, config = (json.loads((folder / name).read_text()) for name in ("training.json", "config.json"))
     names = SET_NAMES | {"heldout_templates": "held-out templates (wordings and stories)"}
     lines = [
@@ -108,7 +135,7 @@ def drafter_card(folder: Path) -> str:
         f"{figures['tokens_per_step']:.2f} |"
         for name, figures in facts["figures"].items()
     ]
-    return DRAFTER_CARD.format(
+    return form.format(
         parameters=facts["parameters"],
         layers=config["num_hidden_layers"],
         block_size=config["block_size"],
@@ -117,7 +144,15 @@ def drafter_card(folder: Path) -> str:
         scores="\n".join(lines),
         examples=facts["data"]["examples"],
         command=command_of(facts),
+        **fields,
     )
+
+
+def domino_card(folder: Path, drafter: Path) -> str:
+    facts, begun = (json.loads((one / "training.json").read_text()) for one in (folder, drafter))
+    state_size = json.loads((folder / "config.json").read_text())["gru_hidden_dim"]
+    trained = facts["parameters"] - begun["parameters"]
+    return drafter_card(folder, DOMINO_CARD, trained=trained, gru_hidden_dim=state_size)
 
 
 def command_of(facts: dict[str, Any]) -> str:
@@ -139,10 +174,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--domino", type=Path, required=True, help="the drafter with a head")
     parser.add_argument("--assets", type=Path, required=True)
     arguments = parser.parse_args()
     install(arguments.target, TARGET_FILES, target_card(arguments.target), arguments.assets / "tiny-target")
     install(arguments.drafter, DRAFTER_FILES, drafter_card(arguments.drafter), arguments.assets / "tiny-DFlash")
+    card = domino_card(arguments.domino, arguments.drafter)
+    install(arguments.domino, DRAFTER_FILES, card, arguments.assets / "tiny-DFlash-Domino")
     rows = [
         json.dumps({"question": problem.question, "answer": problem.answer})
         for problem in generate(HELD_OUT_PROBLEMS, EVALUATION_SEED, "heldout")

@@ -1,8 +1,9 @@
 """Trains the tiny pair's drafter by the recipe `short` with `forward_kl`, on responses that its target writes first.
 
-    python train_drafter.py --target tiny_pair/target --gsm8k openai/gsm8k --output tiny_pair/drafter
+    python train_drafter.py --target target --gsm8k openai/gsm8k --output drafter --responses responses.jsonl
+    python train_drafter.py --target target --gsm8k openai/gsm8k --output domino --responses responses.jsonl --init drafter
 
-Prompts are GSM8K train, the same questions with other numbers, and problems of `problems.py` (trained templates alone).
+With `--init` it trains Domino's head on a drafter, whose own weights stay. Prompts are GSM8K train, the same questions with other numbers, and problems of `problems.py` (trained templates alone).
 It runs on two CPU cores, a one-threaded worker on each, and ends with the acceptance on prompts that nothing was trained
 or chosen on.
 """
@@ -33,8 +34,10 @@ from dflash.training import (
     Acceptance,
     Example,
     TrainingSettings,
+    computes_in_bf16,
     encode_prompt,
     load_examples,
+    make_drafter,
     measure_acceptance,
     new_drafter,
     train,
@@ -44,6 +47,9 @@ from dflash.training import (
 
 # Templates held out for choosing the best checkpoint are asked with other seeds than those of the final figures.
 CHOICE_SEED = EVALUATION_SEED + 1
+# Domino's head, and a rate for it: it learned less at twice and at half of this one.
+HEAD: dict[str, Any] = {"recipe": "short", "freeze_init": True, "gru_hidden_dim": 192, "emb_dim": 96}
+HEAD |= {"muon_learning_rate": 0.008}
 NUMBER = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?![\d,]|\.\d)")
 
 
@@ -67,6 +73,7 @@ class Scale:
     batch_size: int = 256
     layers: int = 3
     steps: int = 4200
+    head_steps: int = 5200
     batch_tokens: int = 2048
     num_anchors: int = 16
     eval_every: int = 700
@@ -85,6 +92,7 @@ SMOKE = Scale(
     batch_size=8,
     layers=1,
     steps=4,
+    head_steps=4,
     batch_tokens=512,
     num_anchors=4,
     eval_every=4,
@@ -187,7 +195,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--responses", type=Path, help="the target's answers: written here, or read if the file exists"
     )
-    parser.add_argument("--steps", type=int, help=f"optimiser steps, {FULL.steps} by default")
+    parser.add_argument("--init", type=Path, help="train a head on this drafter")
+    parser.add_argument(
+        "--steps", type=int, help=f"optimiser steps, {FULL.steps} by default, {FULL.head_steps} of a head"
+    )
     parser.add_argument("--layers", type=int, help=f"the drafter's depth, {FULL.layers} by default")
     parser.add_argument("--intermediate", type=int, default=1024, help="width of its MLPs")
     parser.add_argument("--anchors", type=int, help=f"blocks per sequence, {FULL.num_anchors} by default")
@@ -200,12 +211,14 @@ def parse_arguments() -> argparse.Namespace:
 def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     """One worker; the first one also writes and prints."""
     scale = SMOKE if arguments.smoke else FULL
-    given = {"steps": arguments.steps, "layers": arguments.layers, "num_anchors": arguments.anchors}
+    steps = "steps" if arguments.init is None else "head_steps"
+    given = {steps: arguments.steps, "layers": arguments.layers, "num_anchors": arguments.anchors}
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     began = time.monotonic()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    # The answers are written and the figures measured in fp32; the features that are trained on come from a bf16 target.
+    # The answers are written and the figures measured in fp32; the features that are trained on come from a bf16 target,
+    # where the CPU computes in bf16.
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     questions = [row.question for row in gsm8k][: scale.questions]
@@ -223,28 +236,34 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         print(f"{len(examples)} answers of {tokens} tokens, {(answered - began) / 60:.1f} minutes", flush=True)
 
     torch.manual_seed(arguments.seed)
-    target = target.to(torch.bfloat16)
-    drafter = new_drafter(
-        target,
-        mask_token_id=tokenizer.convert_tokens_to_ids(MASK),
-        num_hidden_layers=scale.layers,
-        intermediate_size=arguments.intermediate,
-        from_target=True,
+    target = target.to(torch.bfloat16) if computes_in_bf16() else target
+    settings = TrainingSettings(
+        steps=scale.steps,
+        loss=arguments.loss,
+        num_anchors=scale.num_anchors,
+        batch_tokens=scale.batch_tokens,
+        eval_every=scale.eval_every,
+        seed=arguments.seed,
     )
+    if arguments.init is None:
+        drafter = new_drafter(
+            target,
+            mask_token_id=tokenizer.convert_tokens_to_ids(MASK),
+            num_hidden_layers=scale.layers,
+            intermediate_size=arguments.intermediate,
+            from_target=True,
+        )
+    else:
+        settings = replace(settings, init=arguments.init.name, steps=scale.head_steps, loss="ce", **HEAD)
+        begun = DFlashDraftModel.from_pretrained(arguments.init, dtype=torch.float32)
+        drafter = make_drafter(target, tokenizer, settings, begun)
     choosing += [problem.question for problem in generate(scale.choice_prompts, CHOICE_SEED, "heldout")]
     record = train(
         drafter,
         target,
         examples,
         [encode_prompt(text, tokenizer) for text in choosing],
-        TrainingSettings(
-            steps=scale.steps,
-            loss=arguments.loss,
-            num_anchors=scale.num_anchors,
-            batch_tokens=scale.batch_tokens,
-            eval_every=scale.eval_every,
-            seed=arguments.seed,
-        ),
+        settings,
         arguments.output,
         provenance={
             "command": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv],
