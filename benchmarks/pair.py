@@ -55,17 +55,23 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("what", choices=MEASUREMENTS)
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=int, default=40, help="prompts; of conversation: chats of six turns")
+    parser.add_argument(
+        "--limit", type=int, default=40, help="prompts of each source; of conversation: chats of six turns"
+    )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--domino", action="store_true", help="the embedded drafter with Domino's head")
     parser.add_argument("--target", help="folder or Hub id")
     parser.add_argument("--drafter", type=Path, help="folder that `dflash train` wrote")
-    parser.add_argument("--prompts", nargs="+", help="JSON lines, or another source that training reads; a task each")
+    parser.add_argument(
+        "--prompts", nargs="+", help="JSON lines, a task each; of drafter also other sources that training reads"
+    )
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64], help="nodes of a tree")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 8])
     args = parsed(parser, words)
     if args.what == "drafter" and None in (args.target, args.drafter, args.prompts):
         parser.error("drafter needs --target, --drafter and --prompts.")
+    if args.what == "drafter" and args.domino:
+        parser.error("--domino is the embedded drafter: give drafter --drafter FOLDER alone.")
     if args.what == "drafter" and not (args.drafter / "training.json").is_file():
         parser.error(f"{args.drafter} holds no training.json: give a folder that `dflash train` wrote.")
     return args

@@ -111,6 +111,8 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
             loss_sum.backward()
             losses[name] += loss_sum.item()
 
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     for name in track(turns(ways, args.repeats + 1), description="steps"):
         batches = ways[name][1]
         drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tiny_models import MASK_TOKEN_ID, make_drafter, make_target, make_tokenizer
 
+from dflash.evaluation import tables_of
 from dflash.training import TrainingSettings, measure_acceptance, new_drafter, train, with_response
 
 
@@ -109,20 +110,32 @@ def test_a_trained_drafter_is_measured_beside_its_record(tmp_path: Path, monkeyp
     data = [with_response([5, 6], [20 + i, 21, 22, 23, 24]) for i in range(4)]
     settings = TrainingSettings(steps=2, mixed_precision="no", num_anchors=2)
     train(drafter, target, data, [], settings, tmp_path / "my-DFlash", show_progress=False)
+    facts_file = tmp_path / "my-DFlash" / "training.json"
+    facts_file.write_text(json.dumps({**json.loads(facts_file.read_text()), "figures": {"said_before": {"tau": 9.0}}}))
     rows = [{"prompt_ids": [5, 6, 7]}, {"prompt": "why"}, {"text": "once upon a time there"}]
     (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "more_held.jsonl").write_text(json.dumps({"prompt": "how"}))
     # More threads would stay for all tests after this one.
     words = ["pair.py", "drafter", "--threads", "1", "--repeats", "1", "--max-new-tokens", "10"]
     words += ["--block-sizes", "4", "3", "--output", str(tmp_path / "d.json")]
-    for name, place in (("target", "target"), ("drafter", "my-DFlash"), ("prompts", "held.jsonl")):
-        words += [f"--{name}", str(tmp_path / place)]
+    for name, *places in (
+        ("target", "target"),
+        ("drafter", "my-DFlash"),
+        ("prompts", "held.jsonl", "more_held.jsonl"),
+    ):
+        words += [f"--{name}", *(str(tmp_path / place) for place in places)]
     monkeypatch.setattr(sys, "argv", words)
     script = load("pair", monkeypatch)
     script.main()
+    with pytest.raises(SystemExit):
+        script.arguments([*words[1:], "--domino"])
     result = json.loads((tmp_path / "d.json").read_text())
     facts = json.loads((tmp_path / "my-DFlash" / "training.json").read_text())
     assert (result["kind"], result["training"]) == ("drafter", facts)
-    plain, whole, short = result["summary"]
+    assert [row["task"] for row in result["summary"]] == ["held"] * 3 + ["more held"] * 3
+    ((_, cells),) = tables_of(result)
+    assert [row[0] for row in cells] == ["held"] * 2 + ["more held"] * 2  # as measured, not as said before
+    plain, whole, short = result["summary"][:3]
     assert [row["method"] for row in (plain, whole, short)] == [
         "target.generate",
         "dflash, block 4",

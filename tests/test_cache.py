@@ -103,6 +103,19 @@ def test_rollback_out_of_range_is_refused(count: int) -> None:
     assert cache.get_seq_length() == 0
 
 
+def test_reset_keeps_the_storage() -> None:
+    """Promise: a cache can be used for the next prompt."""
+    cache = PreallocatedCache(1, 8)
+    cache.update(*states(6), 0)
+    pointer = cache.layers[0].keys.data_ptr()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    keys, values = states(2)
+    got, _ = cache.update(keys, values, 0)
+    assert torch.equal(got, keys)
+    assert cache.layers[0].keys.data_ptr() == pointer
+
+
 def test_batches_and_dtypes_are_taken_from_the_first_keys() -> None:
     """Promise: storage is made in the dtype and the batch of what is appended."""
     cache = PreallocatedCache(1, 4)

@@ -226,7 +226,9 @@ def test_pushed_then_loaded_without_the_package_then_offline(tmp_path: Path) -> 
         assert bodies("again", "newer") == []
         assert sum(request.path.endswith(".safetensors") for request in bodies("newer", "newer-again")) == 1
         assert bodies("newer-again", "newer-code") == []
-        assert set(hub.repos["me/third-DFlash"].head().files) == PUSHED | {".gitattributes"}
+        pushed_again = hub.repos["me/third-DFlash"].head().files
+        assert set(pushed_again) == PUSHED | {".gitattributes"}
+        assert b"# Model Card for Model ID" in pushed_again["README.md"]  # by transformers: ours is the package's
 
         # The same cache where nothing may be asked.
         before = len(hub.requests)

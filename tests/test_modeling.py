@@ -348,6 +348,13 @@ def test_the_modules_are_not_causal(tiny_drafter: DFlashDraftModel) -> None:
             layer.self_attn.is_causal = False
 
 
+@pytest.mark.parametrize("name", ["typo", "flash_attention_9"])
+def test_a_forward_refuses_an_attention_that_does_not_exist(tiny_drafter: DFlashDraftModel, name: str) -> None:
+    block, features = inputs()
+    with pytest.raises(KeyError, match=name):
+        tiny_drafter(noise_embeds=block, context_hidden_states=features, attn_implementation=name)
+
+
 def test_set_attn_implementation_really_switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known trap: transformers greps the source of classes named *Attention* and may leave "sdpa" with only a warning."""
     make_drafter().save_pretrained(tmp_path)

@@ -56,12 +56,16 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("budget", [1, 5, 17, 60])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tree_is_the_likeliest_paths(budget: int, seed: int) -> None:
+@pytest.mark.parametrize("num_rows", [6, 1])
+def test_a_tree_is_the_likeliest_paths(budget: int, seed: int, num_rows: int) -> None:
     log_probs, token_ids = random_distributions(depth=3, width=6, seed=seed)
+    log_probs = [rows[:num_rows] for rows in log_probs]
     tree = DraftTree.grown(log_probs, token_ids, budget)
     every = [
         (
-            math.exp(sum(log_probs[d][before][i] for d, (before, i) in enumerate(itertools.pairwise((0, *path))))),
+            math.exp(
+                sum(log_probs[d][before % num_rows][i] for d, (before, i) in enumerate(itertools.pairwise((0, *path))))
+            ),
             tuple(token_ids[d][i] for d, i in enumerate(path)),
         )
         for depth in (1, 2, 3)

@@ -65,7 +65,7 @@ def _front_matter(name: str, target: str | None, licence: str = "") -> str:
 
 
 def _shown(model: str) -> str:
-    return f"`{Path(os.path.normpath(model)).name if _is_folder(model) else model}`"
+    return f"`{Path(model).expanduser().resolve().name if _is_folder(model) else model}`"
 
 
 def _is_folder(model: str) -> bool:

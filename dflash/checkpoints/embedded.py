@@ -1,6 +1,6 @@
 """The tiny pair inside the package, which needs no download: loaded, exported, and its held-out problems.
 
-It has a second drafter: the first one, whose weights it holds unchanged, and Domino's head, which chooses token by token.
+A second drafter, `tiny-DFlash-Domino`, is the first one, its weights unchanged, with Domino's head, which chooses token by token.
 """
 
 import json

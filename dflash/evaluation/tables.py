@@ -188,9 +188,9 @@ def _swept(result: dict[str, Any]) -> list[Part]:
 
 
 def _drafter(result: dict[str, Any]) -> list[Part]:
-    """What its training record says of held-out prompts, or what was measured afterwards."""
+    """What was measured, or what its training record says of held-out prompts."""
     figures = result["training"].get("figures") or {}
-    rows = [{"task": task.replace("_", " "), **row} for task, row in figures.items()] or result["summary"]
+    rows = result["summary"] or [{"task": task.replace("_", " "), **row} for task, row in figures.items()]
     accepting = [row for row in rows if row.get("tau", row.get("tau_micro")) is not None]
     keys = ("task", "method", "identical", "tau", "tau_micro", "tokens_per_step")
     return [(accepting, keys if len({row.get("task") for row in accepting}) > 1 else keys[1:])]

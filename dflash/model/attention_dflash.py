@@ -29,8 +29,6 @@ KEY_BLOCK = 128
 # more processors and launches four kernels, which write partial sums in float32.
 MOST_KEYS_UNDIVIDED = 4096
 UNDIVIDED: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
-
-
 # `(batch, head, query, key) -> bool` over index tensors that broadcast.
 Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 

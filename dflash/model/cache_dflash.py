@@ -93,6 +93,10 @@ class PreallocatedLayer(CacheLayerMixin):
                 self.values = functional.pad(self.values, (0, 0, 0, added))
             self.capacity += added
 
+    def reset(self) -> None:
+        """Empties the layer; the storage stays allocated."""
+        self.length, self.slots = 0, None
+
     def get_seq_length(self, *args: Any) -> int:
         """Number of positions in use."""
         return self.length

@@ -120,7 +120,7 @@ class DFlashConfig(Qwen3Config):
     """
 
     model_type = "qwen3"
-    # The reader of other tools' formats, `dflash.checkpoints.dialects`; `None` in shipped copies.
+    # `dflash.checkpoints.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
     reader: ClassVar[Any] = None
 
     if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
@@ -252,8 +252,8 @@ class DFlashConfig(Qwen3Config):
         rank, state_size = self.selector_rank, self.gru_hidden_dim
         for name in ("projector_type", "shift_label"):
             if getattr(self, name) and state_size is None:
-                given = f"{name}={getattr(self, name)} and gru_hidden_dim=None"
-                raise ValueError(f"{given}: only Domino's head has this field, so give both or neither.")
+                given = f"{name}={getattr(self, name)} and gru_hidden_dim=None, so Domino's head is not there"
+                raise ValueError(f"{given}: write its gru_hidden_dim and emb_dim, or use an engine that reads it.")
         if rank is not None and state_size is not None:
             raise ValueError(f"selector_rank={rank} and gru_hidden_dim={state_size}: use one of both.")
         size = self.conv_group_size

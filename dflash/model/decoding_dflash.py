@@ -405,9 +405,9 @@ class Proposer:
 
         def draft() -> torch.Tensor:
             read = context()
-            hidden_states = pair.draft(anchors, read, draft_cache, block_size)
+            hidden_states = pair.draft(anchors, read, draft_cache, block_size)[:, self._proposing]
             draft_cache.rollback(read.num_real)
-            proposals = drafter.propose(hidden_states[:, self._proposing], anchors, pair.head, None, True, pair.embed)
+            proposals = drafter.propose(hidden_states, anchors, pair.head, with_confidences=True, embed=pair.embed)
             return proposals.token_ids if proposals.confidences is None else proposals.confidences
 
         def whole() -> torch.Tensor:

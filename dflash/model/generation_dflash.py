@@ -54,8 +54,6 @@ OTHER_DECODING = (
     *(("constraints", None), ("guidance_scale", 1), ("watermarking_config", None), ("output_attentions", False)),
     *(("output_hidden_states", False), ("cache_implementation", None)),
 )
-
-
 MOST_LOOKED_UP = WIDTH_CLASSES[-1] - 1  # tokens: compiled steps have no wider class
 MOST_NODES = 1024  # of a draft tree: its mask grows with their square
 COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
@@ -403,8 +401,8 @@ def generate_blocks(
             - **draft_window** (`(int, int)`): How many of the first and of the newest tokens (up to an eighth more) a drafter
               with full attention reads, and keeps keys of. Default: that in the drafter's config, or all tokens.
             - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
-              to minutes; `False` never does. "auto" compiles a kind of step, such as one of two prompts, once eager ones
-              have lost as much time as that takes. What cannot be compiled runs eagerly, and one warning gives the reason.
+              to minutes; `False` never does. "auto" compiles a kind of step, such as one of two prompts, once eager ones have
+              lost as much time as that takes (on a GPU later kinds at once). What does not compile runs eagerly, with a warning.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. After the last tokens, or those and the first that the drafter proposes, what followed them earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 10) of them have to match. 0 looks nothing up.
@@ -542,10 +540,9 @@ def custom_generate(
     """The decoding loop for the target's own `generate`. Output and errors are those of [`spec_generate`].
 
     `generate` does not pass on `streamer`, `generator`, `tokenizer` and `stop_strings`: use `token_streamer` and
-    `uniforms_generator`, and [`spec_generate`] for stop strings.
-
-    `generate` passes itself and what it has prepared: prompts [B, S], processors, criteria, its config, and in `asked` the
-    keywords of a [`Request`], of which `drafter` is required, and the inputs of the target's forward.
+    `uniforms_generator`, and [`spec_generate`] for stop strings. It passes the target and what it has prepared: prompts [B, S],
+    processors, criteria and generation config. `asked` holds the keywords of a [`Request`], of which `drafter` is required, and
+    the prepared inputs of the target's forward.
 
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)

@@ -54,9 +54,11 @@ class DFlashAttn(qwen3.Qwen3Attention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
-        attend: Any = ALL_ATTENTION_FUNCTIONS.get(implementation, qwen3.eager_attention_forward)
+        attend: Any = qwen3.eager_attention_forward
         if implementation == "sdpa" and past_key_values is not None:  # one block after its cached context
             attend = grouped_attention
+        elif implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[implementation]
         if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
             kwargs.update(is_causal=self.is_block_causal, sliding_window=self.sliding_window)
         else:
@@ -153,7 +155,7 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + (self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp))
 
 
-DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; its published form knows no number
+DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the published form scores the whole vocabulary
 
 
 class CandidateSelector(nn.Module):
@@ -187,7 +189,7 @@ class PrefixGRU(nn.Module):
 class CausalHead:
     """Chooses a path from the anchor through the most probable tokens of each position, token by token.
 
-    A candidate's score is its logit plus <its row, a vector of the position and of the state after the tokens before it>.
+    A candidate's score is its logit plus the dot product of its row and a vector of the position and the tokens before it.
     """
 
     rows: torch.Tensor  # [V, E]
@@ -488,10 +490,10 @@ class DFlashDraftModel(PreTrainedModel):
         most: int,
         embed: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [n, K, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
+        """Log-probabilities [n, K or 1, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
 
-        Of hidden_states [1, n, D] after anchors [1, 1]; `head` and `embed` as in `propose`. A causal head's are those of its
-        candidates. Without one they are [n, 1, K], of the `most` probable tokens, whatever precedes them.
+        hidden_states are [1, n, D] and anchors [1, 1]; `head` and `embed` as in `propose`. A causal head has a row for each
+        candidate of the position before. Without one there is one row for all, and the `most` probable tokens are taken.
         """
         logits = self.compute_logits(hidden_states, head)  # too large for a float32 copy
         if (causal_head := self.causal_head(embed)) is not None:
@@ -514,7 +516,7 @@ class DFlashDraftModel(PreTrainedModel):
         return spec_generate(self, target, input_ids, **kwargs)
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Adds `custom_generate/generate.py`, and beside the package a card, to the upload of `push_to_hub`."""
+        """Adds `custom_generate/generate.py` to the upload of `push_to_hub`, and a card if the package has loaded the model."""
         from .generation_dflash import write_custom_generate
 
         write_custom_generate(working_dir)

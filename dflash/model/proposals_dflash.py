@@ -83,7 +83,8 @@ class DraftTree:
     ) -> DraftTree:
         """The `budget` most probable paths, best first (DDTree, algorithm 1).
 
-        `log_probs[p][i][j]` is of token j of position p after token i of the position before (i = 0: the anchor, or any).
+        `log_probs[p][i][j]` is of token j of position p after token i of the position before, where i = 0 is the anchor. A
+        position with a single row has the same probabilities after every token.
         """
         tree = cls([], [], [])
         # Negative log-probability of a path, its parent's column, and position and index of its last token.

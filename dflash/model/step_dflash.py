@@ -639,10 +639,8 @@ class Pair:
         width, device = token_ids.shape[1], token_ids.device
         ancestors, depths = _tree_tensors(tree, width, device) if tree else (None, torch.arange(width, device=device))
         positions = to_device(torch.tensor(cache.lengths), device)[:, None] + depths
-        place, ends = (
-            Place(positions, cache, max(cache.lengths) + width, ancestors),
-            [n + width for n in cache.lengths],
-        )
+        place = Place(positions, cache, max(cache.lengths) + width, ancestors)
+        ends = [held + width for held in cache.lengths]
         cache.place(positions, place.num_keys)
         with cache.recording(width, tree), step_attention(self.target):
             logits, features = verify(self.target, self.layout, token_ids, place)

@@ -99,7 +99,7 @@ datasets:
 
 `tiny-DFlash`, a DFlash drafter (arXiv 2602.06036) of `tiny-target`, with Domino's head: {parameters:,} parameters, of which
 {trained:,} are the head's. A GRU of width {gru_hidden_dim} reads the tokens that were chosen before in the block, so that each one
-is chosen after those. The other weights are those of `tiny-DFlash`, bit for bit. Its code is saved beside it by `dflash
+but the first is chosen after those. The other weights are those of `tiny-DFlash`, bit for bit. Its code is saved beside it by `dflash
 export-demo FOLDER`, and it then loads with `AutoModel.from_pretrained(folder, trust_remote_code=True)`.
 
 | greedy, fp32 | prompts | texts equal to `target.generate` | tau | tokens per step |
@@ -107,8 +107,8 @@ export-demo FOLDER`, and it then loads with `AutoModel.from_pretrained(folder, t
 {scores}
 
 Data: what the target answers to GSM8K train (MIT) and to problems of `examples/tiny_pair/problems.py` (trained templates
-alone), {examples} answers. The head was trained on the frozen drafter: Muon for its matrices, cross entropy among the 16 most
-probable tokens of each position. Settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16,
+alone), {examples} answers. The head was trained on the frozen drafter: Muon for its matrices, AdamW for its table, cross entropy
+among the 16 most probable tokens of each position. Settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16,
 Apache-2.0.
 """
 

@@ -48,8 +48,14 @@ from dflash.training import (
 # Templates held out for choosing the best checkpoint are asked with other seeds than those of the final figures.
 CHOICE_SEED = EVALUATION_SEED + 1
 # Domino's head, and a rate for it: it learned less at twice and at half of this one.
-HEAD: dict[str, Any] = {"recipe": "short", "freeze_init": True, "gru_hidden_dim": 192, "emb_dim": 96}
-HEAD |= {"muon_learning_rate": 0.008}
+HEAD: dict[str, Any] = {
+    "recipe": "short",
+    "freeze_init": True,
+    "gru_hidden_dim": 192,
+    "emb_dim": 96,
+    "muon_learning_rate": 0.008,
+    "loss": "ce",
+}
 NUMBER = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?![\d,]|\.\d)")
 
 
@@ -200,19 +206,22 @@ def parse_arguments() -> argparse.Namespace:
         "--steps", type=int, help=f"optimiser steps, {FULL.steps} by default, {FULL.head_steps} of a head"
     )
     parser.add_argument("--layers", type=int, help=f"the drafter's depth, {FULL.layers} by default")
-    parser.add_argument("--intermediate", type=int, default=1024, help="width of its MLPs")
+    parser.add_argument("--intermediate", type=int, help="width of its MLPs, 1024 by default")
     parser.add_argument("--anchors", type=int, help=f"blocks per sequence, {FULL.num_anchors} by default")
-    parser.add_argument("--loss", default="forward_kl", choices=("ce", "forward_kl"), help="as of dflash train")
+    parser.add_argument("--loss", choices=("ce", "forward_kl"), help="as of dflash train, forward_kl by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.init and (arguments.layers or arguments.intermediate or arguments.loss):
+        parser.error("--layers, --intermediate and --loss are of a new drafter: leave them out, or leave out --init.")
+    return arguments
 
 
 def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     """One worker; the first one also writes and prints."""
     scale = SMOKE if arguments.smoke else FULL
-    steps = "steps" if arguments.init is None else "head_steps"
-    given = {steps: arguments.steps, "layers": arguments.layers, "num_anchors": arguments.anchors}
+    scale = scale if arguments.init is None else replace(scale, steps=scale.head_steps)
+    given = {"steps": arguments.steps, "layers": arguments.layers, "num_anchors": arguments.anchors}
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     began = time.monotonic()
 
@@ -239,7 +248,7 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     target = target.to(torch.bfloat16) if computes_in_bf16() else target
     settings = TrainingSettings(
         steps=scale.steps,
-        loss=arguments.loss,
+        loss=arguments.loss or "forward_kl",
         num_anchors=scale.num_anchors,
         batch_tokens=scale.batch_tokens,
         eval_every=scale.eval_every,
@@ -250,11 +259,11 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
             target,
             mask_token_id=tokenizer.convert_tokens_to_ids(MASK),
             num_hidden_layers=scale.layers,
-            intermediate_size=arguments.intermediate,
+            intermediate_size=arguments.intermediate or 1024,
             from_target=True,
         )
     else:
-        settings = replace(settings, init=arguments.init.name, steps=scale.head_steps, loss="ce", **HEAD)
+        settings = replace(settings, init=arguments.init.name, **HEAD)
         begun = DFlashDraftModel.from_pretrained(arguments.init, dtype=torch.float32)
         drafter = make_drafter(target, tokenizer, settings, begun)
     choosing += [problem.question for problem in generate(scale.choice_prompts, CHOICE_SEED, "heldout")]
