@@ -26,6 +26,7 @@ from dflash.training import (
     collate,
     encode,
     epoch_batches,
+    estimate_memory,
     load_examples,
     measure_acceptance,
     new_drafter,
@@ -410,6 +411,27 @@ def test_the_memory_estimate_is_of_the_widest_batch(
         "pairs": max(batch.anchors.numel() * 6 * (batch.input_ids.shape[1] + 6) for batch in batches),
     }
     assert {"columns": columns, "rows": rows, "pairs": pairs} == pytest.approx(most, rel=0.3)
+
+
+def test_the_memory_estimate_counts_what_a_gru_keeps(target: PreTrainedModel) -> None:
+    """Beside the same drafter without it, against all that autograd keeps of a loss."""
+    data = [with_response([3, 4], [5, 6] * length) for length in (20, 21, 22)]
+    kept, estimated = [], []
+    for head in ({}, {"gru_hidden_dim": 256, "emb_dim": 2}):
+        drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=6, **head)
+        trainer = Trainer(drafter, target, data, settings(num_anchors=8, batch_tokens=256, mixed_precision="no"))
+        weights = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
+        held: dict[int, torch.Tensor] = {}
+        (batch,) = epoch_batches(data, 0, num_anchors=8, batch_tokens=256, pad_token_id=0, seed=0)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, held=held: held.setdefault(tensor.untyped_storage().data_ptr(), tensor),
+            lambda tensor: tensor,
+        ):
+            loss_and_counts = DrafterLoss(FrozenTarget(target, drafter), trainer.settings)(batch)
+        kept.append(sum(one.untyped_storage().nbytes() for place, one in held.items() if place not in weights))
+        estimated.append(estimate_memory(trainer)["activations of the drafter"])
+        del loss_and_counts
+    assert estimated[1] - estimated[0] == pytest.approx(kept[1] - kept[0], rel=0.25)
 
 
 @pytest.mark.parametrize("is_domino", [False, True])

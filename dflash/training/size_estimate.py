@@ -15,7 +15,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
 
     Weights, gradients and AdamW's two moments are fp32 (Muon keeps one moment for a matrix). Activations are those of the
     largest batch of the first epoch: per layer and query about 12 tensors of the hidden size and 3 of the MLP's width are kept
-    for the backward pass, or one where layers are computed again.
+    for the backward pass, or one where layers are computed again, and per query 8 of the width of Domino's GRU.
     """
     settings, config = trainer.settings, trainer.drafter.config
     processes = trainer.accelerator.num_processes
@@ -29,6 +29,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     kept = 1 if settings.gradient_checkpointing else 12
     inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
+    states = 8 * queries * (config.gru_hidden_dim or 0) * width
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
     # Flex attention holds no scores and no mask, a fused kernel the mask alone; without one, blockwise attention holds the
     # scores of all layers, or of some blocks of one layer.
@@ -49,7 +50,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
         "gradients": trained,
         "optimiser": moments,
         "features of the target": context,
-        "activations of the drafter": layers + scores,
+        "activations of the drafter": layers + scores + states,
         "logits of a chunk": logits,
     }
 
