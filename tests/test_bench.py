@@ -157,6 +157,16 @@ def test_the_loop_that_drafts_nothing_runs_no_drafter(pair):
     assert run.num_forwards == len(run.token_ids) == 12
 
 
+@needs_native
+def test_native_decoding_takes_a_drafter_of_another_dtype(pair):
+    """Checkpoints are read as they are stored, and a trained drafter is stored in bf16: native decoding raised."""
+    target, _, prompt_ids = pair
+    drafter = make_drafter().to(torch.bfloat16)
+    methods = decoding_methods(target, drafter, 6, [PLAIN, NATIVE])
+    assert methods[NATIVE](prompt_ids).token_ids == methods[PLAIN](prompt_ids).token_ids
+    assert drafter.dtype == torch.bfloat16
+
+
 def test_the_random_drafter_has_the_shape_and_not_the_weights():
     drafter = make_drafter()
     before = torch.random.get_rng_state()

@@ -79,13 +79,22 @@ def decoding_methods(
     methods: dict[str, Method] = {
         PLAIN: plain(),
         PROMPT_LOOKUP: plain(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        NATIVE: plain(assistant_model=drafter, speculation_type="dflash"),
         OURS: ours(drafter, **ALONE),
         **{name: ours(drafter, **options) for name, options in VARIANTS.items()},
     }
+    if NATIVE in wanted:
+        methods[NATIVE] = plain(assistant_model=_in_dtype_of(target, drafter), speculation_type="dflash")
     if RANDOM_DRAFTER in wanted:
         methods[RANDOM_DRAFTER] = ours(untrained(drafter), **VARIANTS["dflash adaptive"])
     return {name: methods[name] for name in wanted}
+
+
+def _in_dtype_of(target: PreTrainedModel, drafter: PreTrainedModel) -> PreTrainedModel:
+    """The drafter for native decoding, which gives its hidden states to the target's head as they are."""
+    if drafter.dtype == target.dtype:
+        return drafter
+    model: Any = copy.deepcopy(drafter)
+    return model.to(target.dtype)
 
 
 def untrained(drafter: PreTrainedModel) -> PreTrainedModel:
