@@ -37,7 +37,8 @@ class Column(NamedTuple):
         if self.is_share:
             return f"{value}{next((f' of {row[of]}' for of in ('prompts', 'requests', 'chats') if of in row), '')}"
         if self.digits is None:
-            return f"{value:.4g}" if isinstance(value, float) else self.words.get(value, str(value))
+            text = f"{value:.4g}" if isinstance(value, float) else self.words.get(value, str(value))
+            return text.replace("_", " ") if key == "task" else text  # a file's name
         values = [row[name] for name in (key, self.last) if row.get(name) is not None]
         return self.between.join(f"{value * self.scale:.{self.digits}f}{self.unit}" for value in values)
 

@@ -103,16 +103,13 @@ def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, dev
 
 def step_mask(
     predicate: Predicate,
-    starts: torch.Tensor,
+    starts: torch.Tensor,  # [B] keys before the first query
     width: int,
     num_keys: int,
     window: int | None,
     dtype: torch.dtype | None,
 ) -> Any:
-    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as a block mask of flex attention.
-
-    starts [B] are the numbers of keys before the first query.
-    """
+    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as a block mask of flex attention."""
     if dtype is not None:
         return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
     indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)

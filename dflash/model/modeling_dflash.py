@@ -483,17 +483,17 @@ class DFlashDraftModel(PreTrainedModel):
     @torch.no_grad()
     def branches(
         self,
-        hidden_states: torch.Tensor,
-        anchors: torch.Tensor,
-        head: Any,
+        hidden_states: torch.Tensor,  # [1, n, D]
+        anchors: torch.Tensor,  # [1, 1]
+        head: Callable[[torch.Tensor], torch.Tensor],
         temperature: float,
         most: int,
-        embed: Any = None,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities [n, K or 1, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
 
-        hidden_states are [1, n, D] and anchors [1, 1]; `head` and `embed` as in `propose`. A causal head has a row for each
-        candidate of the position before. Without one there is one row for all, and the `most` probable tokens are taken.
+        A causal head has a row for each candidate of the position before. Without one there is one row for all, and the `most`
+        probable tokens are taken. `head` and `embed` are as in `propose`.
         """
         logits = self.compute_logits(hidden_states, head)  # too large for a float32 copy
         if (causal_head := self.causal_head(embed)) is not None:
