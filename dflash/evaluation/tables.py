@@ -204,7 +204,8 @@ def _recipes(result: dict[str, Any]) -> list[Part]:
         said = row["cell"].replace("+", ", ").replace("=", " ").replace("_", " ")
         cell = joined.setdefault((row["axis"], row["cell"]), {"axis": row["axis"], "cell": said})
         spread = "" if row["tau_interval"] is None else f" ± {row['tau_interval']:.2f}"
-        gain = "base" if row["gain"] is None else f"{row['gain']:+.2f} ± {row['gain_interval'] or 0:.2f}"
+        spread_of_gain = "" if row["gain_interval"] is None else f" ± {row['gain_interval']:.2f}"
+        gain = "base" if row["gain"] is None else f"{row['gain']:+.2f}{spread_of_gain}"
         cell.setdefault("recipe_tau", {})[row["target"]] = f"{row['tau']:.2f}{spread}"
         cell.setdefault("recipe_gain", {})[row["target"]] = gain
     return [(list(joined.values()), ("axis", "cell", "recipe_tau", "recipe_gain"))]
