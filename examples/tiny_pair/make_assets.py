@@ -53,7 +53,7 @@ Data: GSM8K train (MIT, {gsm8k_rows} rows) and problems of `examples/tiny_pair/p
 Command: `{command}`; the steps and the curve are in `training.json`. Weights are bf16, Apache-2.0.
 """
 
-DRAFTER_CARD = """---
+FRONT_MATTER = """---
 license: apache-2.0
 library_name: transformers
 tags:
@@ -62,7 +62,11 @@ tags:
 datasets:
 - openai/gsm8k
 ---
-# tiny-DFlash
+"""
+
+DRAFTER_CARD = (
+    FRONT_MATTER
+    + """# tiny-DFlash
 
 The DFlash drafter (arXiv 2602.06036) of `tiny-target`: {parameters:,} parameters in {layers} layers, block size {block_size}, taps
 on the target's layers {taps}, mask token {mask_token_id}. Its code is saved beside it by `dflash export-demo FOLDER`, and it then
@@ -77,6 +81,7 @@ alone), {examples} answers. Trained by the recipe `short`: it began with weights
 matrices and AdamW the norms, at random anchors with D-PACE's weights, here towards the target's distribution (`forward_kl`).
 Settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16, Apache-2.0.
 """
+)
 
 SET_NAMES = {
     "trained_templates": "trained templates",
@@ -86,16 +91,9 @@ SET_NAMES = {
 }
 
 
-DOMINO_CARD = """---
-license: apache-2.0
-library_name: transformers
-tags:
-- dflash
-- speculative-decoding
-datasets:
-- openai/gsm8k
----
-# tiny-DFlash-Domino
+DOMINO_CARD = (
+    FRONT_MATTER
+    + """# tiny-DFlash-Domino
 
 `tiny-DFlash`, a DFlash drafter (arXiv 2602.06036) of `tiny-target`, with Domino's head: {parameters:,} parameters, of which
 {trained:,} are the head's. A GRU of width {gru_hidden_dim} reads the tokens that were chosen before in the block, so that each one
@@ -111,6 +109,7 @@ alone), {examples} answers. The head was trained on the frozen drafter: Muon for
 among the 16 most probable tokens of each position. Settings, versions and curve are in `training.json`. Command: `{command}`. Weights are bf16,
 Apache-2.0.
 """
+)
 
 
 def target_card(folder: Path) -> str:
