@@ -23,8 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # `config._attn_implementation` during a step, in place of "sdpa". The names must not contain "flash": transformers would take
 # them for kernels without masks.
 GROUPED, CHUNK = "step_grouped", "step_chunk"
-# Number of keys that flex attention reads or skips together.
-KEY_BLOCK = 128
+KEY_BLOCK = 128  # number of keys that flex attention reads or skips together
 # Up to this number of keys, flex attention runs as one kernel per layer. Its default for few queries divides the keys among
 # more processors and launches four kernels, which write partial sums in float32.
 MOST_KEYS_UNDIVIDED = 4096

@@ -206,8 +206,7 @@ class PreallocatedCache(Cache):
         self._running = {index: RunningState(mixer) for index, mixer in (mixers or {}).items()}
         for index, running in self._running.items():
             self.layers[index] = running.layer
-        # Columns that mixers can roll back; None: a forward did not finish.
-        self._num_recorded: int | None = 0
+        self._num_recorded: int | None = 0  # columns that mixers can roll back; None: a forward did not finish
 
     def _storage(self) -> list[PreallocatedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]

@@ -26,11 +26,7 @@ OPTIONAL_FIELDS: dict[str, Any] = {
     "pure_draft_prefix_len": 0,
     "shift_label": False,
 }
-PAIRED_FIELDS = (
-    ("conv_kernel_size", "conv_group_size"),
-    ("selector_rank", "selector_top_k"),
-    ("gru_hidden_dim", "emb_dim"),
-)
+PAIRED = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"), ("gru_hidden_dim", "emb_dim"))
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
 # unless they have one of the values given here, which mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -169,7 +165,6 @@ class DFlashConfig(Qwen3Config):
         dialect = kwargs.pop("dialect", None)
         if target_layer_ids is None and num_target_layers is not None:
             target_layer_ids = default_target_layer_ids(num_target_layers)
-
         # Without `layer_types` all layers are full: Qwen3's default of 28 `max_window_layers` does that to shallow drafters.
         kwargs.setdefault("max_window_layers", kwargs.get("num_hidden_layers", 32))
         kwargs.setdefault("tie_word_embeddings", False)
@@ -177,7 +172,6 @@ class DFlashConfig(Qwen3Config):
         if "dtype" in kwargs:
             kwargs.pop("torch_dtype", None)
         super().__init__(**{"rope_theta": theta, "rope_scaling": scaling, **kwargs})
-
         self.block_size = 16 if block_size is None else block_size
         self.mask_token_id = mask_token_id
         self.target_layer_ids = None if target_layer_ids is None else list(target_layer_ids)
@@ -245,7 +239,7 @@ class DFlashConfig(Qwen3Config):
 
     def _check_variants(self) -> None:
         """Raises ValueError for a convolution, a selector or a head that cannot be built."""
-        for one, other in PAIRED_FIELDS:
+        for one, other in PAIRED:
             values = getattr(self, one), getattr(self, other)
             if (values[0] is None) != (values[1] is None):
                 raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")

@@ -225,8 +225,7 @@ class Proposer:
 
     def __init__(self, pair: Pair, conversation: Conversation, request: Any, verifier: Verifier) -> None:
         self.pair, self.conversation, self.request, self.verifier = pair, conversation, request, verifier
-        drafter: Any = pair.drafter
-        has_head = drafter.causal_head(pair.embed) is not None  # others propose their argmax
+        has_head = pair.drafter.causal_head(pair.embed) is not None  # others propose their argmax
         # Not with adaptive widths: choosing by the probability of drawn tokens would bias them.
         draws = has_head and verifier.verification != "match" and not request.adaptive
         self.uniforms_of = verifier.uniforms_of if draws else None
@@ -306,8 +305,7 @@ class Proposer:
         if self.uniforms_of is not None:
             uniforms = self.uniforms_of.fresh(sequences, proposing.shape[1], anchors.device)
             options["drawn"] = self.request.temperature, uniforms
-        drafter: Any = self.pair.drafter
-        proposals: Proposals = drafter.propose(proposing, anchors, self.pair.head, **options)
+        proposals: Proposals = self.pair.drafter.propose(proposing, anchors, self.pair.head, **options)
         if self._pacer is not None and proposals.confidences is not None:
             survival = to_host(proposals.confidences.cumprod(dim=1))()
             num_wanted = self._pacer.choose([sum(chances) for chances in zip(*survival, strict=True)][:num_wanted])[0]
@@ -369,10 +367,9 @@ class Proposer:
 
     def _grow(self, proposing: torch.Tensor, anchors: torch.Tensor) -> DraftTree:
         """The tree of a single sequence's hidden states [1, n, D], grown on the host."""
-        drafter: Any = self.pair.drafter
         pair, most = self.pair, min(self._num_nodes, TREE_BRANCHES)
-        log_probs, ids = drafter.branches(proposing, anchors, pair.head, self.request.temperature, most, pair.embed)
-        numbers = to_host(torch.cat([log_probs, ids[:, None]], dim=1))()  # one copy; float32 holds ids below 2**24
+        found = pair.drafter.branches(proposing, anchors, pair.head, self.request.temperature, most, pair.embed)
+        numbers = to_host(torch.cat([found[0], found[1][:, None]], dim=1))()  # one copy; float32 holds ids below 2**24
         if any(value != value for of_position in numbers for value in of_position[0]):
             raise _broken(pair, "drafter")
         token_ids = [list(map(int, of_position.pop())) for of_position in numbers]
@@ -381,7 +378,6 @@ class Proposer:
     def _curve(self, anchors: Any, classes: Sequence[int], size: int) -> LatencyCurve | None:
         """The pair's curve for texts of this `size`, over widths of these `classes`, or over powers of two and the widest."""
         pair, block_size, draft_tree = self.pair, self.request.block_size, self.request.draft_tree
-        drafter: Any = pair.drafter
         target_cache, draft_cache = self.conversation.caches
         num_sequences, length = len(target_cache.lengths), max(target_cache.lengths)
         weight = pair.drafter.get_parameter("norm.weight")  # [D]
@@ -405,9 +401,9 @@ class Proposer:
 
         def draft() -> torch.Tensor:
             read = context()
-            hidden_states = pair.draft(anchors, read, draft_cache, block_size)[:, self._proposing]
+            states = pair.draft(anchors, read, draft_cache, block_size)[:, self._proposing]
             draft_cache.rollback(read.num_real)
-            proposals = drafter.propose(hidden_states, anchors, pair.head, with_confidences=True, embed=pair.embed)
+            proposals = pair.drafter.propose(states, anchors, pair.head, with_confidences=True, embed=pair.embed)
             return proposals.token_ids if proposals.confidences is None else proposals.confidences
 
         def whole() -> torch.Tensor:
@@ -428,7 +424,7 @@ class Proposer:
                 forwards["whole_ms"] = whole
         kind = is_compiled, draft_cache.window, self.verifier.sampler is None, tuple(forwards)
         setting, timed = (num_sequences, size, block_size, *kind), None if anchors is None else forwards
-        return measured_curve((pair.target, drafter), setting, widths, verify, timed)
+        return measured_curve((pair.target, pair.drafter), setting, widths, verify, timed)
 
 
 @dataclass

@@ -65,9 +65,8 @@ def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
 
 # For each setting: whether a value is valid, and the remedy.
 SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("max_new_tokens", "max_length"), (_whole(1), "ask for at least one new token, as a whole number")
-    ),
+    "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
+    "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
     "temperature": (
         lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
         f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",

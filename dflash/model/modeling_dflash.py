@@ -53,7 +53,6 @@ class DFlashAttn(qwen3.Qwen3Attention):
         query = query.to(value.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-
         attend: Any = qwen3.eager_attention_forward
         if implementation == "sdpa" and past_key_values is not None:  # one block after its cached context
             attend = grouped_attention
@@ -349,7 +348,6 @@ class DFlashDraftModel(PreTrainedModel):
         dtype = self.hidden_norm.weight.dtype
         hidden_states = noise_embeds.to(dtype)
         context = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))  # [B, C, D]
-
         if position_ids is None:
             start = 0 if past_key_values is None else int(past_key_values.get_seq_length())
             length = context.shape[1] + hidden_states.shape[1]

@@ -566,7 +566,8 @@ class Pair:
         compiled: CompiledPair | None = None,
     ) -> None:
         check_pair(target, drafter)
-        self.target, self.drafter, self.compiled = target, drafter, compiled
+        self.target, self.compiled = target, compiled
+        self.drafter: Any = drafter  # of this class or of remote code
         self._layers = decoder_layers(target)
         self.layout = Layout.of(target, drafter.config.target_layer_ids)
         config = target.config.get_text_config(decoder=True)
@@ -582,11 +583,10 @@ class Pair:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [..., D] of token_ids [...] by the target, on the drafter's device."""
-        embed: Any = self.drafter.embed  # may scale them
         embedding = self.target.get_input_embeddings()
         device = embedding.get_parameter("weight").device
         token_ids = token_ids if device.type == "meta" else token_ids.to(device)  # "meta": accelerate moves them
-        return embed(token_ids, embedding).to(self.drafter.device)
+        return self.drafter.embed(token_ids, embedding).to(self.drafter.device)  # may scale them
 
     def forward(
         self,
@@ -711,13 +711,12 @@ class Pair:
 
     def absorb(self, context: Context, cache: PreallocatedCache) -> None:
         """Adds context to the drafter's cache, without a block."""
-        drafter: Any = self.drafter
         columns = torch.arange(context.features.shape[1], device=context.features.device)
         # Invalid columns are overwritten by the next ones.
         slots = to_device(torch.tensor(cache.lengths), columns.device)[:, None] + columns
         ends = [held + new for held, new in zip(cache.lengths, context.num_real, strict=True)]
         cache.place(slots, max(cache.lengths) + len(columns))
-        drafter.absorb(context.features, cache.positions(slots), cache)
+        self.drafter.absorb(context.features, cache.positions(slots), cache)
         cache.set_lengths(ends)
 
     def step(
