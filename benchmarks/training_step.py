@@ -1,10 +1,11 @@
 """Tokens per second and memory of training: ours against a plain step, and the loss against whole logits by vocabulary.
 
-    python benchmarks/training_step.py --output benchmarks/results/training_step_tiny_cpu.json
+    python benchmarks/training_step.py --compile --output benchmarks/results/training_step_tiny_cpu.json
 
 The embedded pair on its held-out problems. One measurement is the forward and backward passes over all of them, and the ways
-take turns. "naive" pads documents in the order they come and holds all logits; "unpacked" sorts them by length; "packed" puts
-them side by side. The script checks that all three give the same loss. Tokens are those of the documents, without padding.
+take turns. "naive" pads documents in the order they come and holds all logits; "unpacked" sorts them by length; "compiled" is the
+same through `torch.compile` (`dflash train --compile`), compiled before it is timed; "packed" puts documents side by side. The
+script checks that all give the same loss. Tokens are those of the documents, without padding.
 Memory is that of a step over the same documents, those of the first naive batch.
 """
 
@@ -52,6 +53,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[2048, 16384, 131072])
     parser.add_argument("--rows", type=int, default=2048, help="positions of the loss alone")
+    parser.add_argument(
+        "--compile", action="store_true", help="measure compiled steps too, after minutes of compiling"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it runs")
     args = parsed(parser)
     vars(args).update(SMALL if args.smoke else {})
@@ -86,20 +90,26 @@ def naive_loss(drafter: Any, tapped: Pair, batch: Batch) -> tuple[torch.Tensor, 
 def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any) -> list[dict[str, Any]]:
     """Every way of training over all examples."""
     pair = FrozenTarget(target, drafter)
-    settings = {"num_anchors": args.anchors, "batch_tokens": args.batch_tokens, "pad_token_id": 0, "seed": 0}
-    packing = {"pack_length": args.pack_length}
-    ours, naive = DrafterLoss(pair, TrainingSettings(recipe="paper")), partial(naive_loss, drafter, pair)
-    ways: dict[str, tuple[Callable[[Batch], Any], list[Batch]]] = {
-        "naive": (naive, list(naive_batches(examples, args))),
-        "unpacked": (ours, list(epoch_batches(examples, 0, **settings))),
-        "packed": (ours, list(epoch_batches(examples, 0, **settings, **packing))),
+    recipe = TrainingSettings(recipe="paper")
+    ours = DrafterLoss(pair, recipe)
+    ways: dict[str, Callable[[Batch], Any]] = {
+        "naive": partial(naive_loss, drafter, pair),
+        "unpacked": ours,
+        "packed": ours,
     }
-    first = ways["naive"][1][0]
-    at_once = {**settings, "batch_tokens": first.input_ids.numel() + args.pack_length}
-    steps = {"naive": [first]} | {
-        name: list(epoch_batches(examples[: len(first.input_ids)], 0, **at_once, **more))
-        for name, more in (("unpacked", {}), ("packed", packing))
-    }
+    if args.compile:
+        ways["compiled"] = DrafterLoss(pair, recipe, torch.compile(drafter))
+
+    def batches_of(name: str, examples: list[Example], batch_tokens: int) -> list[Batch]:
+        if name == "naive":
+            return list(naive_batches(examples, args))
+        how: dict[str, Any] = {"pack_length": args.pack_length} if name == "packed" else {}
+        how |= {"num_anchors": args.anchors, "batch_tokens": batch_tokens, "pad_token_id": 0, "seed": 0}
+        return list(epoch_batches(examples, 0, **how))
+
+    all_batches = {name: batches_of(name, examples, args.batch_tokens) for name in ways}
+    first = all_batches["naive"][0].input_ids
+    steps = {name: batches_of(name, examples[: len(first)], first.numel() + args.pack_length) for name in ways}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, float] = {}
     peaks: dict[str, int] = {}
@@ -107,25 +117,22 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
     def run(name: str, batches: list[Batch]) -> None:
         losses[name] = 0.0
         for batch in batches:
-            loss_sum, _ = ways[name][0](batch)
+            loss_sum, _ = ways[name](batch)
             loss_sum.backward()
             losses[name] += loss_sum.item()
 
     for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for name in track(turns(ways, args.repeats + 1), description="steps"):
-        batches = ways[name][1]
-        drafter.zero_grad(set_to_none=False)  # the gradients stay where they are, and count in no peak
-        if name in peaks:
-            seconds[name].append(seconds_of(partial(run, name, batches)))
-        else:  # the first warms up
-            (batch,) = steps[name]
-            peaks[name] = allocated_memory(partial(run, name, [batch]), drafter.device)
+        parameter.grad = torch.zeros_like(parameter)  # they stay where they are, and count in no peak
+    for name, batches in all_batches.items():  # the first time warms up, and compiles
+        run(name, batches)
+        peaks[name] = allocated_memory(partial(run, name, steps[name]), drafter.device)
+    for name in track(turns(ways, args.repeats), description="steps"):
+        seconds[name].append(seconds_of(partial(run, name, all_batches[name])))
     if any(abs(loss / losses["naive"] - 1) > 1e-4 for loss in losses.values()):
         raise SystemExit(f"The ways do not compute the same loss: {losses}.")
     num_tokens = sum(map(len, examples))
     rows = []
-    for name, (_, batches) in ways.items():
+    for name, batches in all_batches.items():
         columns = sum(batch.input_ids.numel() for batch in batches)
         row = {"way": name, "batches": len(batches), "columns": columns, "tokens": num_tokens}
         row["tokens_per_second"] = round(num_tokens / median(seconds[name]), 1)

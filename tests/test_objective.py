@@ -1,16 +1,18 @@
 """The whole loss of a batch, from the target's states to the sum, against block-by-block decoding with whole logits."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_drafter, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import DFlashDraftModel, spec_generate
 from dflash.model import modeling_dflash
-from dflash.training import LOSSES, Batch, DrafterLoss, Example, FrozenTarget, TrainingSettings, collate
+from dflash.training import LOSSES, Batch, DrafterLoss, Example, FrozenTarget, TrainingSettings, collate, objective
 from dflash.training.block_attention import BLOCKWISE, blockwise_attention
 
 
@@ -199,6 +201,45 @@ def test_states_read_before_give_the_same_loss(target: PreTrainedModel) -> None:
     states, online = pair(batch, wants_states=True), DrafterLoss(pair, settings)(batch)[0]
     target.forward = None  # it is not read again
     assert torch.equal(DrafterLoss(pair, settings, states_of=lambda *_: states)(batch)[0], online)
+
+
+class MatrixProducts(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fields", [{}, SELECTOR], ids=["plain", "convolutions"])
+def test_mlps_keep_two_tensors_of_their_width_and_every_gradient(
+    target: PreTrainedModel, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The activation and the product are computed again, without another matrix product, and forwards are left as they were."""
+    drafter = drafter_of(intermediate_size=40, **fields)
+    pair, batch = FrozenTarget(target, drafter), batch_of(EXAMPLE)
+    found = []
+    for lean in (objective.lean_mlps, lambda _: nullcontext()):
+        monkeypatch.setattr(objective, "lean_mlps", lean)
+        kept: list[torch.Tensor] = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda one, kept=kept: kept.append(one) or one, lambda one: one),
+            MatrixProducts() as products,
+        ):
+            loss, _ = DrafterLoss(pair)(batch)
+            loss.backward()
+        gradients = [parameter.grad for parameter in drafter.parameters()]
+        drafter.zero_grad(set_to_none=True)
+        wide = {one.data_ptr() for one in kept if one.shape[-1:] == (40,) and one.numel() == 40 * len(ANCHORS) * BLOCK}
+        found.append((len(wide) / len(drafter.layers), products.count, loss, *gradients))
+    (ours, work, *lean_gradients), (whole, least_work, *gradients) = found
+    assert (ours, work) == (2, least_work)
+    assert whole == 4
+    for one, other in zip(lean_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not any("forward" in vars(module) for module in drafter.modules())
 
 
 def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedModel) -> None:

@@ -260,6 +260,21 @@ def test_scores_of_many_blocks_are_never_held_whole(fused: tuple[str, ...], monk
     assert query.grad.isfinite().all()
 
 
+def test_keys_and_values_are_kept_once_for_the_heads_that_share_them() -> None:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    query = torch.randn(1, 8, 32, 4, requires_grad=True)
+    key, value = (torch.randn(1, 2, 4096 + 32, 4, requires_grad=True) for _ in range(2))
+    mask = torch.zeros(1, 1, 32, 4096 + 16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        blockwise_attention(torch.nn.Identity(), query, key, value, mask)
+    assert sum(kept.values()) < 1.1 * (key.nbytes + value.nbytes + mask.nbytes)
+
+
 @pytest.mark.parametrize(
     ("dtype", "mask_dtype"),
     [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],

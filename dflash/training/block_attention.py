@@ -43,14 +43,13 @@ def blockwise_attention(
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
     if is_fused(query.device, dropout):
-        states = (context_key, context_value, block_key, block_value)
-        context_key, context_value, *of_own = (one.repeat_interleave(shared, dim=1) for one in states)
-        # The kernel takes a row of -inf, which fp32's minimum becomes in bf16, for one of zeros.
-        mask = attention_mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
-        of_context, own = mask.split([length, block_size], dim=-1)
-        in_blocks = (one.unflatten(2, (blocks, block_size)) for one in (query, *of_own, own))
-        output = FusedBlocks.apply(context_key, context_value, of_context, *in_blocks)
-        return output.flatten(2, 3).transpose(1, 2).contiguous(), None
+        of_context, own = attention_mask.split([length, block_size], dim=-1)
+        of_block = [one.unflatten(2, (blocks, block_size)) for one in (block_key, block_value, own)]
+        # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E].
+        turns = query.view(batch, groups, shared, blocks, block_size, size).unbind(2)
+        outputs = [FusedBlocks.apply(context_key, context_value, of_context, turn, *of_block) for turn in turns]
+        output = torch.stack([one.permute(0, 2, 3, 1, 4) for one in outputs], dim=4)  # [B, A, N, G, H / G, E]
+        return output.view(batch, num_rows, heads, size), None
     # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
     rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
     of_blocks = (

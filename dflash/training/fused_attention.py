@@ -23,7 +23,7 @@ class FusedBlocks(torch.autograd.Function):
         ctx: Any,
         context_key: torch.Tensor,  # [B, H, S, E]
         context_value: torch.Tensor,  # likewise
-        context_mask: torch.Tensor,  # additive [B, 1, A * N, S]
+        context_mask: torch.Tensor,  # additive [B, 1, A * N, S], in fp32 or of query's dtype
         query: torch.Tensor,  # [B, H, A, N, E]
         block_key: torch.Tensor,  # likewise
         block_value: torch.Tensor,  # likewise

@@ -1,6 +1,7 @@
 """The drafter's loss on a batch: states from the target, blocks through the drafter, hidden states through the head."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from .batches import Batch
 from .block_attention import BLOCKWISE
 from .frozen_target import FrozenTarget, TargetStates
 from .layout import lay_out_blocks
+from .lean_mlp import lean_mlps
 from .losses import (
     DraftCounts,
     chunked_loss,
@@ -52,6 +54,8 @@ class DrafterLoss:
         self.config = self.drafter.config
         self.settings = settings = settings or TrainingSettings()
         self.network = self.drafter if network is None else network
+        # A compiled network chooses itself what to keep, and layers that are computed again keep nothing.
+        self._is_lean = self.network is self.drafter and not settings.gradient_checkpointing
         self.states_of = pair if states_of is None else states_of
         gamma = settings.gamma or default_gamma(self.config.block_size)
         is_dpace = settings.position_weights == "dpace"
@@ -71,13 +75,14 @@ class DrafterLoss:
         states = self.states_of(batch, reads_target(self.settings.loss))
         with torch.no_grad():
             noise_embeds = self.pair.embed(layout.token_ids)
-        hidden_states = self.network(
-            noise_embeds=noise_embeds,
-            context_hidden_states=states.features,
-            position_ids=layout.position_ids,
-            attention_mask=layout.attention_mask,
-            attn_implementation=attention,
-        ).last_hidden_state.flatten(0, 1)  # [B * R, D]
+        with lean_mlps(self.drafter) if self._is_lean else nullcontext():
+            hidden_states = self.network(
+                noise_embeds=noise_embeds,
+                context_hidden_states=states.features,
+                position_ids=layout.position_ids,
+                attention_mask=layout.attention_mask,
+                attn_implementation=attention,
+            ).last_hidden_state.flatten(0, 1)  # [B * R, D]
 
         block_size = self.config.block_size
         first = block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too

@@ -14,7 +14,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     """Bytes per process by what holds them: an estimate of the large parts from shapes alone.
 
     Weights, gradients and AdamW's two moments are fp32 (Muon keeps one moment for a matrix). Activations are those of the
-    largest batch of the first epoch: per layer and query about 12 tensors of the hidden size and 3 of the MLP's width are kept
+    largest batch of the first epoch: per layer and query about 12 tensors of the hidden size and 2 of the MLP's width are kept
     for the backward pass, or one where layers are computed again, and per query 8 of the width of Domino's GRU.
     """
     settings, config = trainer.settings, trainer.drafter.config
@@ -27,7 +27,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     tokens, queries, scored = widest(trainer)
     width = 2 if trainer.precision == "bf16" else 4
     kept = 1 if settings.gradient_checkpointing else 12
-    inner = 0 if settings.gradient_checkpointing else 3 * config.intermediate_size
+    inner = 0 if settings.gradient_checkpointing else 2 * config.intermediate_size
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
     states = 8 * queries * (config.gru_hidden_dim or 0) * width
     context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
@@ -35,12 +35,10 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     # scores of all layers, or of some blocks of one layer.
     of_layer = scored * config.num_attention_heads
     is_whole = of_layer <= MOST_SCORES and not settings.gradient_checkpointing
-    held = scored + (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES))
+    held = (scored + (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES))) * width
     if is_fused(trainer.accelerator.device, config.attention_dropout):
-        held = scored * (
-            1 if width == 4 else config.num_hidden_layers + 2
-        )  # one in bf16 for each layer, of one in fp32
-    scores = 0 if trainer.attention == "flex_attention" else held * width
+        held = scored * 4  # the mask is in fp32
+    scores = 0 if trainer.attention == "flex_attention" else held
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4
     target = sum(parameter.nbytes for parameter in trainer.target.parameters())
