@@ -26,6 +26,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -70,6 +71,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, words)
     if args.what == "drafter" and None in (args.target, args.drafter, args.prompts):
         parser.error("drafter needs --target, --drafter and --prompts.")
+    if args.what == "batch" and max(args.batch_sizes) > args.limit:
+        parser.error(
+            f"A batch of {max(args.batch_sizes)} is not filled by {args.limit} prompts: give a larger --limit."
+        )
     if args.what == "drafter" and args.domino:
         parser.error("--domino is the embedded drafter: give drafter --drafter FOLDER alone.")
     if args.what == "drafter" and not (args.drafter / "training.json").is_file():
@@ -121,7 +126,7 @@ def conversation(args: argparse.Namespace) -> None:
     """A row per turn of a chat."""
     target, drafter, tokenizer = embedded(args)
     asked: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, **GREEDILY}
-    questions = iter(heldout_prompts(tokenizer))
+    questions = cycle(heldout_prompts(tokenizer))
     rows: list[list[dict[str, Any]]] = [[] for _ in range(6)]
     for _ in track(range(args.limit), description="chats"):
         chat, text = Conversation(), list[int]()

@@ -66,13 +66,10 @@ def given(cell: str) -> dict[str, Any]:
 
 
 def run(target: str, data: str, folder: Path, settings: TrainingSettings) -> dict[str, Any]:
-    """What `training.json` of a run says; the run begins, or goes on if it is not finished."""
-    facts, state = folder / "training.json", folder.with_name(f"{folder.name}.state")
-    if state.exists() or not facts.exists():
-        train_drafter(target, data, folder, settings, resume=state.exists(), show_progress=False)
-        if state.exists():
-            raise SystemExit(f"Stopped in {folder}: give the command again to go on.")
-    return json.loads(facts.read_text(encoding="utf-8"))
+    """What `training.json` of a run says; the run begins, goes on, or is left as it is if it is finished."""
+    if train_drafter(target, data, folder, settings, resume=True, show_progress=False).stopped_at is not None:
+        raise SystemExit(f"Stopped in {folder}: give the command again to go on.")
+    return json.loads((folder / "training.json").read_text(encoding="utf-8"))
 
 
 def seconds_per_step(target: str, data: str, settings: TrainingSettings) -> float:
@@ -107,7 +104,7 @@ def main() -> None:
     args = arguments()
     before = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
     if before and (changed := changes(before["training"]["base"], args.base)):
-        raise ValueError(f"{args.output} holds runs of another base ({changed}): give another --output.")
+        raise ValueError(f"{args.output} holds runs of another base ({changed}): give another --work and --output.")
     rows, targets = before.get("measurements", []), before.get("targets", {})
     there = [[row[name] for name in KEY] for row in rows]
     inputs = {(row["target"], row["seed"]): row["inputs"] for row in rows}

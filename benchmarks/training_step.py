@@ -108,8 +108,10 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
         return list(epoch_batches(examples, 0, **how))
 
     all_batches = {name: batches_of(name, examples, args.batch_tokens) for name in ways}
-    first = all_batches["naive"][0].input_ids
-    steps = {name: batches_of(name, examples[: len(first)], first.numel() + args.pack_length) for name in ways}
+    first = all_batches["naive"][0]
+    count, at_once = len(first.input_ids), first.input_ids.numel() + args.pack_length
+    steps = {name: batches_of(name, examples[:count], at_once) for name in ways} | {"naive": [first]}
+    assert all(len(batches) == 1 for batches in steps.values())
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, float] = {}
     peaks: dict[str, int] = {}
@@ -123,8 +125,8 @@ def measure_steps(target: Any, drafter: Any, examples: list[Example], args: Any)
 
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)  # they stay where they are, and count in no peak
-    for name, batches in all_batches.items():  # the first time warms up, and compiles
-        run(name, batches)
+    for name, batches in all_batches.items():
+        run(name, [*batches, *steps[name]])  # warms up, and compiles
         peaks[name] = allocated_memory(partial(run, name, steps[name]), drafter.device)
     for name in track(turns(ways, args.repeats), description="steps"):
         seconds[name].append(seconds_of(partial(run, name, all_batches[name])))

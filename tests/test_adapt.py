@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +237,27 @@ def test_streamed_prompts_are_answered_as_far_as_they_are_asked_for(run: Any, fo
     status, _, err = run(output, tmp_path / "set", *words, "--samples", 12, "--overwrite")
     assert status == 0, err
     assert len((tmp_path / "my-DFlash.answers" / "set.trace.jsonl").read_text().splitlines()) == 12
+
+
+def test_answers_that_were_not_begun_go_on_and_the_seed_draws_the_rows(run: Any, folder: Path, tmp_path: Path) -> None:
+    words = ["--max-new-tokens", 8, "--steps", 1, "--lora-rank", 4, "--samples", 12]
+    found = []
+    for seed in (0, 1):
+        status, _, err = run(tmp_path / f"{seed}", folder / "asked.jsonl", *words, "--seed", seed)
+        assert status == 0, err
+        rows = map(json.loads, (tmp_path / f"{seed}.answers" / "asked.trace.jsonl").read_text().splitlines())
+        found.append(sorted(row["prompt_ids"] for row in rows))
+    assert found[0] != found[1]
+    # As a kill leaves it before the first answer: the manifest alone.
+    answers = tmp_path / "0.answers"
+    manifest = json.loads((answers / "asked.manifest.json").read_text())
+    (answers / "asked.manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    (answers / "asked.jsonl").unlink()
+    (answers / "asked.trace.jsonl").unlink()
+    shutil.rmtree(tmp_path / "0")
+    status, _, err = run(tmp_path / "0", folder / "asked.jsonl", *words)
+    assert status == 0, err
+    assert len((answers / "asked.jsonl").read_text().splitlines()) == 12
 
 
 def test_a_drafter_that_only_gets_worse_is_given_back_as_it_was(

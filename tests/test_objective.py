@@ -1,12 +1,14 @@
 """The whole loss of a batch, from the target's states to the sum, against block-by-block decoding with whole logits."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -240,6 +242,41 @@ def test_mlps_keep_two_tensors_of_their_width_and_every_gradient(
     for one, other in zip(lean_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other)
     assert not any("forward" in vars(module) for module in drafter.modules())
+
+
+def test_mlps_are_lean_for_the_loss_alone(target: PreTrainedModel) -> None:
+    """Not beside layers that are computed again, which would find another forward; nor where something else has replaced it."""
+    drafter, seen = drafter_of(), []
+    pair, batch, mlps = FrozenTarget(target, drafter), batch_of(EXAMPLE), [layer.mlp for layer in drafter.layers]
+
+    def network(**inputs: Any) -> Any:
+        seen.append(["forward" in vars(mlp) for mlp in mlps])
+        return drafter(**inputs)
+
+    loss, _ = DrafterLoss(pair)(batch)
+    loss.backward()
+    first = [parameter.grad.clone() for parameter in drafter.parameters()]
+    DrafterLoss(pair, network=network)(batch)
+    drafter.zero_grad()
+    drafter.train()
+    for layer in drafter.layers:
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
+            True,
+            partial(checkpoint, use_reentrant=False),
+        )
+    loss, _ = DrafterLoss(pair)(batch)
+    loss.backward()
+    for parameter, one in zip(drafter.parameters(), first, strict=True):
+        torch.testing.assert_close(parameter.grad, one)
+    for layer in drafter.layers:
+        layer.gradient_checkpointing = False
+    assert seen == [[False] * len(mlps)]
+
+    mlps[0].forward = replaced = mlps[0].forward
+    with pytest.raises(KeyError), objective.lean_mlps(drafter), objective.lean_mlps(drafter):
+        drafter.layers[1].mlp.forward({}["raised inside"])
+    assert mlps[0].forward is replaced
+    assert "forward" not in vars(mlps[1])
 
 
 def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.cli import app as cli
-from dflash.model import decoding_dflash
+from dflash.model import decoding_dflash, generation_dflash
 from dflash.training import (
     ADAPTATION,
     Trainer,
@@ -279,6 +279,24 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path
     out = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}, recipe="paper", seed=1), "--dry-run")[1]
     assert "not measured" in out
     assert "recipe    paper: learning_rate=0.0006, weights decay" in out
+
+
+def test_a_dry_run_decodes_in_the_targets_precision_and_is_said_once(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes = []
+
+    def watched(drafter: Any, target: Any, *arguments: Any, **how: Any) -> Any:
+        dtypes.append((drafter.dtype, target.dtype))
+        return decode(drafter, target, *arguments, **how)
+
+    decode = generation_dflash.generate_blocks
+    monkeypatch.setattr(generation_dflash, "generate_blocks", watched)
+    words = ["--output", tmp_path / "drafter", *flags(**TINY | {"steps": 4}, target_dtype="bfloat16"), "--dry-run"]
+    assert "speed" in run(*words)[1]
+    assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
+    monkeypatch.setattr(Trainer, "is_first", False)
+    assert run(*words)[:2] == (0, "")
 
 
 def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(

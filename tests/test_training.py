@@ -413,25 +413,54 @@ def test_the_memory_estimate_is_of_the_widest_batch(
     assert {"columns": columns, "rows": rows, "pairs": pairs} == pytest.approx(most, rel=0.3)
 
 
-def test_the_memory_estimate_counts_what_a_gru_keeps(target: PreTrainedModel) -> None:
-    """Beside the same drafter without it, against all that autograd keeps of a loss."""
-    data = [with_response([3, 4], [5, 6] * length) for length in (20, 21, 22)]
-    kept, estimated = [], []
-    for head in ({}, {"gru_hidden_dim": 256, "emb_dim": 2}):
-        drafter = new_drafter(target, mask_token_id=MASK_ID, num_hidden_layers=1, block_size=6, **head)
-        trainer = Trainer(drafter, target, data, settings(num_anchors=8, batch_tokens=256, mixed_precision="no"))
-        weights = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
-        held: dict[int, torch.Tensor] = {}
-        (batch,) = epoch_batches(data, 0, num_anchors=8, batch_tokens=256, pad_token_id=0, seed=0)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, held=held: held.setdefault(tensor.untyped_storage().data_ptr(), tensor),
-            lambda tensor: tensor,
-        ):
-            loss_and_counts = DrafterLoss(FrozenTarget(target, drafter), trainer.settings)(batch)
-        kept.append(sum(one.untyped_storage().nbytes() for place, one in held.items() if place not in weights))
+SMALL_SHAPE = {"num_hidden_layers": 2, "block_size": 6, "intermediate_size": 16}
+PLAIN_STEP = {"num_anchors": 8, "batch_tokens": 1400, "mixed_precision": "no"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed"),
+    [
+        ({}, {}),
+        ({"gru_hidden_dim": 256, "emb_dim": 2}, {}),
+        ({"intermediate_size": 4096}, {"num_anchors": 40}),
+        ({}, {"num_anchors": 100}),
+        ({"intermediate_size": 2048}, {"mixed_precision": "bf16", "num_anchors": 1}),
+        ({"intermediate_size": 2048}, {"lora_rank": 4, "num_anchors": 1}),
+    ],
+    ids=["small", "gru", "mlp", "queries", "bf16", "lora"],
+)
+def test_the_memory_estimate_is_near_what_autograd_keeps_of_a_loss(
+    target: PreTrainedModel, shape: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    data = [with_response([3, 4], [5, 6] * length) for length in (200, 201, 202)]
+    drafter = new_drafter(target, mask_token_id=MASK_ID, **SMALL_SHAPE | shape)
+    trainer = Trainer(drafter, target, data, settings(**PLAIN_STEP | changed))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
+    held: dict[int, torch.Tensor] = {}
+    (batch,) = epoch_batches(data, 0, **trainer.cut(), num_anchors=trainer.settings.num_anchors, pad_token_id=0)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: held.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor
+        ),
+        torch.autocast("cpu", torch.bfloat16, enabled=trainer.precision == "bf16"),
+    ):
+        loss_and_counts = DrafterLoss(FrozenTarget(target, drafter), trainer.settings)(batch)
+    kept = sum(one.untyped_storage().nbytes() for place, one in held.items() if place not in weights)
+    assert loss_and_counts
+    parts = estimate_memory(trainer)
+    names = ("features of the target", "weights as they are multiplied", "activations of the drafter")
+    assert sum(parts[name] for name in names) == pytest.approx(kept, rel=0.35)
+
+
+def test_the_memory_estimate_counts_a_mask_for_each_type_of_layer(target: PreTrainedModel) -> None:
+    estimated = []
+    for types in (["full_attention"] * 2, ["sliding_attention", "full_attention"]):
+        drafter = new_drafter(target, mask_token_id=MASK_ID, **SMALL_SHAPE)
+        drafter.config.layer_types = types
+        trainer = Trainer(drafter, target, written_by(target, 4), settings(**PLAIN_STEP))
         estimated.append(estimate_memory(trainer)["activations of the drafter"])
-        del loss_and_counts
-    assert estimated[1] - estimated[0] == pytest.approx(kept[1] - kept[0], rel=0.25)
+        *_, scored = widest(trainer)
+    assert estimated[1] - estimated[0] == 4 * scored
 
 
 @pytest.mark.parametrize("is_domino", [False, True])

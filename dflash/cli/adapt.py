@@ -64,7 +64,7 @@ def adapt(
     facts["has_permission"] = "no derivatives" in licence.terms
     answers = output.with_name(f"{output.name}.answers")
     how: dict[str, Any] = {"split": settings.split, "thinking": settings.thinking, "max_new_tokens": max_new_tokens}
-    how |= {"samples": samples, "streaming": streaming}
+    how |= {"samples": samples, "streaming": streaming, "seed": settings.seed}
     with claimed(output, settings, resume, overwrite) as claim:  # refused now, and not after the answers
         sources = list(given.values())
         if claim.finished is None:
@@ -91,6 +91,7 @@ def _answered(
     how: dict[str, Any],
 ) -> list[str]:
     """The sources, each that holds no answers replaced by a trace of the target's own, which the pair writes into `folder`."""
+    from dflash.common.manifest import manifest_path
     from dflash.common.processes import Processes
     from dflash.regeneration import RegenerationSettings, regenerate_data
     from dflash.training import Trace, read_rows
@@ -111,7 +112,7 @@ def _answered(
             continue
         answers, trace = folder / f"{name}.jsonl", folder / f"{name}.trace.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        again: dict[str, Any] = {"resume": answers.exists() and not overwrite, "overwrite": overwrite}
+        again: dict[str, Any] = {"resume": manifest_path(answers).exists() and not overwrite, "overwrite": overwrite}
         writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not again["resume"])
         rest = "what is left of " if again["resume"] else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")

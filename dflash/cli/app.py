@@ -36,7 +36,7 @@ PANELS: dict[str, dict[str, Callable[..., Any]]] = {
     "Decode": {"generate": generate},
     "Measure": {"bench": bench, "doctor": doctor, "eval": evaluate, "report": report},
     "Train": {
-        "adapt": with_flags(adapt, ADAPTATION, without=(DRAFTER,)),
+        "adapt": with_flags(adapt, ADAPTATION, without=(DRAFTER, "eval_data")),
         "regenerate": regenerate,
         "train": with_flags(train),
     },

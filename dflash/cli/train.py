@@ -1,5 +1,6 @@
 """`dflash train`: a target and data in, a drafter's checkpoint out. Its flags are the fields of `TrainingSettings`."""
 
+import copy
 import inspect
 import os
 import sys
@@ -113,7 +114,7 @@ def _print_point(point: dict[str, Any]) -> None:
 
 
 def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
-    """Prints what the run would take, after a few real steps of it; writes nothing."""
+    """Prints what the run would take, once for all processes, after a few real steps of it; writes nothing."""
     import resource
 
     import torch
@@ -123,38 +124,37 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
 
     ready = prepare(target, data, settings, announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
+    say: Callable[[str], None] = print if trainer.is_first else lambda line: None
     steps, batches, config = trainer.num_steps, trainer.batches_per_epoch, ready.drafter.config
     sizes = ((len(example), sum(example.mask_array)) for example in ready.examples)
     tokens, supervised = map(sum, zip(*sizes, strict=True))
-    print(f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}")
-    print(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
-    print(
+    say(f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}")
+    say(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
+    say(
         f"data      {len(ready.examples):,} sequences, {tokens:,} tokens an epoch, {supervised:,} "
         f"supervised; {len(ready.held_out)} held-out prompts"
     )
-    print(
+    say(
         f"drafter   {ready.drafter.num_parameters():,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
         f"target layers {config.target_layer_ids}; target {ready.target.num_parameters():,} parameters"
     )
     memory = estimate_memory(trainer)
     parts = ", ".join(f"{name} {_bytes(held)}" for name, held in memory.items())
-    print(f"memory    about {_bytes(sum(memory.values()))} per process, estimated from shapes: {parts}")
+    say(f"memory    about {_bytes(sum(memory.values()))} per process, estimated from shapes: {parts}")
     if settings.features is not None:
-        print(
-            f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online"
-        )
+        say(f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online")
     if steps <= MEASURED_STEPS:
-        print("time      not measured: the run is shorter than a measurement")
+        say("time      not measured: the run is shorter than a measurement")
         return
     trainer.step()
     seconds = seconds_of(lambda: [trainer.step() for _ in range(MEASURED_STEPS)]) / MEASURED_STEPS
-    print(
+    say(
         f"time      about {_duration(seconds * steps)}: {seconds:.2f} s a step, mean of {MEASURED_STEPS} measured steps; "
         "the decoding of held-out prompts is not in it"
     )
     if trainer.accelerator.num_processes == 1:
-        ratio = _step_cost(ready)
-        print(
+        ratio = _step_cost(trainer)
+        say(
             f"speed     a draft and its check take as long as {ratio:.1f} plain tokens: decoding is faster above that tau"
         )
     device, what = trainer.accelerator.device, "in these steps"
@@ -163,11 +163,14 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
     else:  # of everything, Python and the data too
         unit = 1 if sys.platform == "darwin" else 1024
         held, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "by the whole process up to here"
-    print(f"measured  {_bytes(held)} at most on {device}, {what}")
+    say(f"measured  {_bytes(held)} at most on {device}, {what}")
 
 
-def _step_cost(ready: Any) -> float:
-    """Seconds of a decoding step with the drafter over those of a plain token, eagerly, after a short prompt."""
+def _step_cost(trainer: Any) -> float:
+    """Seconds of a decoding step with the drafter over those of a plain token, eagerly, after a short prompt.
+
+    The drafter decodes in the target's precision, as it will, and not in that of its training.
+    """
     from statistics import median
 
     import torch
@@ -175,17 +178,19 @@ def _step_cost(ready: Any) -> float:
     from dflash.common.stopwatch import seconds_of
     from dflash.model.generation_dflash import generate_blocks
     from dflash.training import prompt_of
+    from dflash.training.distributed import whole_copy
 
-    ready.drafter.eval()
-    ids = torch.tensor([prompt_of(ready.examples[0])[:16]], device=ready.target.device)
+    target = trainer.target
+    drafter = copy.deepcopy(whole_copy(trainer.drafter)).to(target.dtype).eval()
+    ids = torch.tensor([prompt_of(trainer.examples[0])[:16]], device=target.device)
     how: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}
     steps: list[float] = []
 
     def plain() -> None:
-        ready.target.generate(ids, max_new_tokens=17, min_new_tokens=17, do_sample=False).tolist()
+        target.generate(ids, max_new_tokens=17, min_new_tokens=17, do_sample=False).tolist()
 
     def drafted() -> None:
-        blocks = generate_blocks(ready.drafter, ready.target, ids, max_new_tokens=17, **how)
+        blocks = generate_blocks(drafter, target, ids, max_new_tokens=17, **how)
         steps.append(sum(not block.is_prefill for block in blocks))
 
     times = [(seconds_of(plain) / 16, seconds_of(drafted) / steps[-1]) for _ in range(4)]
@@ -209,8 +214,8 @@ def with_flags(
 ) -> Callable[..., None]:
     """`function` with an option for each field of `TrainingSettings` in the place of its `**flags`.
 
-    The help names `defaults`, by default the fields' own; fields whose topic is in `without`, or which `function` takes by name,
-    have no option.
+    The help names `defaults`, by default the fields' own; fields whose name or topic is in `without`, or which `function` takes
+    by name, have no option.
     """
     *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
     options: dict[str, Any] = {} if without else {n: Annotated[str | None, typer.Option(hidden=True)] for n in REMOVED}
@@ -218,7 +223,7 @@ def with_flags(
     options |= {
         one.name: _option(one, hints[one.name], one.default if defaults is None else getattr(defaults, one.name))
         for one in asked
-        if one.metadata["topic"] not in without and one.name not in {option.name for option in own}
+        if not {one.name, one.metadata["topic"]} & {*without, *(option.name for option in own)}
     }
     kind = inspect.Parameter.KEYWORD_ONLY
     own += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in options.items()]

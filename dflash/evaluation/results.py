@@ -180,7 +180,7 @@ def _pair(result: dict[str, Any]) -> str | None:
     """Both ids, or at least both sizes."""
     names = [named(result, role) for role in ("target", "drafter")]
     sizes = [result.get("environment", {}).get(f"{role}_parameters") for role in ("target", "drafter")]
-    if not any(names) and all(sizes):
+    if not any(names) and all(sizes) and "targets" not in result:  # which have sizes of their own
         return f"target of {_count(sizes[0])} parameters + drafter of {_count(sizes[1])} parameters"
     return " + ".join(filter(None, names)) or None
 
@@ -223,7 +223,8 @@ def _trained(result: dict[str, Any]) -> dict[str, str]:
         for name, target in result["targets"].items()
     )
     sizes = f"{made['steps']} steps of {made['batch_tokens']} tokens, block {made['block_size']}"
-    return {"targets": targets, "training": f"{sizes}, {made['seeds']} seeds, 95 % intervals"}
+    seeds = "one seed" if made["seeds"] == 1 else f"{made['seeds']} seeds, 95 % intervals"
+    return {"targets": targets, "training": f"{sizes}, {seeds}"}
 
 
 def _count(parameters: int) -> str:

@@ -29,7 +29,7 @@ def blockwise_attention(
     query: torch.Tensor,  # [B, H, R, E], R = A * N queries of A blocks
     key: torch.Tensor,  # [B, G, S + R, E], G divides H
     value: torch.Tensor,  # likewise
-    attention_mask: torch.Tensor,  # additive [B, 1, R, S + N]
+    attention_mask: torch.Tensor,  # additive [B, 1, R, S + N], finite, in fp32 or of query's dtype
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,

@@ -54,8 +54,6 @@ class DrafterLoss:
         self.config = self.drafter.config
         self.settings = settings = settings or TrainingSettings()
         self.network = self.drafter if network is None else network
-        # A compiled network chooses itself what to keep, and layers that are computed again keep nothing.
-        self._is_lean = self.network is self.drafter and not settings.gradient_checkpointing
         self.states_of = pair if states_of is None else states_of
         gamma = settings.gamma or default_gamma(self.config.block_size)
         is_dpace = settings.position_weights == "dpace"
@@ -75,7 +73,8 @@ class DrafterLoss:
         states = self.states_of(batch, reads_target(self.settings.loss))
         with torch.no_grad():
             noise_embeds = self.pair.embed(layout.token_ids)
-        with lean_mlps(self.drafter) if self._is_lean else nullcontext():
+        # A compiled network chooses itself what to keep.
+        with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
             hidden_states = self.network(
                 noise_embeds=noise_embeds,
                 context_hidden_states=states.features,

@@ -1,7 +1,9 @@
 """The memory that a run will take, said before it begins."""
 
 import torch
+from torch import nn
 
+from .adaptation_lora import is_changed
 from .batches import epoch_sequences, valid_anchors
 from .block_attention import MOST_SCORES, is_fused
 from .distributed import is_sharded
@@ -14,8 +16,9 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     """Bytes per process by what holds them: an estimate of the large parts from shapes alone.
 
     Weights, gradients and AdamW's two moments are fp32 (Muon keeps one moment for a matrix). Activations are those of the
-    largest batch of the first epoch: per layer and query about 12 tensors of the hidden size and 2 of the MLP's width are kept
-    for the backward pass, or one where layers are computed again, and per query 8 of the width of Domino's GRU.
+    largest batch of the first epoch: per layer and query about 14 tensors of the hidden size and 2 of the MLP's width are kept
+    for the backward pass, or one where layers are computed again, and per query 8 of the width of Domino's GRU. It also keeps
+    each matrix as it was multiplied, if that is not the weight itself: in bf16, or with its change of low rank.
     """
     settings, config = trainer.settings, trainer.drafter.config
     processes = trainer.accelerator.num_processes
@@ -26,19 +29,26 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
 
     tokens, queries, scored = widest(trainer)
     width = 2 if trainer.precision == "bf16" else 4
-    kept = 1 if settings.gradient_checkpointing else 12
+    kept = 1 if settings.gradient_checkpointing else 14
     inner = 0 if settings.gradient_checkpointing else 2 * config.intermediate_size
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
     states = 8 * queries * (config.gru_hidden_dim or 0) * width
-    context = tokens * config.hidden_size * (len(config.target_layer_ids or ()) + 2 * config.num_hidden_layers) * width
-    # Flex attention holds no scores and no mask, a fused kernel the mask alone; without one, blockwise attention holds the
-    # scores of all layers, or of some blocks of one layer.
-    of_layer = scored * config.num_attention_heads
+    of_keys = config.hidden_size + 4 * config.num_key_value_heads * config.head_dim
+    context = (
+        tokens * (len(config.target_layer_ids or ()) * config.hidden_size + config.num_hidden_layers * of_keys) * width
+    )
+    linear = ((name, one) for name, one in trainer.drafter.named_modules() if isinstance(one, nn.Linear))
+    matrices = sum(one.weight.numel() for name, one in linear if not name.endswith("down_proj"))  # it is made again
+    bytes_kept = 2 * (width == 2) + 4 * is_changed(trainer.drafter)
+    multiplied = 0 if settings.freeze_init else matrices * bytes_kept // share
+    # Flex attention holds no scores and no mask. Others hold a mask for each type of layer, in fp32, and without a fused kernel
+    # blockwise attention also holds the scores of all layers, or of some blocks of one layer.
+    masks, of_layer = 4 * scored * len(set(config.layer_types)), scored * config.num_attention_heads
     is_whole = of_layer <= MOST_SCORES and not settings.gradient_checkpointing
-    held = (scored + (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES))) * width
+    held = (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES)) * width
     if is_fused(trainer.accelerator.device, config.attention_dropout):
-        held = scored * 4  # the mask is in fp32
-    scores = 0 if trainer.attention == "flex_attention" else held
+        held = 0
+    scores = 0 if trainer.attention == "flex_attention" else masks + held
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4
     target = sum(parameter.nbytes for parameter in trainer.target.parameters())
@@ -48,6 +58,7 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
         "gradients": trained,
         "optimiser": moments,
         "features of the target": context,
+        "weights as they are multiplied": multiplied,
         "activations of the drafter": layers + scores + states,
         "logits of a chunk": logits,
     }
