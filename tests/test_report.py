@@ -19,6 +19,7 @@ from dflash.evaluation import (
     canvas,
     caveat,
     drawings,
+    fill_pages,
     markdown,
     read_result,
     save_drawing,
@@ -440,3 +441,17 @@ def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCa
         if re.search(r"None|True|False|\{&#39;|\[&#39;|_", re.sub("<.*?>", "", cell))
         and not re.search(r"\.json|\.py\b", cell)
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("recipes_long_cpu", "one seed"), ("recipes_240_cpu", "3 seeds, 95 % intervals")]
+)
+def test_recipes_are_stated_with_each_targets_size(name: str, said: str, tmp_path: Path) -> None:
+    """What a file says of its environment is of the last target alone."""
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n", encoding="utf-8")
+    fill_pages([COMMITTED / f"{name}.json"], [page])
+    text = page.read_text(encoding="utf-8")
+    assert f"steps of 1024 tokens, block 16, {said} · " in text
+    assert "stories: LlamaForCausalLM of 260 K parameters, " in text
+    assert "parameters + drafter" not in text
