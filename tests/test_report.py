@@ -444,7 +444,12 @@ def test_every_committed_result_is_readable(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("recipes_long_cpu", "one seed"), ("recipes_240_cpu", "3 seeds, 95 % intervals")]
+    ("name", "said"),
+    [
+        ("recipes_long_cpu", "1024 tokens, block 16, one seed"),
+        ("recipes_240_cpu", "1024 tokens, block 16, 3 seeds, 95 % intervals"),
+        ("rejected_stories_cpu", "2048 tokens, 3 seeds, 95 % intervals"),
+    ],
 )
 def test_recipes_are_stated_with_each_targets_size(name: str, said: str, tmp_path: Path) -> None:
     """What a file says of its environment is of the last target alone."""
@@ -452,6 +457,6 @@ def test_recipes_are_stated_with_each_targets_size(name: str, said: str, tmp_pat
     page.write_text(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n", encoding="utf-8")
     fill_pages([COMMITTED / f"{name}.json"], [page])
     text = page.read_text(encoding="utf-8")
-    assert f"steps of 1024 tokens, block 16, {said} · " in text
+    assert f"steps of {said} · " in text
     assert "stories: LlamaForCausalLM of 260 K parameters, " in text
     assert "parameters + drafter" not in text

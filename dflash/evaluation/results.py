@@ -222,7 +222,8 @@ def _trained(result: dict[str, Any]) -> dict[str, str]:
         f"{target['held_out']} held-out prompts"
         for name, target in result["targets"].items()
     )
-    sizes = f"{made['steps']} steps of {made['batch_tokens']} tokens, block {made['block_size']}"
+    block = f", block {made['block_size']}" if made["block_size"] else ""  # else the one that a drafter began with
+    sizes = f"{made['steps']} steps of {made['batch_tokens']} tokens{block}"
     seeds = "one seed" if made["seeds"] == 1 else f"{made['seeds']} seeds, 95 % intervals"
     return {"targets": targets, "training": f"{sizes}, {seeds}"}
 
