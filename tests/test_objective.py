@@ -279,6 +279,23 @@ def test_mlps_are_lean_for_the_loss_alone(target: PreTrainedModel) -> None:
     assert "forward" not in vars(mlps[1])
 
 
+@pytest.mark.compiler
+def test_a_compiled_network_takes_any_number_of_blocks() -> None:
+    """Once the backward pass raised at the first batch of another number, where heads share keys."""
+    target = make_target("qwen3", vocab_size=VOCAB)
+    drafter = drafter_of(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1, head_dim=8).float()
+    pair = FrozenTarget(target, drafter)
+    eager, compiled = DrafterLoss(pair), DrafterLoss(pair, network=torch.compile(drafter))
+    for count in (5, 4, 3, 2):
+        batch = collate([EXAMPLE] * 2, [ANCHORS[:count]] * 2, pad_token_id=0)
+        gradients = []
+        for loss_of in (compiled, eager):
+            loss, _ = loss_of(batch)
+            gradients.append(torch.autograd.grad(loss, list(drafter.parameters())))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_a_batch_without_anchors_has_no_loss_and_a_gradient(target: PreTrainedModel) -> None:
     """A process with no share of a batch must still meet the others."""
     drafter = drafter_of()

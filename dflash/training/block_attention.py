@@ -45,8 +45,9 @@ def blockwise_attention(
     if is_fused(query.device, dropout):
         of_context, own = attention_mask.split([length, block_size], dim=-1)
         of_block = [one.unflatten(2, (blocks, block_size)) for one in (block_key, block_value, own)]
-        # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E].
-        turns = query.view(batch, groups, shared, blocks, block_size, size).unbind(2)
+        # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E]. Of strided
+        # turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
+        turns = [one.contiguous() for one in query.view(batch, groups, shared, blocks, block_size, size).unbind(2)]
         outputs = [FusedBlocks.apply(context_key, context_value, of_context, turn, *of_block) for turn in turns]
         output = torch.stack([one.permute(0, 2, 3, 1, 4) for one in outputs], dim=4)  # [B, A, N, G, H / G, E]
         return output.view(batch, num_rows, heads, size), None
