@@ -178,10 +178,9 @@ def _step_cost(trainer: Any) -> float:
     from dflash.common.stopwatch import seconds_of
     from dflash.model.generation_dflash import generate_blocks
     from dflash.training import prompt_of
-    from dflash.training.distributed import whole_copy
 
     target = trainer.target
-    drafter = copy.deepcopy(whole_copy(trainer.drafter)).to(target.dtype).eval()
+    drafter = copy.deepcopy(trainer.whole_drafter()).to(target.dtype).eval()
     ids = torch.tensor([prompt_of(trainer.examples[0])[:16]], device=target.device)
     how: dict[str, Any] = {"temperature": 0.0, "compile": False, "prompt_lookup_num_tokens": 0, "stop_token_ids": []}
     steps: list[float] = []

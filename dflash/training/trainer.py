@@ -223,8 +223,7 @@ class Trainer:
 
     def acceptance(self, prompts: Sequence[Sequence[int]]) -> Acceptance:
         """True acceptance on `prompts`, greedy, over all processes. FloatingPointError if the last steps broke the drafter."""
-        whole = whole_copy(self.drafter)
-        whole.eval()
+        whole = self.whole_drafter().eval()
         # A sharded target runs only where all processes run it, so each decodes all prompts.
         is_everywhere = is_sharded(self.target)
         index, count = (0, 1) if is_everywhere else (self.accelerator.process_index, self.accelerator.num_processes)
@@ -237,6 +236,10 @@ class Trainer:
                 f"After step {self.step_number} the drafter's logits are NaN or infinite: lower {self.rates}."
             ) from error
         return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
+
+    def whole_drafter(self) -> DFlashDraftModel:
+        """The drafter as it decodes and is saved, changes of low rank merged; of a sharded one all processes must call."""
+        return whole_copy(self.drafter)
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on; of a sharded drafter on the first process alone, but all must call."""
