@@ -71,10 +71,6 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, words)
     if args.what == "drafter" and None in (args.target, args.drafter, args.prompts):
         parser.error("drafter needs --target, --drafter and --prompts.")
-    if args.what == "batch" and max(args.batch_sizes) > args.limit:
-        parser.error(
-            f"A batch of {max(args.batch_sizes)} is not filled by {args.limit} prompts: give a larger --limit."
-        )
     if args.what == "drafter" and args.domino:
         parser.error("--domino is the embedded drafter: give drafter --drafter FOLDER alone.")
     if args.what == "drafter" and not (args.drafter / "training.json").is_file():
@@ -91,6 +87,8 @@ def batch(args: argparse.Namespace) -> None:
     """A row per batch size."""
     target, drafter, tokenizer = embedded(args)
     prompts = list(map(torch.tensor, heldout_prompts(tokenizer)[: args.limit]))
+    if (largest := max(args.batch_sizes)) > len(prompts):
+        raise SystemExit(f"A batch of {largest} is not filled by {len(prompts)} prompts: give smaller --batch-sizes.")
     spec_generate(drafter, target, prompts[0][None], max_new_tokens=8, **GREEDILY)  # warm-up
     summary, stop_id = [], target.generation_config.eos_token_id
     for size in args.batch_sizes:

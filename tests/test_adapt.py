@@ -258,6 +258,13 @@ def test_answers_that_were_not_begun_go_on_and_the_seed_draws_the_rows(run: Any,
     status, _, err = run(tmp_path / "0", folder / "asked.jsonl", *words)
     assert status == 0, err
     assert len((answers / "asked.jsonl").read_text().splitlines()) == 12
+    # Answers of something else: refused with their trace as it was.
+    (answers / "asked.manifest.json").unlink()
+    before = (answers / "asked.trace.jsonl").read_text()
+    shutil.rmtree(tmp_path / "0")
+    status, _, err = run(tmp_path / "0", folder / "asked.jsonl", *words)
+    assert (status, "holds something else than a run" in err) == (1, True)
+    assert (answers / "asked.trace.jsonl").read_text() == before
 
 
 def test_a_drafter_that_only_gets_worse_is_given_back_as_it_was(

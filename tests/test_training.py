@@ -452,6 +452,34 @@ def test_the_memory_estimate_is_near_what_autograd_keeps_of_a_loss(
     assert sum(parts[name] for name in names) == pytest.approx(kept, rel=0.35)
 
 
+@pytest.mark.parametrize("changed", [{"mixed_precision": "bf16"}, {"lora_rank": 4}], ids=["bf16", "lora"])
+def test_the_memory_estimate_says_what_computing_layers_again_saves(
+    target: PreTrainedModel, changed: dict[str, Any]
+) -> None:
+    """Beside the target's features, which both keep."""
+    data, estimated = [with_response([3, 4], [5, 6] * length) for length in (60, 61, 62)], []
+    for again in (False, True):
+        drafter = new_drafter(target, mask_token_id=MASK_ID, **SMALL_SHAPE | {"num_hidden_layers": 6})
+        trainer = Trainer(drafter, target, data, settings(**PLAIN_STEP | changed, gradient_checkpointing=again))
+        parts, columns = estimate_memory(trainer), widest(trainer)[0]
+        features = columns * len(drafter.config.target_layer_ids) * drafter.config.hidden_size
+        parts["features of the target"] -= features * (2 if trainer.precision == "bf16" else 4)
+        names = ("features of the target", "weights as they are multiplied", "activations of the drafter")
+        estimated.append(sum(parts[name] for name in names))
+        assert min(parts.values()) >= 0
+    assert 0 < estimated[1] < estimated[0] / 3
+
+
+def test_the_memory_estimate_counts_no_copies_of_layers_that_no_gradient_crosses(target: PreTrainedModel) -> None:
+    copies = []
+    for is_frozen in (False, True):
+        drafter = new_drafter(target, mask_token_id=MASK_ID, **SMALL_SHAPE)
+        drafter.layers.requires_grad_(not is_frozen)
+        trainer = Trainer(drafter, target, written_by(target, 4), settings(**PLAIN_STEP | {"mixed_precision": "bf16"}))
+        copies.append(estimate_memory(trainer)["weights as they are multiplied"])
+    assert copies[0] > copies[1] == 0
+
+
 def test_the_memory_estimate_counts_a_mask_for_each_type_of_layer(target: PreTrainedModel) -> None:
     estimated = []
     for types in (["full_attention"] * 2, ["sliding_attention", "full_attention"]):

@@ -93,7 +93,7 @@ def _answered(
     """The sources, each that holds no answers replaced by a trace of the target's own, which the pair writes into `folder`."""
     from dflash.common.manifest import manifest_path
     from dflash.common.processes import Processes
-    from dflash.regeneration import RegenerationSettings, regenerate_data
+    from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
     from dflash.training import Trace, read_rows
 
     settings, found = RegenerationSettings(**how), []
@@ -113,6 +113,7 @@ def _answered(
         answers, trace = folder / f"{name}.jsonl", folder / f"{name}.trace.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         again: dict[str, Any] = {"resume": manifest_path(answers).exists() and not overwrite, "overwrite": overwrite}
+        check_answer_file(answers, **again)  # before a trace is begun anew
         writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not again["resume"])
         rest = "what is left of " if again["resume"] else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")

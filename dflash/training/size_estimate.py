@@ -29,18 +29,20 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
 
     tokens, queries, scored = widest(trainer)
     width = 2 if trainer.precision == "bf16" else 4
+    num_layers = (
+        1 if settings.gradient_checkpointing else config.num_hidden_layers
+    )  # of which more than the input is kept
     kept = 1 if settings.gradient_checkpointing else 14
     inner = 0 if settings.gradient_checkpointing else 2 * config.intermediate_size
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
     states = 8 * queries * (config.gru_hidden_dim or 0) * width
     of_keys = config.hidden_size + 4 * config.num_key_value_heads * config.head_dim
-    context = (
-        tokens * (len(config.target_layer_ids or ()) * config.hidden_size + config.num_hidden_layers * of_keys) * width
-    )
+    context = tokens * (len(config.target_layer_ids or ()) * config.hidden_size + num_layers * of_keys) * width
     linear = ((name, one) for name, one in trainer.drafter.named_modules() if isinstance(one, nn.Linear))
     matrices = sum(one.weight.numel() for name, one in linear if not name.endswith("down_proj"))  # it is made again
     bytes_kept = 2 * (width == 2) + 4 * is_changed(trainer.drafter)
-    multiplied = 0 if settings.freeze_init else matrices * bytes_kept // share
+    is_crossed = any(parameter.requires_grad for parameter in trainer.drafter.layers.parameters())
+    multiplied = is_crossed * matrices * bytes_kept * num_layers // config.num_hidden_layers // share
     # Flex attention holds no scores and no mask. Others hold a mask for each type of layer, in fp32, and without a fused kernel
     # blockwise attention also holds the scores of all layers, or of some blocks of one layer.
     masks, of_layer = 4 * scored * len(set(config.layer_types)), scored * config.num_attention_heads
