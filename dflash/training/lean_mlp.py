@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 def lean_mlps(drafter: Any) -> Iterator[None]:
     """Inside the `with`, the drafter's MLPs keep two tensors of their width for the backward pass, not four.
 
-    It computes the other two again, elementwise: recomputation stops before the matrix product that follows. Layers that are
-    computed again as a whole are left alone, and so are MLPs whose forward something else has replaced.
+    It computes the other two again, elementwise: recomputation stops before the matrix product that follows, whose weight is
+    made again too if it has a change of low rank. Layers that are computed again as a whole are left alone, and so are MLPs
+    whose forward something else has replaced.
     """
     layers = [layer for layer in drafter.layers if not layer.gradient_checkpointing]
     mlps: list[Any] = [layer.mlp for layer in layers if "forward" not in vars(layer.mlp)]

@@ -29,11 +29,10 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
 
     tokens, queries, scored = widest(trainer)
     width = 2 if trainer.precision == "bf16" else 4
-    num_layers = (
-        1 if settings.gradient_checkpointing else config.num_hidden_layers
-    )  # of which more than the input is kept
-    kept = 1 if settings.gradient_checkpointing else 14
-    inner = 0 if settings.gradient_checkpointing else 2 * config.intermediate_size
+    # Where layers are computed again, each keeps its input, and one at a time the rest.
+    is_again = settings.gradient_checkpointing
+    kept, inner = (1, 0) if is_again else (14, 2 * config.intermediate_size)
+    num_layers = 1 if is_again else config.num_hidden_layers
     layers = config.num_hidden_layers * queries * (kept * config.hidden_size + inner) * width
     states = 8 * queries * (config.gru_hidden_dim or 0) * width
     of_keys = config.hidden_size + 4 * config.num_key_value_heads * config.head_dim
@@ -46,11 +45,10 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
     # Flex attention holds no scores and no mask. Others hold a mask for each type of layer, in fp32, and without a fused kernel
     # blockwise attention also holds the scores of all layers, or of some blocks of one layer.
     masks, of_layer = 4 * scored * len(set(config.layer_types)), scored * config.num_attention_heads
-    is_whole = of_layer <= MOST_SCORES and not settings.gradient_checkpointing
+    is_whole = of_layer <= MOST_SCORES and not is_again
     held = (of_layer * config.num_hidden_layers if is_whole else min(of_layer, MOST_SCORES)) * width
-    if is_fused(trainer.accelerator.device, config.attention_dropout):
-        held = 0
-    scores = 0 if trainer.attention == "flex_attention" else masks + held
+    has_scores = not is_fused(trainer.accelerator.device, config.attention_dropout)
+    scores = 0 if trainer.attention == "flex_attention" else masks + has_scores * held
     vocab_size = trainer.target.config.get_text_config(decoder=True).vocab_size
     logits = 3 * min(settings.chunk_rows or rows_of_chunk(vocab_size), queries) * vocab_size * 4
     target = sum(parameter.nbytes for parameter in trainer.target.parameters())
