@@ -8,10 +8,12 @@ import random
 import re
 import resource
 import signal
-import time
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,11 @@ SETTINGS = TrainingSettings(
 )
 
 
-def examples(count: int = 12) -> list[Example]:
+# What Python calls a change of a file where it is about to make one (the audit events of its documentation).
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def examples(number: int = 12) -> list[Example]:
     rng = random.Random(0)
     low, high = PAD_TOKEN_ID + 1, MASK_TOKEN_ID
     return [
@@ -55,7 +61,7 @@ def examples(count: int = 12) -> list[Example]:
             [rng.randrange(low, high) for _ in range(4)],
             [rng.randrange(low, high) for _ in range(rng.randrange(8, 28))],
         )
-        for _ in range(count)
+        for _ in range(number)
     ]
 
 
@@ -89,26 +95,63 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes]
     return written(folder), record
 
 
-def test_a_run_killed_at_a_random_step_and_resumed_was_never_killed(
-    unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
-) -> None:
-    """A real SIGKILL, which may fall into any write. Weights, curve, choice of the best checkpoint: bit for bit."""
-    output = tmp_path / "drafter"
-    process = FRESH.Process(target=run, args=(output,))
+def run_counted(output: Path, on_change: Callable[[int, str], None]) -> None:
+    """Runs; `on_change` is given the number and the kind of each change of a file before it is made, from the first state on."""
+    state, numbers, has_begun = state_folder(output) / "state.json", count(), False
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal has_begun
+        if event not in CHANGES or not str(arguments[0]).startswith(str(output.parent)):
+            return
+        has_begun = has_begun or state.exists()
+        if has_begun and (event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            on_change(next(numbers), event)
+
+    sys.addaudithook(hook)
+    run(output)
+
+
+def changes_of(output: Path, there: Connection) -> None:
+    """Sends the kinds of all changes that a run makes."""
+    kinds: list[str] = []
+    run_counted(output, lambda _, kind: kinds.append(kind))
+    there.send(kinds)
+
+
+def run_killed(output: Path, last: int) -> None:
+    """A run that a signal which nothing can catch ends before its change `last`."""
+    run_counted(output, lambda number, _: os.kill(os.getpid(), signal.SIGKILL) if number == last else None)
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The kind of each change that a run makes, in order. In a process of its own: a hook stays to the end of its process."""
+    here, there = FRESH.Pipe()
+    process = FRESH.Process(target=changes_of, args=(tmp_path_factory.mktemp("counted") / "drafter", there))
     process.start()
-    state = state_folder(output) / "state.json"
-    while not state.exists() and process.is_alive():
-        time.sleep(0.005)
-    delay = random.SystemRandom().uniform(0.0, 0.4)
-    time.sleep(delay)
-    process.kill()
+    kinds = here.recv()
     process.join()
-    assert process.exitcode == -signal.SIGKILL, "the run was over before it could be killed"
+    return kinds
+
+
+@pytest.mark.parametrize("place", [*range(6), "while states are exchanged"])
+def test_a_run_killed_anywhere_and_resumed_was_never_killed(
+    place: int | str, changes: list[str], unbroken: tuple[dict[str, bytes], TrainingRecord], tmp_path: Path
+) -> None:
+    """A real SIGKILL between any two changes of files. Weights, curve, choice of the best checkpoint: bit for bit."""
+    last = place * len(changes) // 6 if isinstance(place, int) else changes.index("os.rename") + 1
+    output = tmp_path / "drafter"
+    process = FRESH.Process(target=run_killed, args=(output, last))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    state = state_folder(output) / "state.json"
+    assert isinstance(place, int) or not state.exists()
     clear_leftovers(state_folder(output))
     step = json.loads(state.read_text())["step"]
     assert 0 <= step < SETTINGS.steps
     record = run(output, resume=True)
-    assert written(output) == unbroken[0], f"killed {delay:.3f} s after the first state, resumed from step {step}"
+    assert written(output) == unbroken[0], f"killed before change {last} of {len(changes)}, resumed from step {step}"
     assert record.curve == unbroken[1].curve
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
