@@ -283,17 +283,25 @@ def test_a_drafter_that_only_gets_worse_is_given_back_as_it_was(
     assert not (tmp_path / "output.state").exists()
 
 
-def test_what_forgets_general_texts_is_not_better() -> None:
-    def point(step: int, general: float, own: float) -> dict[str, Any]:
-        return {"step": step, "tau": own, "domains": {"general": {"tau": general}, "own": {"tau": own}}}
+def test_what_forgets_a_domain_is_not_better() -> None:
+    """The mean of those that are adapted to rises: neither general texts nor one of them may pay for it."""
 
-    goal = AdaptationGoal(held_out=[[1]], domains={"general": [[1]], "own": [[1]]}, general="general")
+    def point(step: int, general: float, *own: float) -> dict[str, Any]:
+        taus = {"general": general, **{str(place): tau for place, tau in enumerate(own)}}
+        return {
+            "step": step,
+            "tau": sum(own) / len(own),
+            "domains": {name: {"tau": tau} for name, tau in taus.items()},
+        }
+
+    goal = AdaptationGoal(held_out=[[1]], domains={name: [[1]] for name in ("general", "0", "1")}, general="general")
     record = SimpleNamespace(curve=[], best_tau=float("-inf"))
-    assert goal.is_better(point(0, 7.0, 4.0), record)
-    record.curve, record.best_tau = [point(0, 7.0, 4.0)], 4.0
-    assert goal.is_better(point(5, 6.9, 4.5), record)
-    assert not goal.is_better(point(5, 6.8, 4.5), record)
-    assert not goal.is_better(point(5, 7.5, 3.9), record)
+    assert goal.is_better(point(0, 7.0, 4.0, 4.0), record)
+    record.curve, record.best_tau = [point(0, 7.0, 4.0, 4.0)], 4.0
+    assert goal.is_better(point(5, 6.9, 4.5, 3.95), record)
+    assert not goal.is_better(point(5, 6.8, 4.5, 4.5), record)
+    assert not goal.is_better(point(5, 7.5, 5.5, 3.9), record)
+    assert not goal.is_better(point(5, 7.5, 3.95, 3.95), record)
 
 
 def test_divergence_is_one_sentence_and_the_best_weights_are_kept(

@@ -550,6 +550,10 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     assert all(torch.equal(fresh[name], frozen[name]) is False for name in parts)  # each of them learned
     losses = [point["loss"] for point in json.loads((second / "training.json").read_text())["curve"]]
     assert losses[-1] < losses[0]
+    parts_again = kept | fast | {"init": second, "recipe": "short"}
+    assert run("--output", tmp_path / "again", *flags(**parts_again, freeze_init=True))[0] == 0
+    again = DFlashDraftModel.from_pretrained(tmp_path / "again").state_dict()
+    assert {name for name, tensor in frozen.items() if not torch.equal(again[name], tensor)} == parts
     written = json.loads((second / "config.json").read_text())
     assert written["dflash_config"].get("pure_draft_prefix_len") == (1 if added == "domino" else None)
     assert written["architectures"] == ["DFlashDraftModel" if added == "domino" else "DFlash2DraftModel"]
@@ -558,7 +562,11 @@ def test_parts_are_added_to_a_trained_drafter_whose_weights_stay_if_asked(
     words = ["--output", tmp_path / "other", *flags(**kept | fast)]
     for more, said in (
         (flags(freeze_init=True), "freeze_init keeps the weights of a trained drafter: give init (--init)"),
-        (flags(freeze_init=True, init=first), f"freeze_init: nothing is added to init={str(first)!r}"),
+        (flags(freeze_init=True, init=first), f"freeze_init: init={str(first)!r} has no part of"),
+        (
+            flags(init=first, rejected_share=0.5),
+            "rejected_share=0.5: the data records no rejected draft: give a trace",
+        ),
         (
             flags(freeze_init=True, init=first, lora_rank=2),
             "lora_rank=2 and freeze_init: one changes the weights of init",

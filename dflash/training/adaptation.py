@@ -21,13 +21,13 @@ from .sources import FILE_FORMATS
 from .trainer import Trainer
 
 
-# The share of its tau on general texts that a drafter may lose.
+# The share of its tau on a domain that a drafter may lose while it accepts more of the others.
 FORGOTTEN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationGoal(Goal):
-    """The highest mean tau of the `domains`, while that of the `general` texts does not fall by more than `FORGOTTEN`."""
+    """The highest mean tau of the `domains` but the `general` one, while that of none falls by more than `FORGOTTEN`."""
 
     domains: Mapping[str, Sequence[Sequence[int]]]  # held-out prompts
     general: str | None = None  # the domain that is to be kept and not to be adapted to
@@ -48,12 +48,10 @@ class AdaptationGoal(Goal):
         return point
 
     def is_better(self, point: dict[str, Any], record: TrainingRecord) -> bool:
-        """Whether more is accepted than at the best point, and nothing general was forgotten."""
-        if record.curve and self.general is not None:
-            before, now = (one["domains"][self.general]["tau"] for one in (record.curve[0], point))
-            if now < (1 - FORGOTTEN) * before:
-                return False
-        return super().is_better(point, record)
+        """Whether more is accepted than at the best point, and no domain was forgotten."""
+        first = record.curve[0]["domains"] if record.curve else {}
+        is_forgotten = any(point["domains"][name]["tau"] < (1 - FORGOTTEN) * one["tau"] for name, one in first.items())
+        return not is_forgotten and super().is_better(point, record)
 
 
 def adapt(
@@ -73,7 +71,7 @@ def adapt(
     """Trains `drafter` further on `data`, and keeps in `output` the state of it that accepts most: at first the one it was.
 
     Each file is a domain, whose acceptance is measured on prompts of its own before and after; the checkpoint's card says both.
-    With `general` texts among the data, a state that accepts more than 2 % less of them is not kept. It ends when nothing
+    A state that accepts more than 2 % less of any file, or of the `general` texts, is not kept. It ends when nothing
     has improved for `settings.patience` measurements.
 
     Args:

@@ -42,6 +42,7 @@ ADDABLE = (
     *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
 )
+PART_NAMES = ("_conv.", "candidate_selector.", "prefix_gru.", "embed_proj.")  # in the names of their weights
 NEW_DRAFTER_FIELDS = {one.name for one in fields(TrainingSettings) if one.metadata["topic"] in (DRAFTER, PARTS)}
 NEW_DRAFTER_FIELDS -= {"init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE}
 
@@ -251,11 +252,15 @@ def make_drafter(
             f"init={settings.init!r} has weights of its own shape: leave out {', '.join(asked)}, or leave out init to begin "
             "with a new drafter."
         )
-    if settings.freeze_init and not added:
+    weights = begun.state_dict()
+    parts = {name for name in weights if any(part in name for part in PART_NAMES)}
+    if settings.freeze_init and not added and not parts:
         raise ValueError(
-            f"freeze_init: nothing is added to init={settings.init!r}, so nothing would be trained: give gru_hidden_dim and "
-            "emb_dim, selector_rank and selector_top_k, or conv_kernel_size and conv_group_size, or leave it out."
+            f"freeze_init: init={settings.init!r} has no part of DFlash2 or Domino and is given none, so nothing would be "
+            "trained: give gru_hidden_dim and emb_dim, selector_rank and selector_top_k, or conv_kernel_size and "
+            "conv_group_size, or leave it out."
         )
+    kept = set(weights) if added else set(weights) - parts
     if added and settings.lora_rank is not None:
         raise ValueError(
             f"lora_rank={settings.lora_rank} changes matrices that are there and would leave what {', '.join(added)} adds "
@@ -264,7 +269,7 @@ def make_drafter(
     if settings.sliding_window is not None:
         changeable |= window_fields(config.num_hidden_layers, settings.sliding_window)
     if not changeable and not added:
-        return begun
+        return _frozen(begun, kept) if settings.freeze_init else begun
     if "conv_kernel_size" in added and config.input_embedding_scale is None:
         if hasattr(target.get_input_embeddings(), "embed_scale"):
             raise ValueError(
@@ -277,14 +282,18 @@ def make_drafter(
     for name, value in (changeable | added).items():
         setattr(config, name, value)
     config.dflash_config = {}  # the older copy of the same fields
-    reshaped, weights = DFlashDraftModel(config), begun.state_dict()
+    reshaped = DFlashDraftModel(config)
     if "emb_dim" in added:
         begin_domino(reshaped, target)
     reshaped.load_state_dict(reshaped.state_dict() | weights)
-    if settings.freeze_init:
-        for name, parameter in reshaped.named_parameters():
-            parameter.requires_grad_(name not in weights)
-    return reshaped
+    return _frozen(reshaped, kept) if settings.freeze_init else reshaped
+
+
+def _frozen(drafter: DFlashDraftModel, kept: set[str]) -> DFlashDraftModel:
+    """`drafter`, whose weights of the names `kept` are not trained."""
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(name not in kept)
+    return drafter
 
 
 def hold_out(examples: Sequence[Example], count: int, seed: int) -> tuple[Sequence[Example], list[list[int]]]:

@@ -101,7 +101,7 @@ class TrainingSettings:
         0,
     )
     freeze_init: bool = _setting(
-        False, PARTS, "Train only the parts that are added to a trained drafter; its own weights stay."
+        False, PARTS, "Train only the parts added to a trained drafter, or, if none is added, those that it has."
     )
     mask_token_id: int | None = _setting(
         None, DRAFTER, "Id that fills a block. Default: the mask token, or an unused id."

@@ -93,6 +93,11 @@ class Trainer:
                 "freeze_init, and all weights of the drafter would be trained: begin with `train_drafter`, or set "
                 "requires_grad of those that stay to False."
             )
+        if settings.rejected_share and not any(example.rejected for example in examples):
+            raise ValueError(
+                f"rejected_share={settings.rejected_share}: the data records no rejected draft: give a trace of dflash "
+                "regenerate --trace, or leave it out."
+            )
         if settings.lora_rank is not None:
             change_in_low_rank(drafter, settings.lora_rank, settings.seed)
         self._place_models(drafter, state)
