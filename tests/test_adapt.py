@@ -443,3 +443,27 @@ def test_a_licence_that_forbids_changes_is_refused_unless_there_is_permission_wh
         card.unlink()
     said = (tmp_path / "output" / "README.md").read_text()
     assert "whose licence is cc-by-nc-nd-4.0. The licence allows no derivatives: " in said
+    assert "No licence was stated" not in said
+
+
+def test_the_licence_of_the_first_drafter_holds_for_what_is_adapted_from_an_adapted_one(
+    run: Any, folder: Path, answers: Path, tmp_path: Path
+) -> None:
+    """Promise: an adapted checkpoint states no licence of its own; the one that it inherited refuses, permits and is named."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(folder / "drafter", first)
+    (first / "training.json").write_text(json.dumps({"init_licence": "cc-by-nd-4.0"}))
+    words = ["--drafter", first, "--steps", 1]
+    status, _, err = run(second, answers, *words)
+    assert (status, f"The licence cc-by-nd-4.0 of {first} allows no derivatives" in err) == (1, True), err
+    status, _, err = run(second, answers, *words, "--i-have-permission")
+    assert status == 0, err
+    assert (
+        "drafter states none, trained from one of cc-by-nd-4.0 (no derivatives): changed copies may not be shared."
+        in err
+    )
+    facts = json.loads((second / "training.json").read_text())
+    assert (facts["init_licence"], facts["has_permission"]) == ("cc-by-nd-4.0", True)
+    said = (second / "README.md").read_text()
+    assert "whose licence is cc-by-nd-4.0. The licence allows no derivatives: who made this one stated" in said
+    assert "No licence was stated" not in said

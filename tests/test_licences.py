@@ -87,8 +87,25 @@ def test_publishing_what_was_trained_from_it_is_refused(origin: str, tmp_path: P
     folder = folder_of(tmp_path / "a", "license: mit", training_json=json.dumps({"init_licence": origin}))
     with pytest.raises(ValueError, match=f"licence {origin} forbids to share .*--accept-licence"):
         licence_lines("publish", folder)
-    assert licence_lines("publish", folder, is_accepted=True) == ["Licence: drafter mit."]
+    (line,) = licence_lines("publish", folder, is_accepted=True)
+    assert line.startswith(f"Licence: drafter mit, trained from one of {origin} (")
+    assert line.endswith("changed copies may not be shared.")
     assert read_licence(folder).inherited == f"{origin}, mit"  # and so for what is trained from this one
+
+
+@pytest.mark.parametrize(
+    ("origin", "refused"),
+    [("cc-by-nd-3.0", True), ("cc-by-nc-nd-4.0, cc-by-nd-3.0", True), ("cc-by-nd-4.0", False), ("mit", False)],
+)
+def test_training_on_from_a_descendant_is_refused_by_the_licence_that_it_inherited(
+    origin: str, refused: bool, tmp_path: Path
+) -> None:
+    """Promise: one inherited licence that forbids private changes is enough, beside others that allow them."""
+    folder = folder_of(tmp_path / "a", "license: mit", training_json=json.dumps({"init_licence": origin}))
+    if refused:
+        with pytest.raises(ValueError, match=f"licence {origin}, mit of .* forbids changed copies"):
+            licence_lines("train", folder)
+    assert len(licence_lines("train", folder, is_accepted=refused)) == 1
 
 
 def test_an_unchanged_copy_may_be_published(tmp_path: Path) -> None:
@@ -133,5 +150,8 @@ def test_commands_say_the_licences(pair: Path, tmp_path: Path, dflash_command: A
     assert (status, "--accept-licence" in err, (tmp_path / "new-DFlash").exists()) == (1, True, False)
     status, _, err = dflash_command(*words, "--output", tmp_path / "new-DFlash", "--accept-licence")
     assert (status, lines in err) == (0, True), err
+    card = (tmp_path / "new-DFlash" / "README.md").read_text()
+    assert "trained from those of a drafter whose licence is cc-by-nd-3.0." in card
+    assert "No licence was stated" not in card
     status, out, err = dflash_command("publish", tmp_path / "new-DFlash", "me/new-DFlash", "--dry-run")
     assert (status, out, "The licence cc-by-nd-3.0 forbids to share changed copies" in err) == (1, "", True)

@@ -71,10 +71,16 @@ class Licence:
         return NO_DERIVATIVES.search(self.inherited or "") is not None
 
     @property
+    def forbids_private_changes(self) -> bool:
+        """Whether one of these names forbids also a changed copy that is not shared."""
+        forbidding = filter(NO_DERIVATIVES.search, (self.inherited or "").split(", "))
+        return any(CHANGES_ARE_PRIVATE.search(name) is None for name in forbidding)
+
+    @property
     def terms(self) -> list[str]:
-        """What the name says that it forbids."""
+        """What these names say that they forbid."""
         found = [("non-commercial", NON_COMMERCIAL), ("no derivatives", NO_DERIVATIVES)]
-        return [term for term, pattern in found if self.name and pattern.search(self.name)]
+        return [term for term, pattern in found if pattern.search(self.inherited or "")]
 
 
 def read_licence(checkpoint: str | Path) -> Licence:
@@ -104,8 +110,9 @@ def licence_lines(
 
     Raises:
         ValueError: if a licence forbids the purpose, unless `is_accepted`: to train on from a drafter whose licence
-            allows no derivatives, or to publish what was trained so. "adapt" is refused also where the licence would
-            allow a changed copy that is not shared, because who adapts means to use it.
+            allows no derivatives, or to publish what was trained so. The licence of the drafter that `drafter` was
+            trained from counts as its own. "adapt" is refused also where the licence would allow a changed copy that is
+            not shared, because who adapts means to use it.
 
     Example:
         >>> lines = licence_lines("check", drafter="drafter-DFlash", target="Qwen/Qwen3-8B")
@@ -117,15 +124,14 @@ def licence_lines(
     if not is_accepted and purpose == "publish" and own.origin and NO_DERIVATIVES.search(own.origin):
         what = "forbids to share changed copies, and this drafter was trained from one of that licence"
         raise ValueError(f"The licence {own.origin} {what}: keep it to yourself, or {ACCEPT}.")
-    is_forbidden = "no derivatives" in own.terms and not is_accepted
-    if purpose == "adapt" and is_forbidden:
+    if purpose == "adapt" and own.forbids_changed_copies and not is_accepted:
         raise ValueError(
-            f"The licence {own.name} of {drafter} allows no derivatives, and adapting makes one: train a new drafter "
+            f"The licence {own.inherited} of {drafter} allows no derivatives, and adapting makes one: train a new drafter "
             "(dflash train without --init), or pass --i-have-permission if its authors allow it."
         )
-    if purpose == "train" and is_forbidden and not CHANGES_ARE_PRIVATE.search(own.name or ""):
+    if purpose == "train" and own.forbids_private_changes and not is_accepted:
         raise ValueError(
-            f"The licence {own.name} of {drafter} forbids changed copies, and --init makes one: begin without "
+            f"The licence {own.inherited} of {drafter} forbids changed copies, and --init makes one: begin without "
             f"--init, or {ACCEPT}."
         )
     return [f"Licence: {role} {_said(licence)}" for role, licence in models.items()]
@@ -134,9 +140,12 @@ def licence_lines(
 def _said(licence: Licence) -> str:
     if licence.unread:
         return f"not known ({licence.unread.rstrip('.')})."
-    if licence.name is None:
+    if licence.inherited is None:
         return "states none: ask its authors before you use, change or share it."
+    said = licence.name or "states none"
+    if licence.origin not in (None, licence.name):
+        said += f", trained from one of {licence.origin}"
     more = [*licence.terms, *(["gated"] if licence.is_gated else []), *([licence.link] if licence.link else [])]
     forbidden = {"non-commercial": "no commercial use", "no derivatives": "changed copies may not be shared"}
     consequences = ", ".join(forbidden[term] for term in licence.terms)
-    return licence.name + (f" ({', '.join(more)})" if more else "") + (f": {consequences}." if consequences else ".")
+    return said + (f" ({', '.join(more)})" if more else "") + (f": {consequences}." if consequences else ".")

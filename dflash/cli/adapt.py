@@ -61,7 +61,7 @@ def adapt(
         announce(line)
     licence = read_licence(drafter)
     facts: dict[str, Any] = {"command": command(), "init_licence": licence.inherited}
-    facts["has_permission"] = "no derivatives" in licence.terms
+    facts["has_permission"] = licence.forbids_changed_copies
     answers = output.with_name(f"{output.name}.answers")
     how: dict[str, Any] = {"split": settings.split, "thinking": settings.thinking, "max_new_tokens": max_new_tokens}
     how |= {"samples": samples, "streaming": streaming, "seed": settings.seed}

@@ -40,7 +40,7 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
         *points,
         "",
         *([f"`{facts['command']}`", ""] if isinstance(facts.get("command"), str) else []),
-        *([] if licence else ["No licence was stated for these weights.", ""]),
+        *_licence_lines(licence, facts),
     ]
     return card + "\n" + "\n".join(lines)
 
@@ -65,6 +65,15 @@ def adaptation_lines(facts: dict[str, Any]) -> list[str]:
         shares = [" ".join(f"{share:.2f}" for share in one["accepted"]) for one in (before, after[name])]
         lines.append(f"| {name} | {before['tau']:.2f} | {after[name]['tau']:.2f} | {' | '.join(shares)} |")
     return lines
+
+
+def _licence_lines(stated: str | None, facts: dict[str, Any]) -> list[str]:
+    """What neither the front matter nor what was adapted says: the licence of the drafter of `init`, or that none is known."""
+    inherited = facts.get("init_licence")
+    if inherited is not None:
+        line = f"These weights were trained from those of a drafter whose licence is {inherited}."
+        return [] if "adapted" in facts else [line, ""]
+    return [] if stated else ["No licence was stated for these weights.", ""]
 
 
 def _answers_text(answers: dict[str, Any]) -> str:
