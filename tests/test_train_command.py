@@ -710,7 +710,8 @@ def test_the_same_from_python(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "drafter" / "training.json").read_text())["target_name"] == "target"
 
 
-def test_a_tracker_gets_loss_rate_and_acceptance(run: Any, tmp_path: Path) -> None:
+def test_a_tracker_gets_loss_rates_and_acceptance(run: Any, tmp_path: Path) -> None:
+    """Promise: each optimiser group has its own curve. AdamW's rate alone was logged, which is not that of the matrices."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     status, *_ = run("--output", tmp_path / "drafter", *flags(**TINY, log_with="tensorboard", log_every=1))
@@ -719,7 +720,13 @@ def test_a_tracker_gets_loss_rate_and_acceptance(run: Any, tmp_path: Path) -> No
     found = EventAccumulator(str(events.parent))
     found.Reload()
     scalars = {name: [event.step for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
-    assert scalars["train/loss"] == scalars["train/learning_rate"] == [1, 2, 3, 4]
+    assert scalars["train/loss"] == [1, 2, 3, 4]
+    rates = {name: [event.value for event in found.Scalars(name)] for name in scalars if "/learning_rate/" in name}
+    assert {name.rpartition("/")[2] for name in rates} == {"muon_matrices", "adamw_norms"}
+    muon_peak = TrainingSettings(**TINY).muon_rate(make_target().config.hidden_size)
+    assert max(rates["train/learning_rate/muon_matrices"]) == pytest.approx(muon_peak, rel=1e-5)
+    assert max(rates["train/learning_rate/adamw_norms"]) == pytest.approx(2e-3, rel=1e-5)
+    assert all(len(set(of_steps)) == 4 for of_steps in rates.values())  # the cosine
     assert scalars["eval/tau"] == scalars["eval/accuracy_1"] == scalars["eval/accepted_per_block"] == [2, 4]
 
 

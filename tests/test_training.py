@@ -36,7 +36,7 @@ from dflash.training import (
     write_examples,
 )
 from dflash.training.batches import batch_indices
-from dflash.training.optimizers import rate_factor
+from dflash.training.optimizers import group_names, rate_factor
 from dflash.training.size_estimate import widest
 
 
@@ -517,6 +517,11 @@ def test_each_weight_has_its_optimiser_rate_and_decay(target: PreTrainedModel, i
         else {"candidate_selector.hidden_projection.weight"}
     )
     assert {"fc.weight", "layers.0.mlp.up_proj.weight", *of_head} < matrices
+    names_of = {rate: group_names(build_optimizers(drafter, 1e-3, 0.1, rate)) for rate in (None, 2e-3)}
+    assert names_of == {
+        None: ["adamw_matrices", "adamw_norms"],
+        2e-3: ["muon_matrices", "adamw_tables", "adamw_norms"],
+    }
     assert groups(muon_learning_rate=2e-3) == [
         ("Muon", 2e-3, 0.1, matrices),
         ("AdamW", 2e-3, 0.1, codebooks),

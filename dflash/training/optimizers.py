@@ -1,6 +1,7 @@
 """Which optimiser trains which weights, and the warm-up and cosine that all their rates follow."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,20 @@ def build_optimizers(
         how: dict[str, Any] = {"lr": muon_learning_rate, "weight_decay": weight_decay}
         optimizers.insert(0, torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how))
     return optimizers
+
+
+def group_names(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """What each group of `build_optimizers` trains, in their order: `muon_matrices`, `adamw_tables`, `adamw_norms`.
+
+    They are not written into the groups, because a saved state holds these.
+    """
+    names = []
+    for optimizer in optimizers:
+        method = type(optimizer).__name__.lower()
+        of_matrices = "tables" if method == "adamw" and len(optimizers) > 1 else "matrices"
+        is_matrix = (group["params"][0].ndim == 2 for group in optimizer.param_groups)
+        names += [f"{method}_{of_matrices if is_one else 'norms'}" for is_one in is_matrix]
+    return names
 
 
 def rate_factor(step: int, steps: int, warmup_ratio: float) -> float:

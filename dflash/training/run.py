@@ -310,8 +310,7 @@ class _Display:
         self.steps = tqdm(numbers, "drafter", last, initial=first, disable=is_hidden, dynamic_ncols=True)
 
     def show_step(self, step: int, figures: StepFigures) -> None:
-        rate = figures.rate_factor * self._trainer.settings.learning_rate
-        shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": rate}
+        shown = {"loss": figures.loss, "gradient_norm": figures.gradient_norm, "learning_rate": figures.rates}
         self._accelerator.log(_flat(shown, "train/"), step=step)
 
     def show_line(self, step: int, figures: StepFigures) -> None:

@@ -171,7 +171,9 @@ class TrainingSettings:
         None, KEPT, "Steps between training states, from which --resume goes on. Default: as --eval-every's.", 1, True
     )
     log_every: int = _setting(10, KEPT, "Steps between lines in the trackers.", 1, True)
-    log_with: str | None = _setting(None, KEPT, "A tracker of accelerate's, such as tensorboard.", is_free=True)
+    log_with: str | None = _setting(
+        None, KEPT, "Tracker of the curves: tensorboard, wandb, trackio or another of accelerate's.", is_free=True
+    )
     publish_to: str | None = _setting(
         None, KEPT, "Upload each better checkpoint here on the Hub: namespace/name.", is_free=True
     )

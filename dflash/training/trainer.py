@@ -43,7 +43,7 @@ from .frozen_target import FrozenTarget, can_pack
 from .lazy_sequences import lengths_of
 from .losses import DraftCounts, reads_target
 from .objective import DrafterLoss
-from .optimizers import build_optimizers, rate_factor
+from .optimizers import build_optimizers, group_names, rate_factor
 from .settings import TrainingSettings
 
 
@@ -53,7 +53,7 @@ class StepFigures:
 
     loss: float  # mean over the batch
     gradient_norm: float
-    rate_factor: float  # of the peak rate
+    rates: dict[str, float]  # of each group of `group_names`
     is_stopping: bool  # whether some process asked to stop
 
 
@@ -212,7 +212,9 @@ class Trainer:
         self.counts = counts if self.counts is None else self.counts + counts
         self.step_number = step
         self.next_place = epoch, index + 1
-        return StepFigures(loss, norm.item(), factor, is_stopping)
+        groups = (group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        rates = dict(zip(group_names(self.optimizers), groups, strict=True))
+        return StepFigures(loss, norm.item(), rates, is_stopping)
 
     def measure(self, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
         """A point of the curve: the counts since the last one, if any, and true acceptance on the `held_out` prompts."""
