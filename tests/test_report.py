@@ -24,6 +24,7 @@ from dflash.evaluation import (
     read_result,
     save_drawing,
     table_of,
+    tables_of,
     with_table,
     write_page,
 )
@@ -215,6 +216,38 @@ def test_a_checkpoint_is_shown_by_its_run(run: Any, tmp_path: Path, best: int) -
     assert label.get_text() == f"4.12 at step {50 * best}"
     assert figure.axes[0].get_window_extent().contains(*label.get_window_extent().min)
     assert figure.axes[0].get_window_extent().contains(*label.get_window_extent().max)
+
+
+def test_the_page_of_an_adapted_drafter_says_each_domain_and_position_before_and_after(
+    run: Any, tmp_path: Path
+) -> None:
+    """Promise: before is the first point and after the kept one, which is not the last; a drafter's own run has no such table."""
+    folder, facts = tmp_path / "my-DFlash", copy.deepcopy(RUN)
+    folder.mkdir()
+    values = {0: (2.0, [0.5, 0.25]), 50: (2.5, [0.75, 0.4]), 100: (1.5, [0.125, 0.1])}
+    facts["curve"] = [
+        {"step": step, "tau": tau, "domains": {"support": {"tau": tau, "tokens_per_step": tau, "accepted": accepted}}}
+        for step, (tau, accepted) in values.items()
+    ]
+    facts["best_step"] = 50
+    (folder / "training.json").write_text(json.dumps(facts))
+    result = read_result(folder / "training.json")
+    assert tables_of(result)[1:] == [
+        (["domain", "tau before", "tau after"], [["support", "2.00", "2.50"]]),
+        (
+            ["domain", "accepted at position", "1", "2"],
+            [["support", "before", "0.50", "0.25"], ["support", "after", "0.75", "0.40"]],
+        ),
+    ]
+    code, _, err = run(str(folder), "--output", str(tmp_path / "page"))
+    assert code == 0, err
+    page = re.sub(r"\s+", "", (tmp_path / "page" / "index.html").read_text())
+    assert "<td>support</td><td>2.00</td><td>2.50</td>" in page
+    assert "<td>after</td><td>0.75</td><td>0.40</td>" in page
+    del facts["best_step"], facts["curve"][0]["domains"]
+    for facts_without in (facts, RUN):
+        (folder / "training.json").write_text(json.dumps(facts_without))
+        assert len(tables_of(read_result(folder / "training.json"))) == 1
 
 
 def test_a_figure_that_no_row_has_anything_for_is_a_sentence(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ KNOWN_BY = {"decode": ("task", "method"), "eval": ("task", "method"), "serving":
 def read_result(path: str | Path) -> dict[str, Any]:
     """A result file's content; its `kind` is a word and its `summary` a list of rows, empty where the kind has no rows.
 
-    The `training.json` of a checkpoint is read as a result of the kind "run", with a row for each measurement.
+    The `training.json` of a checkpoint is read as a result of the kind "run", with a row for each measurement, and with
+    `domains`: what `dflash adapt` measured of each kind of text before and after.
 
     Raises:
         ValueError: The file cannot be read, is no result or has another schema version; the message names the file.
@@ -77,7 +78,18 @@ def _of_run(facts: dict[str, Any]) -> dict[str, Any]:
     environment = {**(facts.get("versions") or {}), **sizes, "device": facts.get("device")}
     made = {"schema_version": SCHEMA_VERSION, "kind": "run", "environment": environment, "training": facts}
     command = facts.get("command")  # earlier runs wrote its words
-    return {**made, "command": " ".join(command) if isinstance(command, list) else command, "summary": rows}
+    made |= {"command": " ".join(command) if isinstance(command, list) else command, "summary": rows}
+    return {**made, "domains": _before_and_after(points, facts.get("best_step"))}
+
+
+def _before_and_after(points: Sequence[dict[str, Any]], best_step: int | None) -> list[Row]:
+    """What an adapted drafter accepts of each kind of text at first, and at the step that was kept."""
+    measured = [point for point in points if point.get("domains")]
+    kept: Row = next((point["domains"] for point in measured if point.get("step") == best_step), {})
+    return [
+        {"domain": name, "before": before, "after": kept[name]}
+        for name, before in (measured[0]["domains"] if kept else {}).items()
+    ]
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:

@@ -211,6 +211,22 @@ def _recipes(result: dict[str, Any]) -> list[Part]:
     return [(list(joined.values()), ("axis", "cell", "recipe_tau", "recipe_gain"))]
 
 
+def _run(result: dict[str, Any]) -> list[Part]:
+    """The measurements of a run; of one of `dflash adapt` also tau, and acceptance by position, before and after."""
+    taus: list[Row] = []
+    positions: list[Row] = []
+    for row in result.get("domains", ()):
+        measured = {when: row[when] for when in ("before", "after")}
+        taus.append(
+            {"domain": row["domain"], **{f"tau {when}": f"{one['tau']:.2f}" for when, one in measured.items()}}
+        )
+        for when, one in measured.items():
+            shares = {str(position): f"{share:.2f}" for position, share in enumerate(one["accepted"], start=1)}
+            positions.append({"domain": row["domain"], "accepted at position": when, **shares})
+    points = ("step", "loss", "tau", "tokens_per_step", "accepted_per_block")
+    return [(result["summary"], points), (taus, None), (positions, None)]
+
+
 def _training_step(result: dict[str, Any]) -> list[Part]:
     rows, losses = (
         [{**row, "over_naive": row.get("speedup"), "live_bytes": row["peak_memory_bytes"]} for row in part]
@@ -284,7 +300,7 @@ PARTS: dict[str, Sequence[str] | Callable[[dict[str, Any]], list[Part]]] = {
     "sweep": _swept,
     "drafter": _drafter,
     "training": _recipes,
-    "run": ("step", "loss", "tau", "tokens_per_step", "accepted_per_block"),
+    "run": _run,
     "training_step": _training_step,
     "engine": ("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
     "device_code": _device_code,
