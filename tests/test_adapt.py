@@ -426,6 +426,22 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(
     assert (status, "Row 1 was recorded with the weights 0b of target" in err) == (1, True)
 
 
+def test_an_adapter_is_refused_as_a_drafter_by_each_command(
+    run: Any, dflash_command: Callable[..., Any], answers: Path, tmp_path: Path
+) -> None:
+    """Promise: one sentence says that it must be merged."""
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for status, _, err in (
+        run(tmp_path / "output", answers, "--drafter", adapter),
+        dflash_command("check", adapter),
+        dflash_command("convert", adapter, tmp_path / "output"),
+    ):
+        assert (status, err.count("\n")) == (1, 1), err
+        assert f"{adapter} is a peft adapter, which holds no whole model: merge it first" in err
+
+
 def test_a_licence_that_forbids_changes_is_refused_unless_there_is_permission_which_the_card_says(
     run: Any, folder: Path, answers: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from tiny_models import BLOCK_SIZE, DIMENSIONS, HIDDEN_SIZE, drafter_config, mak
 from transformers import DynamicCache
 
 from dflash import DFlashDraftModel
+from dflash.common.files import adapter_fault
 from dflash.model import modeling_dflash
 from dflash.model.cache_dflash import PreallocatedCache
 
@@ -583,6 +584,20 @@ def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     write_published_checkpoint(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(OSError, match=r"holds no config\.json") as error:
+        DFlashDraftModel.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path: Path, has_config: bool) -> None:
+    """Promise: a folder of peft is named as one. "Holds no config.json" sent its owner to look for a file that it never has."""
+    write_published_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert adapter_fault(tmp_path) is None  # a merged model beside which the adapter was left
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    if not has_config:
+        (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"is a peft adapter.*merge it first \(merge_and_unload") as error:
         DFlashDraftModel.from_pretrained(tmp_path)
     assert str(tmp_path) in str(error.value)
 

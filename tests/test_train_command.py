@@ -313,7 +313,10 @@ def test_what_can_be_refused_at_once_is_refused_before_anything_is_loaded(
     assert "Row 1 of" in later[2]
     assert "nowhere.jsonl does not exist" in run("--output", tmp_path / "new", "--data", "/nowhere.jsonl")[2]
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     for words, said in (
+        (["--output", tmp_path / "new", "--init", tmp_path / "lora"], "lora is a peft adapter"),
         (["--output", tmp_path / "notes"], "is not a checkpoint"),
         (["--output", tmp_path / "file" / "x"], "file is no folder, so "),
         (["--output", tmp_path / "new", "--log-with", "nothing"], "log_with='nothing'"),

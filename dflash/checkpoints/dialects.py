@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from transformers.utils import logging
 
+from dflash.common.files import adapter_fault
 from dflash.model.configuration_dflash import is_number, is_whole_number
 
 from .cards import complete_card  # noqa: F401  the reader's, for uploads
@@ -274,6 +275,8 @@ def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
     folder = os.path.join(name, subfolder)
     if not os.path.isdir(name):
         return
+    if fault := adapter_fault(folder):
+        raise ValueError(f"{name} {fault}")
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise OSError(f"{name} holds no config.json: give the folder of a DFlash checkpoint or its id on the Hub.")
     files = sorted(os.listdir(folder))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash.common.files import adapter_fault
 from dflash.common.messages import first_line
 
 from .terminal import progress_bar
@@ -97,6 +98,8 @@ def checkpoint(name: str, option: str) -> str:
     path = os.path.expanduser(name)
     remedy = "give a checkpoint's folder or its id on the Hub."
     if os.path.isdir(path):
+        if fault := adapter_fault(path):
+            raise ValueError(f"{option} {name} {fault}")
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ValueError(f"{option} {name} holds no config.json: {remedy}")
         return path

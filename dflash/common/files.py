@@ -34,6 +34,17 @@ def replaced(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def adapter_fault(folder: str | os.PathLike[str]) -> str | None:
+    """What to say after the name of a folder that holds a peft adapter and no model; `None` for any other."""
+    path = Path(folder)
+    if not (path / "adapter_config.json").is_file() or any(path.glob("model*.safetensors")):
+        return None
+    return (
+        "is a peft adapter, which holds no whole model: merge it first (merge_and_unload of peft, then save_pretrained), and "
+        "give that folder."
+    )
+
+
 def check_writable(path: Path) -> None:
     """Raises OSError or ValueError if a file cannot be written at `path`: asked before minutes of work, not after."""
     if path.is_dir():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.checkpoints.dialects import dialect_of
+from dflash.common.files import adapter_fault
 from dflash.common.messages import first_line
 
 from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
@@ -99,6 +100,8 @@ def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
     name = folder.absolute().name
     if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(drafter)):
         folder = downloaded(str(drafter), "drafter", DRAFTER_FILES)
+    if fault := adapter_fault(folder):
+        raise ValueError(f"{folder} {fault}")
     config = read_json(
         folder / CONFIG, f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
     )
