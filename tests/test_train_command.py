@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import sys
 from collections.abc import Callable
@@ -279,6 +280,41 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(run: Any, tmp_path
     out = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}, recipe="paper", seed=1), "--dry-run")[1]
     assert "not measured" in out
     assert "recipe    paper: learning_rate=0.0006, weights decay" in out
+
+
+@pytest.mark.parametrize(
+    ("libc", "is_set", "is_said"), [("glibc", False, True), ("glibc", True, False), ("musl", False, False)]
+)
+def test_a_dry_run_on_a_cpu_names_the_setting_that_gives_freed_memory_back(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libc: str, is_set: bool, is_said: bool
+) -> None:
+    """Promise: what glibc keeps is not in the estimate, and the line that states it says so, with the way to avoid it."""
+    monkeypatch.setattr(platform, "libc_ver", lambda *_: (libc, ""))
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    if is_set:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    out = run("--output", tmp_path / "drafter", *flags(**TINY | {"steps": 2}), "--dry-run")[1]
+    (memory,) = [line for line in out.splitlines() if line.startswith("memory")]
+    expected = is_said and torch.accelerator.current_accelerator() is None
+    assert memory.endswith("unless MALLOC_MMAP_THRESHOLD_=65536 is set") == expected
+
+
+def test_a_drafter_larger_than_its_target_is_said_before_training(run: Any, folder: Path, tmp_path: Path) -> None:
+    """Promise: one sentence with both sizes and the remedy, in a dry run too; embeddings, which a drafter uses too, do not count."""
+    large, said = flags(**TINY | {"num_hidden_layers": 4}), "a step of the drafter costs more than one of the target"
+    err = run("--output", tmp_path / "large", *large)[2]
+    (line,) = [line for line in err.splitlines() if said in line]
+    facts = json.loads((tmp_path / "large" / "training.json").read_text())
+    layers = sum(weight.numel() for weight in make_target().model.layers.parameters())
+    assert f"has {facts['parameters']:,} parameters and the target's layers {layers:,}" in line
+    assert line.endswith("give fewer --num-hidden-layers or a smaller --intermediate-size.")
+    assert said in run("--output", tmp_path / "new", *large, "--dry-run")[1]
+    out, err = run("--output", tmp_path / "new", *flags(**TINY | {"steps": 2}), "--dry-run")[1:]
+    assert said not in out + err
+    words = flags(
+        **{name: value for name, value in TINY.items() if name != "num_hidden_layers"}, init=tmp_path / "large"
+    )
+    assert "at a high tau: begin with a smaller one." in run("--output", tmp_path / "again", *words)[2]
 
 
 def test_a_dry_run_decodes_in_the_targets_precision_and_is_said_once(

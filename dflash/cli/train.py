@@ -3,6 +3,7 @@
 import copy
 import inspect
 import os
+import platform
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
@@ -120,7 +121,7 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
     import torch
 
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, estimate_memory, prepare
+    from dflash.training import Trainer, estimate_memory, oversize, prepare
 
     ready = prepare(target, data, settings, announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
@@ -138,9 +139,13 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
         f"drafter   {ready.drafter.num_parameters():,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
         f"target layers {config.target_layer_ids}; target {ready.target.num_parameters():,} parameters"
     )
+    if too_large := oversize(ready.drafter, ready.target, settings.init is not None):
+        say(f"size      {too_large}")
     memory = estimate_memory(trainer)
     parts = ", ".join(f"{name} {_bytes(held)}" for name, held in memory.items())
-    say(f"memory    about {_bytes(sum(memory.values()))} per process, estimated from shapes: {parts}")
+    say(
+        f"memory    about {_bytes(sum(memory.values()))} per process, estimated from shapes: {parts}{_kept_by_glibc(trainer)}"
+    )
     if settings.features is not None:
         say(f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online")
     if steps <= MEASURED_STEPS:
@@ -164,6 +169,14 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
         unit = 1 if sys.platform == "darwin" else 1024
         held, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "by the whole process up to here"
     say(f"measured  {_bytes(held)} at most on {device}, {what}")
+
+
+def _kept_by_glibc(trainer: Any) -> str:
+    """What is not in the estimate on a CPU: memory that is freed and that glibc keeps, unless its threshold is set."""
+    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ
+    if trainer.accelerator.device.type != "cpu" or platform.libc_ver()[0] != "glibc" or is_set:
+        return ""
+    return "; freed memory that glibc keeps comes on top, unless MALLOC_MMAP_THRESHOLD_=65536 is set"
 
 
 def _step_cost(trainer: Any) -> float:

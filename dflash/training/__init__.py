@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .optimizers import build_optimizers
     from .run import claimed, train, train_drafter
     from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
-    from .size_estimate import estimate_memory
+    from .size_estimate import estimate_memory, oversize
     from .sources import FORMS, read_rows
     from .trainer import Trainer
     from .training_state import state_folder
@@ -77,6 +77,7 @@ __all__ = [
     "measure_acceptance",
     "named_row",
     "new_drafter",
+    "oversize",
     "prepare",
     "prompt_of",
     "read_rows",

@@ -29,6 +29,7 @@ from .data_checks import check_lengths, usable
 from .device import is_cpu_alone
 from .loading import answers_of, prepare
 from .settings import TrainingSettings
+from .size_estimate import oversize
 from .trainer import StepFigures, Trainer
 from .training_state import clear_leftovers, find_run, read_tensors, refuse_changes, state_folder
 from .uploading import Uploads, check_upload
@@ -163,6 +164,9 @@ def train(
         output, saved = held.output, held.saved
         if held.finished is not None:
             return TrainingRecord.of_finished(held.finished)
+        too_large = oversize(drafter, target, settings.init is not None)
+        if too_large is not None and announce is not None:
+            announce(too_large)
         state = None if saved is None else read_tensors(state_folder(output))
         examples = usable(examples, drafter, target, announce)
         check_lengths(examples, held_out, max_positions(target))

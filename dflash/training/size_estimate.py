@@ -1,7 +1,11 @@
-"""The memory that a run will take, said before it begins."""
+"""The memory that a run will take, and a drafter that is too large for its target: said before it begins."""
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.model.step_dflash import decoder_layers
 
 from .adaptation_lora import is_changed
 from .batches import epoch_sequences, valid_anchors
@@ -62,6 +66,22 @@ def estimate_memory(trainer: Trainer) -> dict[str, int]:
         "activations of the drafter": layers + scores + states,
         "logits of a chunk": logits,
     }
+
+
+def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_begun: bool) -> str | None:
+    """A sentence on a drafter that is larger than its target's layers, whose embedding and head both use; else `None`.
+
+    One that `is_begun`, of `init`, has a shape that cannot be changed.
+    """
+    own = drafter.num_parameters()
+    its = sum(parameter.numel() for parameter in decoder_layers(target).parameters())
+    if own <= its:
+        return None
+    smaller = "--num-hidden-layers or a smaller --intermediate-size"
+    return (
+        f"The drafter has {own:,} parameters and the target's layers {its:,}, so a step of the drafter costs more than one of the "
+        f"target, and decoding is faster only at a high tau: {'begin with a smaller one' if is_begun else f'give fewer {smaller}'}."
+    )
 
 
 def widest(trainer: Trainer) -> tuple[int, int, int]:
