@@ -26,7 +26,14 @@ from transformers import __version__ as transformers_version
 from typer.testing import CliRunner
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.checkpoints import check, convert_checkpoint, export_checkpoint
+from dflash.checkpoints import (
+    DOMINO_NAME,
+    TARGET_NAME,
+    check,
+    convert_checkpoint,
+    embedded_path,
+    export_checkpoint,
+)
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
 from dflash.cli import app as cli
 
@@ -901,6 +908,18 @@ def test_export_refuses_what_some_engine_fails_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"SGLang.* cannot run this drafter \(.*dflash convert"):
         export_checkpoint(source, tmp_path / "tiny-DFlash", target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "theirs"]
+
+
+def test_export_names_the_engine_that_reads_a_domino_drafter_as_it_is(tmp_path: Path) -> None:
+    """Promise: the way out names SGLang and the trained folder. "Use dflash convert" alone led nowhere near an engine."""
+    folders = [str(embedded_path(name)) for name in (DOMINO_NAME, TARGET_NAME)]
+    with pytest.raises(ValueError, match=r" cannot run this drafter \(projector_type: ") as error:
+        export_checkpoint(folders[0], tmp_path / "tiny-DFlash", folders[1])
+    failing, _, way = str(error.value).partition(" cannot run ")
+    assert ("vLLM" in failing, "SGLang" in failing) == (True, False)
+    assert (
+        "for this library and, by the rules of `dflash check`, for SGLang; a folder that `dflash train` wrote" in way
+    )
 
 
 def test_export_reads_a_pickle_when_asked_for(tmp_path: Path) -> None:

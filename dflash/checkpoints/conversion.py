@@ -69,11 +69,15 @@ def export_checkpoint(
     _complete(drafter.config, target)
 
     def refuse_failing(written: Path) -> None:
-        """Raises ValueError if some engine fails on the pair, with the engines and the first reason."""
-        failing = [verdict for verdict in check(written, str(target)).verdicts if verdict.verdict == "fails"]
+        """Raises ValueError if some engine fails on the pair: the engines, the first reason, and which others read it as it is."""
+        verdicts = check(written, str(target)).verdicts
+        failing = [verdict for verdict in verdicts if verdict.verdict == "fails"]
         if failing:
             first, names = failing[0].findings[0], ", ".join(verdict.name for verdict in failing)
-            raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {CONVERT}.")
+            reading = [one.name for one in verdicts if one.verdict != "fails" and one.engine != "remote-code"]
+            also = f" and, by the rules of `dflash check`, for {', '.join(reading)}" if reading else ""
+            way = f"{CONVERT}{also}; a folder that `dflash train` wrote has that form already"
+            raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {way}.")
 
     card = drafter_card(drafter.config, folder.name, str(target))
     return save_checkpoint(drafter, folder, files={"README.md": card}, inspect=refuse_failing)
