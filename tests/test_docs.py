@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import typer
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import dflash
 from dflash.checkpoints import export_embedded_pair
 from dflash.cli import app as cli
+from dflash.training import Example, TrainingSettings, build_optimizers, estimate_memory, new_drafter, read_yaml
 
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +115,42 @@ def test_commands_are_those_that_exist(name: str) -> None:
         command = COMMANDS[arguments[0]]
         with command.make_context(arguments[0], arguments[1:]):
             pass
+
+
+@pytest.fixture(scope="module")
+def eight_b() -> Any:
+    """Qwen3-8B and a new drafter for it, without storage."""
+    shape = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        config = Qwen3Config(**shape, head_dim=128, intermediate_size=12288, vocab_size=151936)
+        target = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        return SimpleNamespace(target=target, drafter=new_drafter(target, mask_token_id=151669).float())
+
+
+@pytest.mark.parametrize(("place", "processes"), [(0, 1), (1, 8)], ids=["one GPU", "eight GPUs"])
+def test_the_configurations_of_an_8b_target_are_settings_that_fit(
+    place: int, processes: int, eight_b: Any, tmp_path: Path
+) -> None:
+    """Promise: every line is a setting, and the estimate leaves a tenth of 80 GB, whatever the length of the texts."""
+    _, text = blocks("docs/how-to/training.md", "yaml")[place]
+    (tmp_path / "run.yaml").write_text(text)
+    given = read_yaml(tmp_path / "run.yaml", ["target", "data", "output"])
+    settings = TrainingSettings(**{name: given[name] for name in given.keys() - {"target", "data", "output"}})
+    rates = settings.learning_rate, settings.weight_decay, settings.muon_rate(4096)
+    where = {"num_processes": processes, "device": torch.device("cuda")}
+    trainer: Any = SimpleNamespace(
+        **vars(eight_b),
+        settings=settings,
+        accelerator=SimpleNamespace(**where),
+        optimizers=build_optimizers(eight_b.drafter, *rates),
+        precision=settings.mixed_precision,
+        attention="flex_attention",
+        cut=lambda: {"batch_tokens": settings.batch_tokens, "seed": 0, "pack_length": None},
+    )
+    for length in (64, 256, 540, 1000, settings.max_length):
+        one = Example([5] * length, [1] * length)
+        trainer.examples = [one] * (2 * settings.batch_tokens // length)
+        assert sum(estimate_memory(trainer).values()) < 0.9 * 80e9, length
 
 
 def test_a_flag_that_does_not_exist_is_noticed() -> None:
