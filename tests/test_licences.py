@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt_ids": [5, 6, 7 + i], "response_ids": [20 + i, *range(30, 44), 8]} for i in range(8)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_copy_in_another_form_has_its_licence(command: str, pair: Path, tmp_path: Path, dflash_command: Any) -> None:
+    """Promise: neither the drafter's own licence nor that of its origin is lost on the way."""
+    theirs = tmp_path / "theirs-DFlash"
+    shutil.copytree(pair / "nd-DFlash", theirs)
+    front = "license: other\nlicense_name: Acme's terms\nlicense_link: LICENSE"
+    folder_of(theirs, front, LICENSE="Acme's terms\n\nAll of them.", training_json='{"init_licence": "cc-by-nd-3.0"}')
+    ours = tmp_path / "ours-DFlash"
+    status, _, err = dflash_command(command, theirs, ours, "--target", pair / "target")
+    assert status == 0, err
+    assert read_licence(ours) == read_licence(theirs)
+    assert (ours / "LICENSE").read_text() == "Acme's terms\n\nAll of them."
+    assert "# ours-DFlash" in (ours / "README.md").read_text()
+    with pytest.raises(ValueError, match="allows no derivatives"):
+        licence_lines("adapt", ours)
 
 
 def test_commands_say_the_licences(pair: Path, tmp_path: Path, dflash_command: Any) -> None:

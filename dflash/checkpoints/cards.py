@@ -40,10 +40,13 @@ text_ids = model.generate(input_ids, max_new_tokens=256)  # dflash=False generat
 """
 
 
-def drafter_card(config: Any, name: str, target: str | None = None) -> str:
-    """The README.md of a drafter that is loaded by `name`; `target` is its target's id on the Hub or a folder."""
+def drafter_card(config: Any, name: str, target: str | None = None, licence: str = "") -> str:
+    """The README.md of a drafter that is loaded by `name`.
+
+    `target` is its target's id on the Hub or a folder, `licence` is front matter.
+    """
     whose = "" if target is None else f" for {_shown(target)}"
-    return _front_matter(name, target) + DRAFTER_CARD.format(whose=whose, config=config, name=name)
+    return _front_matter(name, target, licence) + DRAFTER_CARD.format(whose=whose, config=config, name=name)
 
 
 def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter", licence: str = "") -> str:

@@ -9,6 +9,7 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .cards import drafter_card
 from .folders import check_replaceable, save_checkpoint
+from .licences import licence_files, read_licence
 from .rules import check
 from .rules.findings import RETRAIN, summary
 
@@ -25,7 +26,8 @@ def convert_checkpoint(
     """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
 
     Tensors keep their values and dtype. Frozen copies of the target's embedding and head, which some dialects store,
-    are left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them.
+    are left out. A reduced vocabulary and an anchor that predicts stay: the drafter depends on them. The licence stays, in
+    the card and in its own file, and so does the record of a training run.
 
     Args:
         source: A local folder or an id on the Hub.
@@ -42,7 +44,11 @@ def convert_checkpoint(
         _complete(drafter.config, target)
     if not drafter.config.vocab_size:
         raise ValueError(f"The config.json of {source} does not say vocab_size: pass target (--target).")
-    return save_checkpoint(drafter, folder)
+    licence, files = read_licence(os.fspath(source)).front_matter, licence_files(os.fspath(source))
+    if licence:
+        its = None if target is None else str(target)
+        files["README.md"] = drafter_card(drafter.config, Path(folder).name, its, licence)
+    return save_checkpoint(drafter, folder, files=files)
 
 
 def export_checkpoint(
@@ -79,8 +85,9 @@ def export_checkpoint(
             way = f"{CONVERT}{also}; a folder that `dflash train` wrote has that form already"
             raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {way}.")
 
-    card = drafter_card(drafter.config, folder.name, str(target))
-    return save_checkpoint(drafter, folder, files={"README.md": card}, inspect=refuse_failing)
+    card = drafter_card(drafter.config, folder.name, str(target), read_licence(os.fspath(source)).front_matter)
+    files = licence_files(os.fspath(source)) | {"README.md": card}
+    return save_checkpoint(drafter, folder, files=files, inspect=refuse_failing)
 
 
 def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:

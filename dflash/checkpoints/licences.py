@@ -3,6 +3,7 @@
 It reads what the authors wrote: the front matter of README.md, else the first line of a LICENSE file.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,16 @@ class Licence:
         return ", ".join(dict.fromkeys(filter(None, (self.origin, self.name)))) or None
 
     @property
+    def front_matter(self) -> str:
+        """The lines by which the card of a copy states it too; none if it is not stated."""
+        if self.name is None:
+            return ""
+        is_identifier = re.fullmatch(r"[a-z0-9.+-]+", self.name)
+        name = self.name if is_identifier else f"other\nlicense_name: {json.dumps(self.name)}"
+        link = "" if self.link is None else f"license_link: {json.dumps(str(self.link))}\n"
+        return f"license: {name}\n{link}"
+
+    @property
     def forbids_changed_copies(self) -> bool:
         """Whether its name, or that of its origin, forbids to share what was trained on from it."""
         return NO_DERIVATIVES.search(self.inherited or "") is not None
@@ -93,7 +104,7 @@ def read_licence(checkpoint: str | Path) -> Licence:
     stated = ", ".join(map(str, stated)) if isinstance(stated, list) else None if stated == "unknown" else stated
     name = card.fields.get("license_name") if stated in (None, "other") else stated
     link = card.fields.get("license_link")
-    files = sorted(path for pattern in FILES[1:3] for path in card.folder.glob(pattern))
+    files = _licence_paths(card.folder)
     if name is None and files:
         lines = files[0].read_text(encoding="utf-8", errors="replace").splitlines()
         name = next((line.strip(" #*") for line in lines if line.strip(" #*")), None)
@@ -101,6 +112,20 @@ def read_licence(checkpoint: str | Path) -> Licence:
     is_gated = any(str(field).startswith("extra_gated") for field in card.fields)
     name = name or stated
     return Licence(name and str(name), link, is_gated, card.facts.get("init_licence"))
+
+
+def licence_files(checkpoint: str | Path) -> dict[str, str]:
+    """The texts that a copy of a folder or Hub id needs beside its card: of its licence, and of where its weights come from."""
+    try:
+        folder = read_card(checkpoint).folder
+    except ValueError:
+        return {}
+    paths = [*_licence_paths(folder), *folder.glob("training.json")]
+    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths}
+
+
+def _licence_paths(folder: Path) -> list[Path]:
+    return sorted(path for pattern in FILES[1:3] for path in folder.glob(pattern) if path.is_file())
 
 
 def licence_lines(
