@@ -11,6 +11,7 @@ import pytest
 from tiny_models import make_drafter, make_target, make_tokenizer
 
 from dflash.checkpoints import embedded_path, licence_lines, read_licence
+from dflash.training import TrainingSettings, train_drafter
 
 
 def folder_of(path: Path, card: str | None = None, **files: str) -> Path:
@@ -173,3 +174,11 @@ def test_commands_say_the_licences(pair: Path, tmp_path: Path, dflash_command: A
     assert "No licence was stated" not in card
     status, out, err = dflash_command("publish", tmp_path / "new-DFlash", "me/new-DFlash", "--dry-run")
     assert (status, out, "The licence cc-by-nd-3.0 forbids to share changed copies" in err) == (1, "", True)
+
+
+def test_a_run_from_python_knows_the_licence_that_it_inherits(pair: Path, tmp_path: Path) -> None:
+    settings = TrainingSettings(
+        init=str(pair / "nd-DFlash"), steps=1, held_out=0, batch_tokens=64, mixed_precision="no"
+    )
+    train_drafter(pair / "target", pair / "data.jsonl", tmp_path / "new-DFlash", settings, show_progress=False)
+    assert read_licence(tmp_path / "new-DFlash").origin == "cc-by-nd-3.0"

@@ -59,9 +59,7 @@ def adapt(
     given = adaptation_sources(data, settings, general, general_share)
     for line in licence_lines("adapt", drafter, target, has_permission):
         announce(line)
-    licence = read_licence(drafter)
-    facts: dict[str, Any] = {"command": command(), "init_licence": licence.inherited}
-    facts["has_permission"] = licence.forbids_changed_copies
+    facts: dict[str, Any] = {"command": command(), "has_permission": read_licence(drafter).forbids_changed_copies}
     answers = output.with_name(f"{output.name}.answers")
     how: dict[str, Any] = {"split": settings.split, "thinking": settings.thinking, "max_new_tokens": max_new_tokens}
     how |= {"samples": samples, "streaming": streaming, "seed": settings.seed}

@@ -64,7 +64,11 @@ def train(
     texts = list(map(str, texts if isinstance(texts, list) else [texts]))
     settings = TrainingSettings(**asked)
     hide_loading_bars()
-    origin = {} if settings.init is None else _origin(checkpoint(settings.init, "--init"), model, accept_licence)
+    if settings.init is not None:
+        from dflash.checkpoints import licence_lines
+
+        for line in licence_lines("train", checkpoint(settings.init, "--init"), model, accept_licence):
+            announce(line)
     if dry_run:
         _rehearse(model, texts, settings)
         return
@@ -73,7 +77,7 @@ def train(
     from dflash.training import train_drafter
 
     how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "on_point": _print_point, "announce": announce}
-    how |= {"provenance": {"command": command()} | origin, "show_progress": sys.stderr.isatty()}
+    how |= {"provenance": {"command": command()}, "show_progress": sys.stderr.isatty()}
     try:
         record = train_drafter(model, texts, folder, settings, **how)
     except FloatingPointError as error:
@@ -83,15 +87,6 @@ def train(
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
         print(f"{folder}: step {record.best_step}{tau}{was_complete}")
-
-
-def _origin(init: str, target: str, is_accepted: bool) -> dict[str, Any]:
-    """Prints the licences, and returns that of `init` for `training.json`; ValueError if it forbids to train on."""
-    from dflash.checkpoints import licence_lines, read_licence
-
-    for line in licence_lines("train", init, target, is_accepted):
-        announce(line)
-    return {"init_licence": read_licence(init).inherited}
 
 
 def say_stopped(record: Any) -> None:

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.checkpoints import check_replaceable
+from dflash.checkpoints import check_replaceable, read_licence
 from dflash.common.files import check_writable, only_writer
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.processes import PATIENCE
@@ -180,7 +180,8 @@ def train(
         if saved is not None:  # a default that follows from the machine
             refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": trainer.precision})
         record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
-        checkpointer = Checkpointer(trainer, output, inputs, provenance or {}, record, elapsed)
+        origin = {} if settings.init is None else {"init_licence": read_licence(settings.init).inherited}
+        checkpointer = Checkpointer(trainer, output, inputs, origin | (provenance or {}), record, elapsed)
         if saved is None:
             checkpointer.save_state(is_beginning=True)
         elif saved["processes"] != trainer.accelerator.num_processes and announce is not None:
