@@ -18,6 +18,7 @@ import torch
 from loopback import LoopbackServer, QuietHandler, started
 from processes import dflash_process
 from tiny_models import make_drafter, make_target, make_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from dflash.regeneration import (
     Answer,
@@ -240,6 +241,44 @@ def test_an_answer_ends_where_the_positions_do_also_beside_shorter_prompts(
     assert long["response_ids"] == answer_alone(target, long["prompt_ids"], 3)
     assert short["response_ids"] == answer_alone(target, [5, 6])
     assert record.left_out == {f"a prompt that fills the target's {longest} positions": 1}
+
+
+def crowded(longest: int) -> list[Request]:
+    """Prompts of a batch that leave one token, a few, and more than the longest answer of the others."""
+    return [Request([9] * (longest - room), 40 + room, min(room, NEW)) for room in (1, 3, 4, 60)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, 0.95, 40)])
+@pytest.mark.parametrize("with_drafter", [False, True])
+def test_texts_that_fill_the_positions_change_no_answer_of_their_batch(
+    target: Any, with_drafter: bool, sampling: Sampling, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others go on without them: no forward has a position that the target lacks."""
+    longest = target.config.max_position_embeddings
+    seen: list[int] = []
+    write = TargetWriter(target, make_drafter() if with_drafter else None)
+    hook = target.model.register_forward_pre_hook(
+        lambda model, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    try:
+        together = write(crowded(longest), sampling)
+    finally:
+        hook.remove()
+    assert max(seen) < longest
+    alone = [TargetWriter(target)([request], sampling)[0] for request in crowded(longest)]
+    assert [(one.token_ids, one.ended) for one in together] == [(one.token_ids, one.ended) for one in alone]
+    assert "positions" not in caplog.text
+
+
+def test_a_target_with_learned_positions_answers_short_prompts_beside_long_ones() -> None:
+    """Such a batch once ended in an IndexError: the long text went on past the table of positions."""
+    sizes = {"vocab_size": 96, "n_positions": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    target = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    requests = [Request([9] * 93, 0, 3), Request([5, 6], 0, NEW)]
+    answers = TargetWriter(target)(requests, Sampling())
+    assert [one.token_ids for one in answers] == [
+        answer_alone(target, one.prompt_ids, one.max_new_tokens) for one in requests
+    ]
 
 
 SAMPLED = replace(SETTINGS, temperature=1.2, top_p=0.95, top_k=40, seed=3)

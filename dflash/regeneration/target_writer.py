@@ -53,7 +53,7 @@ class Answer:
 
 
 class TargetWriter:
-    """The target in this process. A drafter makes it faster; in fp32 it changes no token.
+    """The target in this process. With a drafter it takes fewer steps, and large batches may be slower; in fp32 no token changes.
 
     An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
     With a `trace`, the anchors of drafts that were rejected are recorded there. ValueError if the target's logits are NaN
@@ -81,38 +81,91 @@ class TargetWriter:
 
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """The answers, one batch."""
-        longest = max(request.max_new_tokens for request in requests)
-        generators = [torch.Generator().manual_seed(request.seed) for request in requests]
-        prompts = [request.prompt_ids for request in requests]
-        lengths: list[list[int]] = [[] for _ in requests]
-        if self.drafter is None:
-            responses = _write(self.target, prompts, longest, sampling, generators)
-        else:
-            drafter: Any = self.drafter
-            names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
-            blocks = generate_blocks(
-                drafter,
-                self.target,
-                [torch.tensor(prompt) for prompt in prompts],
-                max_new_tokens=longest,
-                generator=generators,
-                verification="match",  # the uniforms of a position then choose its token as without a drafter
-                # What is recorded are the drafter's own drafts.
-                **({} if self.trace is None else {"prompt_lookup_num_tokens": 0}),
-                **{name: getattr(sampling, name) for name in names},
-            )
-            responses = [[] for _ in requests]
-            for block in blocks if self.trace is None else recorded(blocks, prompts, self.trace):
-                responses[block.sequence] += block.token_ids
-                if not block.is_prefill:
-                    lengths[block.sequence].append(block.acceptance_length)
         stops = stop_ids(self.target.generation_config)
-        answers = []
-        for response, request, its_lengths in zip(responses, requests, lengths, strict=True):
-            kept = response[: request.max_new_tokens]  # its batch may have gone on
-            end = next((k for k, token_id in enumerate(kept) if token_id in stops), None)
-            answers.append(Answer(kept if end is None else kept[: end + 1], end is not None, its_lengths))
-        return answers
+        texts = [_Text(number, request, stops) for number, request in enumerate(requests)]
+        if self.drafter is not None:
+            self._draft(texts, sampling)
+        uniforms = PositionUniforms(len(texts), _generators(texts))
+        while going := [text for text in texts if not text.is_done]:
+            prompts = [text.all_ids for text in going]
+            # All that go on have as many new tokens: they were in every batch so far, to its end.
+            begin = max(map(len, prompts)) - len(going[0].token_ids)
+            choose = _ByUniforms(uniforms, [text.number for text in going], begin)
+            written = _write(self.target, prompts, self._num_steps(going), sampling, choose)
+            for text, token_ids in zip(going, written, strict=True):
+                text.append(token_ids)
+        return [Answer(text.token_ids, text.ended, text.acceptance_lengths) for text in texts]
+
+    def _num_steps(self, texts: "Sequence[_Text]") -> int:
+        """Number of tokens to write next: up to the longest answer, or to where the longest text fills the positions.
+
+        The others go on without that text. Beyond its positions a target with learned ones fails, and one whose rotary
+        frequencies depend on the length would write other answers in the whole batch.
+        """
+        wanted = max(text.request.max_new_tokens - len(text.token_ids) for text in texts)
+        longest = max(len(text.all_ids) for text in texts)
+        if self.positions is None or longest >= self.positions:  # a request may ask to go beyond them
+            return wanted
+        return min(wanted, self.positions - longest)
+
+    def _draft(self, texts: "Sequence[_Text]", sampling: Sampling) -> None:
+        """Writes with the drafter up to where the longest text fills the positions: no draft fits there."""
+        drafter: Any = self.drafter
+        prompts = [text.request.prompt_ids for text in texts]
+        names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
+        blocks = generate_blocks(
+            drafter,
+            self.target,
+            [torch.tensor(prompt) for prompt in prompts],
+            max_new_tokens=self._num_steps(texts),
+            generator=_generators(texts),
+            verification="match",  # the uniforms of a position then choose its token as without a drafter
+            # What is recorded are the drafter's own drafts.
+            **({} if self.trace is None else {"prompt_lookup_num_tokens": 0}),
+            **{name: getattr(sampling, name) for name in names},
+        )
+        for block in blocks if self.trace is None else recorded(blocks, prompts, self.trace):
+            texts[block.sequence].append(block.token_ids)
+            if not block.is_prefill:
+                texts[block.sequence].acceptance_lengths.append(block.acceptance_length)
+
+
+@dataclass
+class _Text:
+    """An answer in progress."""
+
+    number: int  # in its batch
+    request: Request
+    stops: set[int]
+    token_ids: list[int] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def all_ids(self) -> list[int]:
+        """The prompt and what was written after it."""
+        return [*self.request.prompt_ids, *self.token_ids]
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop token ended it."""
+        return bool(self.token_ids) and self.token_ids[-1] in self.stops
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended or is as long as it may be."""
+        return self.ended or len(self.token_ids) == self.request.max_new_tokens
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens until it is done; its batch may have gone on."""
+        for token_id in token_ids:
+            if self.is_done:
+                return
+            self.token_ids.append(token_id)
+
+
+def _generators(texts: Sequence[_Text]) -> list[torch.Generator]:
+    """Generators of the texts' seeds, new ones in every call."""
+    return [torch.Generator().manual_seed(text.request.seed) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -161,7 +214,7 @@ def _write(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    generators: list[torch.Generator],
+    choose: "_ByUniforms",
 ) -> list[list[int]]:
     """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
     width = max(map(len, prompts))
@@ -178,7 +231,7 @@ def _write(
             processors.append(processing.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             processors.append(processing.TopPLogitsWarper(sampling.top_p))
-        processors.append(_ByUniforms(PositionUniforms(len(prompts), generators), width))
+        processors.append(choose)
     # A preallocated cache is faster; targets with linear layers have caches of their own.
     has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
     cache = None if has_states else PreallocatedCache(config.num_hidden_layers, width + max_new_tokens)
@@ -215,13 +268,14 @@ class _Watch(processing.LogitsProcessor):
 class _ByUniforms(processing.LogitsProcessor):
     """Leaves the one token that each sequence's own uniforms choose, as sampled decoding with a drafter does."""
 
-    def __init__(self, uniforms: PositionUniforms, width: int) -> None:
-        self.uniforms, self.width = uniforms, width
+    def __init__(self, uniforms: PositionUniforms, sequences: Sequence[int], begin: int) -> None:
+        self.uniforms, self.sequences = uniforms, sequences  # the sequences of a batch, by their number in `uniforms`
+        self.begin = begin  # column of the first new token
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores [B, V]: 0 for the chosen token, -inf for all others."""
-        position = input_ids.shape[1] - self.width
-        uniforms = torch.stack([self.uniforms(i, position, 1) for i in range(len(scores))])  # [B, 1]
+        position = input_ids.shape[1] - self.begin
+        uniforms = torch.stack([self.uniforms(i, position, 1) for i in self.sequences])  # [B, 1]
         choices = choose_sampled(scores[:, None], uniforms.to(scores.device))  # [B, 1]
         picked: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
         return picked
