@@ -13,7 +13,7 @@ class LoopbackServer(ThreadingHTTPServer):
     """Answers each request in a thread of its own."""
 
     daemon_threads = True
-    request_queue_size = 128
+    request_queue_size = 1024  # connections at once that no thread has taken yet
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)

@@ -637,6 +637,7 @@ class Handler(QuietHandler):
 
 
 def server_writer(url: str, target: Any, tokenizer: Any, **how: Any) -> ServerWriter:
+    how = {"wait": lambda seconds: None} | how
     return ServerWriter(url, how.pop("model", None), tokenizer, target.config, target.generation_config, **how)
 
 

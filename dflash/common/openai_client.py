@@ -2,24 +2,62 @@
 
 import json
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 
+Said = TypeVar("Said")
+
 LONGEST_QUOTE = 160  # letters of a server's words that an error repeats
 LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
+PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before a request is sent again
+LONGEST_PAUSE = 600.0  # seconds; a server that asks for more is given up
+
+
+class PassingFailure(ValueError):
+    """A failure that may pass by itself. The server asks to wait `retry_after` seconds, 0 if it does not say."""
+
+    def __init__(self, said: str, retry_after: float = 0.0) -> None:
+        super().__init__(said)
+        self.retry_after = retry_after
+
+
+def pause(seconds: float) -> None:
+    """Waits."""
+    Event().wait(seconds)
+
+
+def patiently(ask: Callable[[], Said], spread: float = 0.0, wait: Callable[[float], None] = pause) -> Said:
+    """What `ask` returns; after each [`PassingFailure`] it is called again, at most once for each of `PAUSES`.
+
+    A pause is as long as the server asks for, or that of `PAUSES` if that is longer, times 1 + `spread`. Requests that
+    failed together should have different ones from 0 to 1: together again they would overload the server once more.
+    """
+    for seconds in PAUSES:
+        try:
+            return ask()
+        except PassingFailure as failure:
+            if failure.retry_after > LONGEST_PAUSE:
+                raise
+            wait(max(seconds, failure.retry_after) * (1 + spread))
+    try:
+        return ask()
+    except PassingFailure as failure:
+        raise ValueError(f"After {len(PAUSES) + 1} tries: {failure}") from failure
 
 
 class OpenAIClient:
     """A server by its URL, with or without `/v1` at its end.
 
-    Every failure is a ValueError of one sentence that names the address and, where there is one, the status. A user
-    name and a password in `url` are dropped; `api_key` is sent as a bearer token; `timeout` is the longest silence in
-    seconds.
+    Every failure is a ValueError of one sentence that names the address and, where there is one, the status; it is a
+    [`PassingFailure`] if the same request may succeed later. A user name and a password in `url` are dropped; `api_key`
+    is sent as a bearer token; `timeout` is the longest silence in seconds.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -83,16 +121,20 @@ class OpenAIClient:
             response = connection.getresponse()
             if response.status != 200:
                 said = quote(_message(response.read()))
-                raise ValueError(f"{where} answered {response.status} {response.reason}: {said}.")
+                sentence = f"{where} answered {response.status} {response.reason}: {said}."
+                if response.status == 429 or response.status >= 500:
+                    raise PassingFailure(sentence, _retry_after(response))
+                raise ValueError(sentence)
             yield response
         except TimeoutError as error:
             remedy = "raise the timeout, or ask for shorter answers or fewer at once"
-            raise ValueError(f"{where} did not answer within {self._timeout:g} seconds: {remedy}.") from error
+            raise PassingFailure(f"{where} did not answer within {self._timeout:g} seconds: {remedy}.") from error
         except (OSError, HTTPException) as error:
             reason = str(error) or type(error).__name__
             if response is not None:
-                raise ValueError(f"{where} answered 200 and broke off ({reason}): look at its log.") from error
-            raise ValueError(f"{where} cannot be reached ({reason}): is the server running there?") from error
+                said = f"{where} answered {response.status} and broke off ({reason}): look at its log."
+                raise PassingFailure(said) from error
+            raise PassingFailure(f"{where} cannot be reached ({reason}): is the server running there?") from error
         finally:
             connection.close()
 
@@ -104,6 +146,18 @@ def quote(said: Any) -> str:
     text = " ".join((said if isinstance(said, str) else json.dumps(said)).split()).rstrip(".")
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
     return (text[:LONGEST_QUOTE] + " …" if len(text) > LONGEST_QUOTE else text) or "nothing"
+
+
+def _retry_after(response: HTTPResponse) -> float:
+    """Seconds that the server asks to wait, as a number or a date; 0 if it does not say."""
+    said = (response.getheader("Retry-After") or "").strip()
+    if said.isdecimal():
+        return float(said)
+    try:  # by the server's own clock
+        now = parsedate_to_datetime(response.getheader("Date") or "")
+        return max(0.0, (parsedate_to_datetime(said) - now).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def _message(body: bytes) -> Any:

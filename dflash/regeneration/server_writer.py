@@ -1,11 +1,12 @@
 """The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from dflash.common.fingerprints import config_fingerprint
-from dflash.common.openai_client import OpenAIClient, quote
+from dflash.common.openai_client import OpenAIClient, patiently, pause, quote
 from dflash.model.generation_dflash import max_positions
 from dflash.training import stop_ids
 
@@ -20,6 +21,9 @@ class ServerWriter:
 
     `model` is the name that the server serves the target under (`None`: its only model). The other objects are the
     target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
+
+    A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
+    later and later. `wait` is what waits so many seconds.
     """
 
     is_concurrent = True
@@ -34,8 +38,9 @@ class ServerWriter:
         batch_size: int = 64,
         api_key: str | None = None,
         timeout: float = 3600.0,
+        wait: Callable[[float], None] = pause,
     ) -> None:
-        self._client = OpenAIClient(url, api_key, timeout)
+        self._client, self._wait = OpenAIClient(url, api_key, timeout), wait
         self.batch_size, self._tokenizer = batch_size, tokenizer
         self._stops = stop_ids(generation_config) or {tokenizer.eos_token_id} - {None}
         self.model = self._client.only_model(model)
@@ -61,7 +66,8 @@ class ServerWriter:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        reply = self._client.json("POST", "/v1/completions", asked)
+        ask = partial(self._client.json, "POST", "/v1/completions", asked)
+        reply = patiently(ask, spread=request.seed % 1000 / 1000, wait=self._wait)
         where = f"{self._client.url}/v1/completions"
         try:
             choice = reply["choices"][0]

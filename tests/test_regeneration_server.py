@@ -1,0 +1,164 @@
+"""`dflash regenerate --url`: hundreds of requests at once, and failures that pass or do not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from loopback import LoopbackServer, QuietHandler, started
+from tiny_models import make_tokenizer
+from transformers import GenerationConfig, Qwen3Config
+
+from dflash.common.openai_client import LONGEST_PAUSE, PAUSES
+from dflash.regeneration import Request, Sampling, ServerWriter
+
+
+GREEDY, REQUEST = Sampling(), Request([5, 6, 7], seed=500, max_new_tokens=4)  # its pauses are 1.5 times as long
+ANSWER = {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [4, 2]}]}
+
+
+class Canned(LoopbackServer):
+    """Answers every request alike, after the failures that a test names: a status, headers and a body, or a dropped line."""
+
+    def __init__(self, *failures: Any) -> None:
+        super().__init__(CannedHandler)
+        self.failures: Iterator[Any] = iter(failures)
+        self.asked: Counter[tuple[int, ...]] = Counter()
+        self.lock = threading.Lock()
+
+    def failure(self, prompt: tuple[int, ...]) -> Any:
+        """What the next request fails with; `None` if it does not."""
+        with self.lock:
+            self.asked[prompt] += 1
+            return next(self.failures, None)
+
+
+class CannedHandler(QuietHandler):
+    server: Canned
+
+    def do_GET(self) -> None:
+        self.say(json.dumps({"data": [{"id": "tiny"}]}))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        failure = self.server.failure(tuple(asked["prompt"]))
+        if failure is None:
+            self.say(json.dumps(ANSWER))
+        elif failure == "dropped":
+            self.close_connection = True
+        elif failure == "broken off":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choices"')
+        else:
+            status, headers, body = failure
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+
+def failed(status: int, body: bytes = b"busy", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
+
+
+def make_writer(url: str, wait: Any, **how: Any) -> ServerWriter:
+    config, generation_config = Qwen3Config(max_position_embeddings=96), GenerationConfig(eos_token_id=2)
+    return ServerWriter(url, None, make_tokenizer(), config, generation_config, wait=wait, **how)
+
+
+def test_a_request_is_sent_again_after_failures_that_may_pass_and_later_each_time() -> None:
+    waits: list[float] = []
+    with started(Canned(failed(503), "dropped", failed(429), "broken off")) as server:
+        [answer] = make_writer(server.url, waits.append)([REQUEST], GREEDY)
+    assert (answer.token_ids, answer.ended) == ([4, 2], True)
+    assert waits == [1.5 * seconds for seconds in PAUSES]
+    assert waits == sorted(set(waits))
+
+
+def test_requests_that_failed_together_come_back_at_different_times() -> None:
+    def waited(seed: int) -> float:
+        waits: list[float] = []
+        with started(Canned(failed(503))) as server:
+            make_writer(server.url, waits.append)([Request([5], seed, 4)], GREEDY)
+        return waits[0]
+
+    assert len({waited(seed) for seed in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry_After": "30"}, 30.0),
+        ({"Retry_After": "0"}, PAUSES[0]),
+        ({"Retry_After": "soon"}, PAUSES[0]),
+        ({"Retry_After": "Thu, 01 Jan 1970 00:00:00 GMT"}, PAUSES[0]),  # over
+    ],
+)
+def test_a_server_says_when_to_come_back(headers: dict[str, str], seconds: float) -> None:
+    waits: list[float] = []
+    with started(Canned(failed(429, **headers))) as server:
+        make_writer(server.url, waits.append)([REQUEST], GREEDY)
+    assert waits == [1.5 * seconds]
+
+
+def test_a_date_to_come_back_is_read_by_the_servers_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(CannedHandler, "date_time_string", lambda *_: "Thu, 01 Jan 2015 00:00:00 GMT")
+    with started(Canned(failed(503, Retry_After="Thu, 01 Jan 2015 00:02:00 GMT"))) as server:
+        make_writer(server.url, waits.append)([REQUEST], GREEDY)
+    assert waits == [1.5 * 120]
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (failed(400, b'{"error": "too long"}'), "answered 400 Bad Request: too long"),
+        (failed(404), "answered 404 Not Found: busy"),
+        (failed(200, b"no JSON"), "answered 200 with no JSON: no JSON"),
+        (failed(200, b"{}"), "answered no completion"),
+        (failed(503, Retry_After=str(int(LONGEST_PAUSE) + 1)), "answered 503"),  # longer than anyone waits
+    ],
+)
+def test_a_request_that_would_fail_again_is_not_sent_again(failure: Any, said: str) -> None:
+    waits: list[float] = []
+    with started(Canned(failure)) as server:
+        writer = make_writer(server.url, waits.append)
+        with pytest.raises(ValueError, match=said):
+            writer([REQUEST], GREEDY)
+    assert (waits, sum(server.asked.values())) == ([], 1)
+
+
+def test_a_server_that_stays_away_is_given_up_and_one_that_was_never_there_at_once() -> None:
+    waits: list[float] = []
+    with started(Canned()) as server:
+        writer = make_writer(server.url, waits.append)
+    with pytest.raises(ValueError, match=rf"^After {len(PAUSES) + 1} tries: .*cannot be reached \(.*refused\)"):
+        writer([REQUEST], GREEDY)
+    assert len(waits) == len(PAUSES)
+    with pytest.raises(ValueError, match="cannot be reached"):
+        make_writer(server.url, waits.append)
+    assert len(waits) == len(PAUSES)
+
+
+def test_a_silence_that_was_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    silences, getresponse = iter([True]), HTTPConnection.getresponse
+
+    def silent_once(connection: HTTPConnection) -> Any:
+        if next(silences, False):
+            raise TimeoutError
+        return getresponse(connection)
+
+    waits: list[float] = []
+    with started(Canned()) as server:
+        writer = make_writer(server.url, waits.append)
+        monkeypatch.setattr(HTTPConnection, "getresponse", silent_once)
+        assert writer([REQUEST], GREEDY)[0].token_ids == [4, 2]
+    assert len(waits) == 1
