@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from processes import dflash_process
 from tiny_models import make_drafter, make_target, make_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from dflash.common.fingerprints import fingerprint
 from dflash.regeneration import (
     Answer,
     RegenerationRecord,
@@ -30,8 +32,9 @@ from dflash.regeneration import (
     TargetWriter,
     regenerate_data,
     row_seed,
+    selection,
 )
-from dflash.regeneration import run as regeneration
+from dflash.regeneration import run as run_module
 from dflash.training import load_examples
 
 
@@ -410,7 +413,7 @@ def test_streamed_rows_are_answered_as_far_as_they_are_asked_for(
         RegenerationSettings(streaming=True)
     with pytest.raises(ValueError, match="the data holds no row: give messages"):
         regenerate_data(writer, tokenizer, stream(()), tmp_path / "none.jsonl", settings)
-    monkeypatch.setattr(regeneration, "SEARCHED_ROWS", 5)
+    monkeypatch.setattr(selection, "SEARCHED_ROWS", 5)
     read_so_far.clear()
     with pytest.raises(ValueError, match=r"No row of the data can be answered: .* \(5\); give rows with a question"):
         regenerate_data(writer, tokenizer, stream([silent] * 9), tmp_path / "none.jsonl", settings)
@@ -560,9 +563,134 @@ def test_rows_that_ask_nothing_are_left_out_and_counted(target: Any, tokenizer: 
     assert list(tmp_path.glob("s.*")) == []
 
 
+ONCE = replace(SETTINGS, deduplicate=True)
+REPEATED = [user("why"), user("a"), {"prompt": "why"}, user("why", "and?"), user("why", "so?"), user("a"), user("b")]
+
+
+def test_prompts_that_repeat_another_are_left_out_once_and_for_all_starts_and_processes(
+    target: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Equal is what is sent: two forms of a question are, and two chats with other questions later are not."""
+    output = tmp_path / "r.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate_data(Counting(TargetWriter(target, None, 1), 2), tokenizer, REPEATED, output, ONCE)
+    records = in_processes(
+        2,
+        lambda sibling: regenerate_data(
+            TargetWriter(target, None, 1), tokenizer, REPEATED, output, ONCE, resume=True, processes=sibling
+        ),
+    )
+    assert sorted({row["row"] for row in read(output)}) == [1, 2, 4, 5, 7]
+    assert records[0].rows == 5
+    assert [record.left_out for record in records] == [{"a prompt that repeats another one": 2}] * 2
+
+    several = tmp_path / "several.jsonl"
+    regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, SAMPLED)
+    assert len({tuple(row["response_ids"]) for row in read(several)}) == 4
+    asked = replace(SAMPLED, deduplicate=True)
+    with pytest.raises(ValueError, match=r"other settings .*deduplicate: false, now true"):
+        regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, asked, resume=True)
+
+
+def test_more_samples_leave_out_no_row_that_fewer_kept(tokenizer: Any, tmp_path: Path) -> None:
+    """A row drawn later may stand earlier in the data: of two that ask the same, the first drawn is kept."""
+    rows, kept = [*CHATS, *CHATS], set()
+    for samples in range(1, len(rows) + 1):
+        settings = RegenerationSettings(samples=samples, seed=4, deduplicate=True)
+        drawn = selection.drawn_rows(lambda: rows, selection.SeenRows(), settings)
+        dialogues, left_out = selection.selected(drawn, "the data", tokenizer, settings, None)
+        numbers = {dialogue.number for dialogue in dialogues}
+        assert kept <= numbers
+        assert len(numbers) + sum(left_out.values()) == samples
+        kept = numbers
+    assert len(kept) == len(CHATS)
+    assert kept != set(range(1, len(CHATS) + 1))  # else the order of drawing decided nothing
+
+
+def test_streamed_rows_that_repeat_another_do_not_count(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    settings = replace(ONCE, samples=3, streaming=True)
+    record = regenerate_data(TargetWriter(target), tokenizer, iter(REPEATED), tmp_path / "r.jsonl", settings)
+    assert [row["row"] for row in read(tmp_path / "r.jsonl") if row["parts"] == 1] == [1, 2]
+    assert (record.rows, record.left_out) == (3, {"a prompt that repeats another one": 1})
+
+
+def test_prompts_above_a_length_are_left_out(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [5] * length} for length in (3, 4, 5, 6)]
+    settings = replace(SETTINGS, max_prompt_tokens=4)
+    record = regenerate_data(TargetWriter(target), tokenizer, rows, tmp_path / "r.jsonl", settings)
+    assert [row["row"] for row in read(tmp_path / "r.jsonl")] == [1, 2]
+    assert record.left_out == {"a prompt longer than 4 tokens": 2}
+    with pytest.raises(ValueError, match=r"longer than 4 tokens \(2\); .*, or a larger max_prompt_tokens"):
+        regenerate_data(TargetWriter(target), tokenizer, rows[2:], tmp_path / "s.jsonl", settings)
+
+
+def test_a_run_of_a_version_without_these_settings_goes_on(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    output = tmp_path / "r.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate_data(Counting(TargetWriter(target, None, 3), 1), tokenizer, CHATS, output, SETTINGS)
+    manifest = output.with_suffix(".manifest.json")
+    facts = json.loads(manifest.read_text())
+    assert facts["settings"]["data"] == fingerprint(CHATS)  # as it always was
+    for name in ("deduplicate", "max_prompt_tokens"):
+        del facts["settings"][name]
+    manifest.write_text(json.dumps(facts))
+    record = regenerate_data(TargetWriter(target), tokenizer, CHATS, output, SETTINGS, resume=True)
+    assert (record.rows, record.was_finished) == (len(CHATS), 3)
+
+
+class Watched(dict):
+    """A row that can be watched: a plain dict has no weak references."""
+
+
+@pytest.mark.parametrize("samples", [None, 30])
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_a_run_holds_neither_its_rows_nor_what_it_has_written(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int | None, is_concurrent: bool
+) -> None:
+    rows: list[Any] = []
+    dialogues: list[Any] = []
+    most_rows, waiting, held, as_dialogue = 0, [], [], selection.as_dialogue
+
+    class Table:
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal most_rows
+            for number in range(40):
+                row = Watched(prompt_ids=[5 + number])
+                rows.append(weakref.ref(row))
+                most_rows = max(most_rows, sum(one() is not None for one in rows))
+                yield row
+
+    class Pool(run_module.ThreadPoolExecutor):
+        def submit(self, *args: Any) -> Any:
+            waiting.append(self._work_queue.qsize())
+            return super().submit(*args)
+
+    def as_watched(*args: Any, **how: Any) -> Any:
+        dialogue = as_dialogue(*args, **how)
+        dialogues.append(weakref.ref(dialogue))
+        return dialogue
+
+    def say(prompt: str) -> tuple[str, bool]:
+        held.append(sum(one() is not None for one in dialogues))
+        return "new", True
+
+    monkeypatch.setattr(run_module, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(selection, "as_dialogue", as_watched)
+    writer: Any = Spoken(tokenizer, say)
+    writer.is_concurrent = is_concurrent
+    settings = RegenerationSettings(samples=samples)
+    record = regenerate_data(writer, tokenizer, Table(), tmp_path / "r.jsonl", settings)
+    assert record.rows == len(held) == (samples or 40)
+    assert most_rows <= 4  # of each reading the one at hand and the one before
+    assert held[-1] <= (run_module.PENDING + 1) * writer.batch_size
+    assert max(waiting, default=0) < run_module.PENDING * writer.batch_size
+    assert len(waiting) == record.rows * is_concurrent
+
+
 @pytest.mark.parametrize(
     ("field", "said"),
     [
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0: use 1 or more"),
         ({"temperature": -1.0}, "temperature=-1.0: use 0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_k": -1}, "top_k=-1"),
@@ -775,6 +903,21 @@ def test_the_command_writes_rows_and_what_they_depend_on(
         1,
         "dflash: --url and --drafter are both given: a server has its own drafter (dflash serve).\n",
     )
+
+
+def test_the_command_asks_each_prompt_once_unless_it_is_told_otherwise(run: Any, folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, [*CHATS[:2], CHATS[0]])))
+    status, out, error = run(tmp_path / "once.jsonl", "--data", data, "--max-prompt-tokens", 90)
+    assert (status, "2 rows" in out) == (0, True), error
+    assert "Left out: 1 x a prompt that repeats another one.\n" in error
+    words = ["--data", data, "--no-deduplicate", "--temperature", 1, "--seed", 3]
+    status, out, error = run(tmp_path / "several.jsonl", *words)
+    assert (status, "Left out" in error) == (0, False), error
+    first, _, third = (row["response_ids"] for row in read(tmp_path / "several.jsonl"))
+    assert first != third
+    status, _, error = run(tmp_path / "none.jsonl", "--data", data, "--max-prompt-tokens", 1)
+    assert (status, "a prompt longer than 1 tokens (3)" in error) == (1, True)
 
 
 def test_a_target_whose_logits_are_no_numbers_writes_nothing(tokenizer: Any, tmp_path: Path) -> None:

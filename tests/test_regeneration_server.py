@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tiny_models import make_tokenizer
 from transformers import GenerationConfig, Qwen3Config
 
 from dflash.common.openai_client import LONGEST_PAUSE, PAUSES
-from dflash.regeneration import Request, Sampling, ServerWriter
+from dflash.regeneration import RegenerationSettings, Request, Sampling, ServerWriter, regenerate_data
 
 
 GREEDY, REQUEST = Sampling(), Request([5, 6, 7], seed=500, max_new_tokens=4)  # its pauses are 1.5 times as long
@@ -162,3 +163,58 @@ def test_a_silence_that_was_too_long_is_tried_again(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(HTTPConnection, "getresponse", silent_once)
         assert writer([REQUEST], GREEDY)[0].token_ids == [4, 2]
     assert len(waits) == 1
+
+
+AT_ONCE, BAD = 240, (4, 40)
+
+
+class OneFails(Canned):
+    """Answers when all requests are there and the bad one has failed for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_broken = True
+        self.all_are_here, self.has_failed = threading.Event(), threading.Event()
+
+    def failure(self, prompt: tuple[int, ...]) -> Any:
+        super().failure(prompt)
+        with self.lock:
+            if len(self.asked) == AT_ONCE:
+                self.all_are_here.set()
+            if self.asked[BAD] > len(PAUSES):
+                self.has_failed.set()
+        if not self.is_broken:
+            return None
+        if prompt == BAD:
+            assert self.all_are_here.wait(60)
+            return failed(503, b"no memory")
+        assert self.has_failed.wait(60)
+        return None
+
+
+def test_of_hundreds_of_requests_at_once_one_that_fails_for_good_costs_no_other(tmp_path: Path) -> None:
+    """A run with 309 requests under way once kept 3 answers: the others came after the failure, and were thrown away."""
+    output = tmp_path / "r.jsonl"
+    rows = [{"prompt_ids": [4 + number // 90, number % 90]} for number in range(AT_ONCE)]
+    assert BAD in [tuple(row["prompt_ids"]) for row in rows]
+    settings = RegenerationSettings(max_new_tokens=4)
+    with started(OneFails()) as server:
+        writer = make_writer(server.url, lambda seconds: None, batch_size=AT_ONCE)
+        with pytest.raises(ValueError, match=r"After 5 tries: .* answered 503 .*: no memory"):
+            regenerate_data(writer, make_tokenizer(), rows, output, settings)
+        kept = [tuple(json.loads(line)["prompt_ids"]) for line in output.read_text().splitlines()]
+        assert sorted(kept) == sorted(tuple(row["prompt_ids"]) for row in rows if tuple(row["prompt_ids"]) != BAD)
+        server.is_broken = False
+        server.asked.clear()
+        record = regenerate_data(writer, make_tokenizer(), rows, output, settings, resume=True)
+        assert server.asked == {BAD: 1}
+    assert (record.rows, record.was_finished) == (AT_ONCE, AT_ONCE - 1)
+
+
+def test_nothing_new_is_asked_after_a_failure(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [4, number]} for number in range(90)]
+    with started(Canned(failed(400))) as server:
+        writer = make_writer(server.url, lambda seconds: None, batch_size=1)
+        with pytest.raises(ValueError, match="answered 400"):
+            regenerate_data(writer, make_tokenizer(), rows, tmp_path / "r.jsonl")
+    assert sum(server.asked.values()) <= 2  # the next may be on its way

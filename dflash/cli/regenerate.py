@@ -26,6 +26,12 @@ def regenerate(
         bool, data_option("--streaming", help="Answer the first --samples rows; download nothing after them.")
     ] = False,
     prompt_tokens: Annotated[int, data_option(min=1, help="Number of tokens of a text that are its prompt.")] = 16,
+    max_prompt_tokens: Annotated[
+        int | None, data_option(min=1, help="Leave out longer prompts; of a chat the first one counts.")
+    ] = None,
+    deduplicate: Annotated[
+        bool, data_option(help="Leave out prompts that repeat another one; not for several sampled answers of each.")
+    ] = True,
     thinking: Annotated[bool, data_option(help="Let the chat template ask for thinking.")] = False,
     license: Annotated[str | None, data_option(help="Licence of the data. Default: as the source states it.")] = None,
     max_new_tokens: Annotated[int, answer_option(min=1, help="Longest answer, in tokens.")] = 2048,
@@ -34,7 +40,9 @@ def regenerate(
     top_k: Annotated[int, answer_option(help="Sample from this many most probable tokens; 0: all.")] = 0,
     seed: Annotated[int, answer_option(min=0, help="Of sampling and of --samples.")] = 0,
     drop_cut: Annotated[bool, answer_option("--drop-cut", help="Leave out answers that the length cut off.")] = False,
-    batch_size: Annotated[int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64.")] = None,
+    batch_size: Annotated[
+        int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64; a server may take 300.")
+    ] = None,
     drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
     trace: Annotated[
         Path | None, model_option(help="A .jsonl file to write: where drafts were rejected, for dflash adapt.")
@@ -76,6 +84,8 @@ def regenerate(
         seed=seed,
         thinking=thinking,
         prompt_tokens=prompt_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        deduplicate=deduplicate,
         samples=samples,
         split=split,
         streaming=streaming,

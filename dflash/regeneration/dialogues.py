@@ -1,5 +1,8 @@
 """Rows of data as dialogues: prompts turn by turn, and the answers as rows to train on. It knows no model."""
 
+import hashlib
+import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,8 +34,8 @@ class Dialogue:
         columns: dict[str, str] | None = None,
     ) -> None:
         self.number = number  # of the row, from 1
-        # The next prompt; `None` when nothing is left to answer.
-        self.prompt_ids = encode(questions[0]) if questions else prompt_ids
+        self._prompt: array[int] | None = None
+        self._ask(encode(questions[0]) if questions else prompt_ids or ())
         self.num_turns = max(len(questions), 1)
         self.num_answers = 0
         self.is_cut = False
@@ -43,40 +46,60 @@ class Dialogue:
         self._sequences: list[tuple[list[int], list[int], list[int], int]] = []  # prompt, response, mask, messages
 
     @property
+    def prompt_ids(self) -> list[int] | None:
+        """The next prompt, in a new list; `None` when nothing is left to answer."""
+        return None if self._prompt is None else self._prompt.tolist()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to answer."""
+        return self._prompt is None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The length of the next prompt."""
+        return len(self._prompt or ())
+
+    def digest(self) -> bytes:
+        """A digest of what is asked: the first prompt as it is sent, and the questions after it."""
+        later = json.dumps(self._questions[1:], sort_keys=True, default=str).encode()
+        return hashlib.blake2b(array("i", self.prompt_ids or ()).tobytes() + later, digest_size=16).digest()
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that were written."""
         return sum(sum(mask) for _, _, mask, _ in self._sequences)
 
     def room(self, max_new_tokens: int, positions: int | None) -> int:
         """The longest next answer; 0 if its prompt fills the positions."""
-        used = len(self.prompt_ids or ())
-        return max_new_tokens if positions is None else max(0, min(max_new_tokens, positions - used))
+        return max_new_tokens if positions is None else max(0, min(max_new_tokens, positions - self.num_prompt_tokens))
 
     def write(self, token_ids: Sequence[int], ended: bool) -> None:
         """Takes the answer to `prompt_ids` and sets the next prompt; an answer that was cut ends the dialogue."""
-        assert self.prompt_ids is not None
+        prompt_ids = self.prompt_ids
+        assert prompt_ids is not None
         self.num_answers += 1
         spoken = token_ids[:-1] if ended else token_ids
         if self._questions:
             self._messages.append({"role": "assistant", "content": self._decode(spoken)})
         else:
             # Decoded together with its prompt: alone, some tokenizers would drop its first space.
-            text = self._decode([*self.prompt_ids, *spoken])
+            text = self._decode([*prompt_ids, *spoken])
             is_completion = "prompt" in self._columns
-            answered = {"completion": text[len(self._decode(self.prompt_ids)) :]} if is_completion else {"text": text}
+            answered = {"completion": text[len(self._decode(prompt_ids)) :]} if is_completion else {"text": text}
             self._columns = self._columns | answered
-        self._append(self.prompt_ids, token_ids)
+        self._append(prompt_ids, token_ids)
         if not ended:
             self.end()
         elif self.num_answers == self.num_turns:
-            self.prompt_ids = None
+            self._prompt = None
         else:
             self._messages += self._questions[self.num_answers]
-            self.prompt_ids = self._encode(self._messages)
+            self._ask(self._encode(self._messages))
 
     def end(self) -> None:
         """Ends the dialogue: the length is used up."""
-        self.prompt_ids, self.is_cut = None, True
+        self._prompt, self.is_cut = None, True
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows to train on: ids as the target read and wrote them, the finish, and a text for people.
@@ -92,6 +115,9 @@ class Dialogue:
             row |= {"prompt_ids": prompt_ids, "response_ids": response_ids}
             found.append(row if all(mask) else row | {"response_mask": mask})
         return found
+
+    def _ask(self, prompt_ids: Sequence[int]) -> None:
+        self._prompt = array("i", prompt_ids)  # 4 bytes a token, where a list takes 36: many rows wait
 
     def _append(self, prompt_ids: list[int], token_ids: Sequence[int]) -> None:
         if self._sequences:

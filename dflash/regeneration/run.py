@@ -1,10 +1,9 @@
 """`dflash regenerate`: a data set with its answers replaced by the target's own, as a file of rows to train on."""
 
 import os
-import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,39 +13,19 @@ from dflash.common.files import only_writer
 from dflash.common.fingerprints import fingerprint
 from dflash.common.processes import Processes
 from dflash.common.provenance import public_name, versions
-from dflash.training import FORMS, SEARCHED_ROWS, named_row, read_rows
 
 from .answer_file import AnswerFile, check_answer_file
-from .dialogues import Dialogue, Unanswerable, as_dialogue
+from .dialogues import Dialogue
+from .selection import SeenRows, drawn_rows, opened, selected, unwarned_of_length
 from .server_writer import ServerWriter
-from .target_writer import Answer, Request, Sampling, TargetWriter, row_seed
+from .settings import RegenerationSettings
+from .target_writer import Answer, Request, TargetWriter, row_seed
 
 
 # What answers: the target in this process or on a server.
 Writer = TargetWriter | ServerWriter
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegenerationSettings(Sampling):
-    """The rows to answer and how: the fields of [`Sampling`], and these."""
-
-    max_new_tokens: int = 2048  # also cut at the end of the target's positions
-    seed: int = 0  # of sampling and the choice of `samples`; a row's answer depends on its number and on this
-    thinking: bool = False  # whether the chat template asks for thinking
-    prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
-    samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
-    split: str = "train"  # of a data set that has several
-    streaming: bool = False  # answer the first `samples` rows that can be answered, and read a data set only as far
-    drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("prompt_tokens", "samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: use 1 or more.")
-        if self.streaming and self.samples is None:
-            raise ValueError("streaming reads data only as far as it is asked to: give samples (--samples) too.")
+# Dialogues that wait or are asked at once, in batches: a thread that is done finds the next one.
+PENDING = 2
 
 
 @dataclass
@@ -105,28 +84,34 @@ def regenerate_data(
     named = os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
     if named is not None and Path(named).exists() and Path(named).resolve() == Path(output).resolve():
         raise ValueError(f"The output {output} is the data itself: choose another output.")
-    name = named or "the data"
-    source: Any = data if named is None else read_rows(named, settings.split, settings.streaming)
-    rows: list[Mapping[str, Any]] = []
-    numbered = _first_rows(source, rows) if settings.streaming else _drawn_rows(source, rows, settings)
-    record = RegenerationRecord()
-    asked, record.left_out = _dialogues(numbered, name, tokenizer, settings, writer.positions)
-    depends_on = {
-        **{name: value for name, value in asdict(settings).items() if name not in ("split", "streaming", "drop_cut")},
-        **writer.facts,
-        "chat_template": fingerprint(getattr(tokenizer, "chat_template", None)),
-        "data": fingerprint(rows),
-    }
-    license = license or _stated_license(source, rows)
-    facts = {  # without a path of this machine
-        "target": public_name(target_name),
-        "revision": writer.revision,
-        "data": {"name": public_name(named), "split": settings.split, "rows": len(rows), "license": license},
-        "drop_cut": settings.drop_cut,
-        "versions": versions(),
-        **(provenance or {}),
-    }
-    with ExitStack() as lock:
+    with unwarned_of_length(tokenizer), ExitStack() as lock:
+        source, seen, record = opened(data, settings), SeenRows(), RegenerationRecord()
+        drawn = drawn_rows(source, seen, settings)
+        asked, record.left_out = selected(drawn, named or "the data", tokenizer, settings, writer.positions)
+        depends_on = {
+            **{
+                name: value
+                for name, value in asdict(settings).items()
+                if name not in ("split", "streaming", "drop_cut")
+            },
+            **writer.facts,
+            "chat_template": fingerprint(getattr(tokenizer, "chat_template", None)),
+            "data": seen.fingerprint,
+        }
+        of_card = getattr(getattr(source(), "info", None), "license", None)
+        facts = {  # without a path of this machine
+            "target": public_name(target_name),
+            "revision": writer.revision,
+            "data": {
+                "name": public_name(named),
+                "split": settings.split,
+                "rows": seen.count,
+                "license": license or of_card or seen.license,
+            },
+            "drop_cut": settings.drop_cut,
+            "versions": versions(),
+            **(provenance or {}),
+        }
         check_answer_file(Path(output), resume, overwrite)
         if processes.is_first:
             lock.enter_context(only_writer(Path(output)))
@@ -134,8 +119,9 @@ def regenerate_data(
         if resume:
             file.check_settings()
         finished = set() if overwrite else file.finished()
-        open_rows = [dialogue for dialogue in asked if dialogue.number not in finished]
-        record.was_finished = len(asked) - len(open_rows)
+        num_asked = len(asked)
+        asked = [dialogue for dialogue in asked if dialogue.number not in finished]
+        record.was_finished = num_asked - len(asked)
         processes.gather([None])  # no process writes before all have checked
         if processes.is_first:
             file.begin(overwrite, facts)
@@ -143,8 +129,9 @@ def regenerate_data(
         file.mend()
 
         # Rows of like length and number of turns share a batch, the longest first: memory runs out at once or never.
-        open_rows.sort(key=lambda one: (one.num_turns, len(one.prompt_ids or ()), one.number), reverse=True)
-        share = processes.share(open_rows)
+        asked.sort(key=lambda one: (one.num_turns, one.num_prompt_tokens, one.number), reverse=True)
+        share = deque(processes.share(asked))
+        del asked  # a row is held until its answer is in the output
         on_begin(len(share), record)
         counts = [0, 0, 0]  # verify steps, tokens of them, answers encoded again
         for dialogues, answers in _answered(writer, share, settings):
@@ -168,71 +155,47 @@ def regenerate_data(
     return record
 
 
-NumberedRows = Iterator[tuple[int, Mapping[str, Any]]]
-
-
-def _first_rows(source: Iterable[Mapping[str, Any]], rows: list[Mapping[str, Any]]) -> NumberedRows:
-    """The rows in order; those that were asked for are added to `rows`."""
-    for number, row in enumerate(source, start=1):
-        rows.append(row)
-        yield number, row
-
-
-def _drawn_rows(
-    source: Iterable[Mapping[str, Any]], rows: list[Mapping[str, Any]], settings: RegenerationSettings
-) -> NumberedRows:
-    """`samples` rows, drawn by the seed, in order; all are added to `rows`."""
-    rows.extend(source)
-    order = list(range(1, len(rows) + 1))
-    if settings.samples is not None:
-        random.Random(f"samples-{settings.seed}").shuffle(order)
-    for number in sorted(order[: settings.samples]):
-        yield number, rows[number - 1]
-
-
-def _dialogues(
-    rows: NumberedRows, name: str, tokenizer: Any, settings: RegenerationSettings, positions: int | None
-) -> tuple[list[Dialogue], dict[str, int]]:
-    """The dialogues of the rows, and the number of rows left out, by the reason; of streamed rows the first `samples`."""
-    left_out: Counter[str] = Counter()
-    found: list[Dialogue] = []
-    for number, row in rows:
-        how = {"num_prompt_tokens": settings.prompt_tokens, "enable_thinking": settings.thinking}
-        dialogue = None
-        with named_row(number, name):
-            try:
-                dialogue = as_dialogue(number, row, tokenizer, **how)
-            except Unanswerable as reason:
-                left_out[str(reason)] += 1
-        if dialogue is not None and dialogue.room(1, positions):
-            found.append(dialogue)
-        elif dialogue is not None:
-            left_out[f"a prompt that fills the target's {positions} positions"] += 1
-        if settings.streaming and (len(found) == settings.samples or (not found and number == SEARCHED_ROWS)):
-            break
-    if not found and not left_out:
-        raise ValueError(f"{name} holds no row: give {FORMS}.")
-    if not found:
-        said = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
-        raise ValueError(f"No row of {name} can be answered: {said}; give rows with a question.")
-    return found, dict(left_out)
-
-
 def _answered(
-    writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings
+    writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings
 ) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
-    """Dialogues when they are finished, and the answers since the last ones."""
-    if not writer.is_concurrent:
-        for begin in range(0, len(dialogues), writer.batch_size):
-            yield from _rounds(writer, dialogues[begin : begin + writer.batch_size], settings)
+    """Dialogues when they are finished, and the answers since the last ones. Takes them from `dialogues`."""
+    if writer.is_concurrent:
+        yield from _side_by_side(writer, dialogues, settings)
         return
+    while dialogues:
+        yield from _rounds(writer, _taken(dialogues, writer.batch_size), settings)
+
+
+def _side_by_side(
+    writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings
+) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
+    """As `_answered`, each dialogue in a thread. After an error the answers that are under way still come, and then it is raised."""
+
+    def answer(dialogue: Dialogue) -> list[tuple[list[Dialogue], list[Answer]]]:
+        return list(_rounds(writer, [dialogue], settings))
+
+    pending: set[Future[Any]] = set()
+    failure: BaseException | None = None
     with ThreadPoolExecutor(writer.batch_size) as pool:
-        futures = [pool.submit(lambda one: list(_rounds(writer, [one], settings)), dialogue) for dialogue in dialogues]
         try:
-            for future in as_completed(futures):
-                yield from future.result()
+            while dialogues or pending:
+                some = _taken(dialogues, PENDING * writer.batch_size - len(pending))
+                done, pending = wait(pending.union(pool.submit(answer, one) for one in some), None, FIRST_COMPLETED)
+                for future in done:
+                    if (error := future.exception()) is None:
+                        yield from future.result()
+                        continue
+                    failure = failure or error
+                    dialogues.clear()
+                    pending = {one for one in pending if not one.cancel()}
         finally:
             pool.shutdown(cancel_futures=True)
+    if failure is not None:
+        raise failure
+
+
+def _taken(dialogues: deque[Dialogue], count: int) -> list[Dialogue]:
+    return [dialogues.popleft() for _ in range(min(count, len(dialogues)))]
 
 
 def _rounds(
@@ -251,15 +214,6 @@ def _rounds(
             dialogue.write(answer.token_ids, answer.ended)
             if not dialogue.room(1, writer.positions):
                 dialogue.end()
-        done = [dialogue for dialogue in going if dialogue.prompt_ids is None]
-        going = [dialogue for dialogue in going if dialogue.prompt_ids is not None]
+        done = [dialogue for dialogue in going if dialogue.is_done]
+        going = [dialogue for dialogue in going if not dialogue.is_done]
         yield done, answers
-
-
-def _stated_license(source: Any, rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The licence that the data set's card or its rows state."""
-    stated = getattr(getattr(source, "info", None), "license", None)
-    if stated:
-        return str(stated)
-    found = sorted({str(row[key]) for row in rows for key in ("license", "licence") if row.get(key)})
-    return ", ".join(found) or None

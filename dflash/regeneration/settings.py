@@ -1,0 +1,30 @@
+"""What a regeneration run is asked: its rows, and how to answer them."""
+
+from dataclasses import dataclass
+
+from .target_writer import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerationSettings(Sampling):
+    """The rows to answer and how: the fields of [`Sampling`], and these."""
+
+    max_new_tokens: int = 2048  # also cut at the end of the target's positions
+    seed: int = 0  # of sampling and the choice of `samples`; a row's answer depends on its number and on this
+    thinking: bool = False  # whether the chat template asks for thinking
+    prompt_tokens: int = 16  # number of tokens of a `text` that are its prompt
+    samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
+    split: str = "train"  # of a data set that has several
+    streaming: bool = False  # answer the first `samples` rows that can be answered, and read a data set only as far
+    deduplicate: bool = False  # leave out rows that ask what another one does (dflash regenerate: yes, unless told)
+    max_prompt_tokens: int | None = None  # leave out rows with a longer prompt, of a chat the first one
+    drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prompt_tokens", "samples", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: use 1 or more.")
+        if self.streaming and self.samples is None:
+            raise ValueError("streaming reads data only as far as it is asked to: give samples (--samples) too.")
