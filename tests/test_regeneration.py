@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
+import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +20,7 @@ import datasets
 import pytest
 import torch
 from loopback import LoopbackServer, QuietHandler, started
-from processes import dflash_process
+from processes import dflash_process, forked
 from tiny_models import make_drafter, make_target, make_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -918,6 +921,39 @@ def test_the_command_asks_each_prompt_once_unless_it_is_told_otherwise(run: Any,
     assert first != third
     status, _, error = run(tmp_path / "none.jsonl", "--data", data, "--max-prompt-tokens", 1)
     assert (status, "a prompt longer than 1 tokens (3)" in error) == (1, True)
+
+
+@pytest.mark.parametrize("with_drafter", [False, True])
+def test_lengths_that_the_command_handles_are_not_warned_of(
+    folder: Path, tokenizer: Any, tmp_path: Path, with_drafter: bool
+) -> None:
+    """A text is cut to its beginning, a prompt that is too long is left out, and one near the end gets a short answer."""
+    own = make_tokenizer()
+    own.model_max_length = 96
+    place = tmp_path / "target"
+    shutil.copytree(folder / "target", place)
+    own.save_pretrained(place)
+    rows = [{"text": "once upon " * 20}, {"prompt": "why " * 40}, {"prompt_ids": [9] * 93}, {"prompt_ids": [5, 6]}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["regenerate", "--target", place, "--data", tmp_path / "data.jsonl", "--output", tmp_path / "r.jsonl"]
+    words += ["--max-new-tokens", NEW, "--device", "cpu"]
+    drafted = ["--drafter", folder / "drafter", "--trace", tmp_path / "trace.jsonl"] if with_drafter else []
+
+    def work() -> None:
+        from dflash.cli import main
+
+        # As in a process that has just begun: pytest has taken the stream of the log, and what was said once is not said again.
+        logging.getLogger("transformers").addHandler(logging.StreamHandler())
+        logging.getLogger("dflash").addHandler(logging.StreamHandler())
+        logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+        sys.argv = ["dflash", *map(str, [*words, *drafted])]
+        main()
+
+    done = forked(work)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("dflash: The drafter")]
+    said = f"dflash: Prompts, answers and the places of rejected drafts are recorded in {tmp_path / 'trace.jsonl'} (--trace)."
+    assert lines == [said] * with_drafter + ["Left out: 1 x a prompt that fills the target's 96 positions."]
 
 
 def test_a_target_whose_logits_are_no_numbers_writes_nothing(tokenizer: Any, tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ def regenerate(
     batch_size: Annotated[
         int | None, answer_option(min=1, help="Rows at once. Default: 8, with --url 64; a server may take 300.")
     ] = None,
-    drafter: Annotated[str | None, model_option(help="A first drafter: the same text, sooner.")] = None,
+    drafter: Annotated[
+        str | None,
+        model_option(
+            help="A first drafter: the same text but for rounding; sooner in small batches, maybe later in large ones."
+        ),
+    ] = None,
     trace: Annotated[
         Path | None, model_option(help="A .jsonl file to write: where drafts were rejected, for dflash adapt.")
     ] = None,
@@ -106,6 +111,8 @@ def regenerate(
         writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8)
     if trace is not None:
         writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
+        if processes.is_first:
+            loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
     with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
         progress = _Bar(bar)
         record = regenerate_data(
