@@ -62,7 +62,7 @@ def adapt(
     facts: dict[str, Any] = {"command": command(), "has_permission": read_licence(drafter).forbids_changed_copies}
     answers = output.with_name(f"{output.name}.answers")
     how: dict[str, Any] = {"split": settings.split, "thinking": settings.thinking, "max_new_tokens": max_new_tokens}
-    how |= {"samples": samples, "streaming": streaming, "seed": settings.seed}
+    how |= {"samples": samples, "streaming": streaming, "seed": settings.seed, "deduplicate": settings.deduplicate}
     with claimed(output, settings, resume, overwrite) as claim:  # refused now, and not after the answers
         sources = list(given.values())
         if claim.finished is None:
