@@ -83,7 +83,7 @@ def test_training_on_is_refused_where_changes_are_forbidden(tmp_path: Path) -> N
         assert len(licence_lines("pair", folder, folder)) == 2  # to run it changes nothing
 
 
-@pytest.mark.parametrize("origin", ["cc-by-nc-nd-4.0", "mit, cc-by-nd-3.0"])
+@pytest.mark.parametrize("origin", ["cc-by-nc-nd-4.0", "mit; cc-by-nd-3.0"])
 def test_publishing_what_was_trained_from_it_is_refused(origin: str, tmp_path: Path) -> None:
     """Promise: whatever the new drafter's own card says, the licence of the one it was trained from counts."""
     folder = folder_of(tmp_path / "a", "license: mit", training_json=json.dumps({"init_licence": origin}))
@@ -92,12 +92,14 @@ def test_publishing_what_was_trained_from_it_is_refused(origin: str, tmp_path: P
     (line,) = licence_lines("publish", folder, is_accepted=True)
     assert line.startswith(f"Licence: drafter mit, trained from one of {origin} (")
     assert line.endswith("changed copies may not be shared.")
-    assert read_licence(folder).inherited == f"{origin}, mit"  # and so for what is trained from this one
+    assert read_licence(folder).inherited == "; ".join(
+        dict.fromkeys([*origin.split("; "), "mit"])
+    )  # and so for what is trained from this one
 
 
 @pytest.mark.parametrize(
     ("origin", "refused"),
-    [("cc-by-nd-3.0", True), ("cc-by-nc-nd-4.0, cc-by-nd-3.0", True), ("cc-by-nd-4.0", False), ("mit", False)],
+    [("cc-by-nd-3.0", True), ("cc-by-nc-nd-4.0; cc-by-nd-3.0", True), ("cc-by-nd-4.0", False), ("mit", False)],
 )
 def test_training_on_from_a_descendant_is_refused_by_the_licence_that_it_inherited(
     origin: str, refused: bool, tmp_path: Path
@@ -105,7 +107,7 @@ def test_training_on_from_a_descendant_is_refused_by_the_licence_that_it_inherit
     """Promise: one inherited licence that forbids private changes is enough, beside others that allow them."""
     folder = folder_of(tmp_path / "a", "license: mit", training_json=json.dumps({"init_licence": origin}))
     if refused:
-        with pytest.raises(ValueError, match=f"licence {origin}, mit of .* forbids changed copies"):
+        with pytest.raises(ValueError, match=f"licence {origin}; mit of .* forbids changed copies"):
             licence_lines("train", folder)
     assert len(licence_lines("train", folder, is_accepted=refused)) == 1
 
@@ -135,15 +137,27 @@ def test_a_copy_in_another_form_has_its_licence(command: str, pair: Path, tmp_pa
     theirs = tmp_path / "theirs-DFlash"
     shutil.copytree(pair / "nd-DFlash", theirs)
     front = "license: other\nlicense_name: Acme's terms\nlicense_link: LICENSE"
+    (theirs / "LICENSE.pdf").write_bytes(b"\xff\xfe\x00")
     folder_of(theirs, front, LICENSE="Acme's terms\n\nAll of them.", training_json='{"init_licence": "cc-by-nd-3.0"}')
     ours = tmp_path / "ours-DFlash"
     status, _, err = dflash_command(command, theirs, ours, "--target", pair / "target")
     assert status == 0, err
     assert read_licence(ours) == read_licence(theirs)
     assert (ours / "LICENSE").read_text() == "Acme's terms\n\nAll of them."
+    assert (ours / "LICENSE.pdf").read_bytes() == b"\xff\xfe\x00"
     assert "# ours-DFlash" in (ours / "README.md").read_text()
     with pytest.raises(ValueError, match="allows no derivatives"):
         licence_lines("adapt", ours)
+    folder_of(theirs, "license: [")
+    status, _, err = dflash_command(command, theirs, tmp_path / "unread-DFlash", "--target", pair / "target")
+    assert (status, "correct its README.md" in err, (tmp_path / "unread-DFlash").exists()) == (1, True, False)
+
+
+def test_a_name_with_a_comma_is_one_licence(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "a", "license: other\nlicense_name: CC BY-ND, version 4.0")
+    assert len(licence_lines("train", folder)) == 1
+    folder = folder_of(tmp_path / "a", "license: mit", training_json=json.dumps({"init_licence": "apache-2.0; mit"}))
+    assert read_licence(folder).inherited == "apache-2.0; mit"
 
 
 def test_commands_say_the_licences(pair: Path, tmp_path: Path, dflash_command: Any) -> None:

@@ -9,7 +9,7 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .cards import drafter_card
 from .folders import check_replaceable, save_checkpoint
-from .licences import licence_files, read_licence
+from .licences import carried_licence
 from .rules import check
 from .rules.findings import RETRAIN, summary
 
@@ -36,7 +36,7 @@ def convert_checkpoint(
         kwargs: Passed on to `DFlashDraftModel.from_pretrained` (`revision`, `weights_only`, …).
 
     Raises:
-        ValueError: if the checkpoint cannot be read exactly, holds weights that are NaN or infinite, belongs to
+        ValueError: if the checkpoint or its card cannot be read exactly, holds weights that are NaN or infinite, belongs to
             another target, or would replace something else.
     """
     drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
@@ -44,10 +44,11 @@ def convert_checkpoint(
         _complete(drafter.config, target)
     if not drafter.config.vocab_size:
         raise ValueError(f"The config.json of {source} does not say vocab_size: pass target (--target).")
-    licence, files = read_licence(os.fspath(source)).front_matter, licence_files(os.fspath(source))
-    if licence:
-        its = None if target is None else str(target)
-        files["README.md"] = drafter_card(drafter.config, Path(folder).name, its, licence)
+    licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
+    if licence.name is not None:
+        whose = None if target is None else str(target)
+        card = drafter_card(drafter.config, Path(folder).name, whose, licence.front_matter)
+        files["README.md"] = card.encode()
     return save_checkpoint(drafter, folder, files=files)
 
 
@@ -80,14 +81,16 @@ def export_checkpoint(
         failing = [verdict for verdict in verdicts if verdict.verdict == "fails"]
         if failing:
             first, names = failing[0].findings[0], ", ".join(verdict.name for verdict in failing)
-            reading = [one.name for one in verdicts if one.verdict != "fails" and one.engine != "remote-code"]
+            reading = [one.name for one in verdicts if one.verdict == "works" and one.engine != "remote-code"]
             also = f" and, by the rules of `dflash check`, for {', '.join(reading)}" if reading else ""
-            way = f"{CONVERT}{also}; a folder that `dflash train` wrote has that form already"
+            way = f"{CONVERT}{also}"
+            if (Path(source) / "training.json").exists():
+                way += "; a folder that `dflash train` wrote has that form already"
             raise ValueError(f"{names} cannot run this drafter ({first.field}: {first.why.rstrip('.')}). {way}.")
 
-    card = drafter_card(drafter.config, folder.name, str(target), read_licence(os.fspath(source)).front_matter)
-    files = licence_files(os.fspath(source)) | {"README.md": card}
-    return save_checkpoint(drafter, folder, files=files, inspect=refuse_failing)
+    licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
+    card = drafter_card(drafter.config, folder.name, str(target), licence.front_matter)
+    return save_checkpoint(drafter, folder, files=files | {"README.md": card.encode()}, inspect=refuse_failing)
 
 
 def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlashDraftModel:

@@ -29,7 +29,7 @@ def save_checkpoint(
     model: "PreTrainedModel",
     folder: str | os.PathLike[str],
     tokenizer: Any = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
     inspect: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes `model` to `folder` and returns it; a drafter's code goes beside its weights, `custom_generate` included.
@@ -40,7 +40,7 @@ def save_checkpoint(
         model: A drafter or a target.
         folder: Where to; an older checkpoint of the same kind there is replaced.
         tokenizer: Saved beside the model if given.
-        files: Texts by file name, such as the card in README.md.
+        files: Texts and other content by file name, such as the card in README.md.
         inspect: Given the complete checkpoint before it takes its place; what it raises leaves `folder` as it was.
 
     Raises:
@@ -57,8 +57,8 @@ def save_checkpoint(
             from dflash.model.generation_dflash import write_custom_generate
 
             write_custom_generate(aside)
-        for name, text in (files or {}).items():
-            (aside / name).write_text(text, encoding="utf-8")
+        for name, content in (files or {}).items():
+            (aside / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for weights in aside.glob("*.safetensors"):  # they come out readable by their owner alone
             shutil.copymode(aside / "config.json", weights)
         if inspect is not None:

@@ -21,8 +21,10 @@ Purpose = Literal["adapt", "check", "pair", "publish", "train"]
 FILES = ("README.md", "LICENSE*", "LICENCE*", "training.json")
 NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|\bresearch\b", re.IGNORECASE)
 NO_DERIVATIVES = re.compile(r"\bnd\b|no-?deriv", re.IGNORECASE)
+# Between the licences of a checkpoint and of those that it was trained from; a name may hold a comma.
+BETWEEN = "; "
 # Creative Commons' version 4 lets anybody change the work, and forbids to share the changed one; older ones forbid both.
-CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives)[- ]4", re.IGNORECASE)
+CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives),?[- ](version )?4", re.IGNORECASE)
 ACCEPT = "pass --accept-licence if its authors allow it"
 
 
@@ -36,10 +38,10 @@ class Card:
     facts: dict[str, Any]
 
 
-def read_card(checkpoint: str | Path) -> Card:
+def read_card(checkpoint: str | Path, revision: str | None = None) -> Card:
     """The card of a folder or Hub id; ValueError if it cannot be read."""
     folder = Path(checkpoint).expanduser()
-    folder = folder if folder.is_dir() else downloaded(str(checkpoint), "checkpoint", FILES)
+    folder = folder if folder.is_dir() else downloaded(str(checkpoint), "checkpoint", FILES, revision)
     readme, facts = folder / "README.md", folder / "training.json"
     try:
         fields = (metadata_load(readme) if readme.is_file() else None) or {}
@@ -64,7 +66,7 @@ class Licence:
     @property
     def inherited(self) -> str | None:
         """What a drafter that is trained on from this one has to keep in mind: its licence, and that of its origin."""
-        return ", ".join(dict.fromkeys(filter(None, (self.origin, self.name)))) or None
+        return BETWEEN.join(dict.fromkeys(filter(None, (*(self.origin or "").split(BETWEEN), self.name)))) or None
 
     @property
     def front_matter(self) -> str:
@@ -84,7 +86,7 @@ class Licence:
     @property
     def forbids_private_changes(self) -> bool:
         """Whether one of these names forbids also a changed copy that is not shared."""
-        forbidding = filter(NO_DERIVATIVES.search, (self.inherited or "").split(", "))
+        forbidding = filter(NO_DERIVATIVES.search, (self.inherited or "").split(BETWEEN))
         return any(CHANGES_ARE_PRIVATE.search(name) is None for name in forbidding)
 
     @property
@@ -97,9 +99,12 @@ class Licence:
 def read_licence(checkpoint: str | Path) -> Licence:
     """The licence of a folder or Hub id. What cannot be read is said in `unread` and is no error."""
     try:
-        card = read_card(checkpoint)
+        return _licence_of(read_card(checkpoint))
     except ValueError as error:
         return Licence(unread=str(error))
+
+
+def _licence_of(card: Card) -> Licence:
     stated = card.fields.get("license")
     stated = ", ".join(map(str, stated)) if isinstance(stated, list) else None if stated == "unknown" else stated
     name = card.fields.get("license_name") if stated in (None, "other") else stated
@@ -114,14 +119,15 @@ def read_licence(checkpoint: str | Path) -> Licence:
     return Licence(name and str(name), link, is_gated, card.facts.get("init_licence"))
 
 
-def licence_files(checkpoint: str | Path) -> dict[str, str]:
-    """The texts that a copy of a folder or Hub id needs beside its card: of its licence, and of where its weights come from."""
-    try:
-        folder = read_card(checkpoint).folder
-    except ValueError:
-        return {}
-    paths = [*_licence_paths(folder), *folder.glob("training.json")]
-    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths}
+def carried_licence(checkpoint: str | Path, revision: str | None = None) -> tuple[Licence, dict[str, bytes]]:
+    """The licence of a folder or Hub id that is copied, and the files that go with it: its text, and the record of a training run.
+
+    Raises:
+        ValueError: if its card cannot be read.
+    """
+    card = read_card(checkpoint, revision)
+    paths = [*_licence_paths(card.folder), *card.folder.glob("training.json")]
+    return _licence_of(card), {path.name: path.read_bytes() for path in paths}
 
 
 def _licence_paths(folder: Path) -> list[Path]:

@@ -26,7 +26,9 @@ def adapt(
         list[str], typer.Option(help="Prompts, texts, answers or a trace. Again for more; each is reported.")
     ],
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
-    general: Annotated[str | None, typer.Option(help="Others, mixed in, of which as much must be accepted.")] = None,
+    general: Annotated[
+        str | None, typer.Option(help="Others, of the kind that it is good at, mixed in and not adapted to.")
+    ] = None,
     general_share: Annotated[float, typer.Option(help="Share of the tokens that are of --general, at most.")] = 0.3,
     samples: Annotated[int | None, written_option(min=1, help="Rows of each file to answer. Default: all.")] = None,
     streaming: Annotated[
@@ -138,6 +140,10 @@ def _print_result(output: Path, record: Any) -> None:
         print(f"{name}: tau {before[name]['tau']:.2f} before, {after[name]['tau']:.2f} after; accepted by position")
         for when, one in (("before", before[name]), ("after", after[name])):
             print(f"  {when:<7} {' '.join(f'{share:.2f}' for share in one['accepted'])}")
-    kept = f"step {record.best_step}" if record.best_step else "the drafter as it began, because nothing accepted more"
+    kept = (
+        f"step {record.best_step}"
+        if record.best_step
+        else "the drafter as it began, because no state accepted more and lost at most 2 % of each file"
+    )
     was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
     print(f"{output}: {kept}{was_complete}")

@@ -37,7 +37,8 @@ def replaced(path: Path) -> Iterator[Path]:
 def adapter_fault(folder: str | os.PathLike[str]) -> str | None:
     """What to say after the name of a folder that holds a peft adapter and no model; `None` for any other."""
     path = Path(folder)
-    if not (path / "adapter_config.json").is_file() or any(path.glob("model*.safetensors")):
+    weights = [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]
+    if weights or not (path / "adapter_config.json").is_file():
         return None
     return (
         "is a peft adapter, which holds no whole model: merge it first (merge_and_unload of peft, then save_pretrained), and "

@@ -180,7 +180,8 @@ def train(
         if saved is not None:  # a default that follows from the machine
             refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": trainer.precision})
         record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
-        origin = {} if settings.init is None else {"init_licence": read_licence(settings.init).inherited}
+        licence = None if settings.init is None else read_licence(settings.init)
+        origin = {} if licence is None else {"init_licence": "not known" if licence.unread else licence.inherited}
         checkpointer = Checkpointer(trainer, output, inputs, origin | (provenance or {}), record, elapsed)
         if saved is None:
             checkpointer.save_state(is_beginning=True)

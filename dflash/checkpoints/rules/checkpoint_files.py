@@ -178,12 +178,12 @@ def read_target(name: str) -> Target:
     return Target(name, config, stop_ids, token_of, ordinary)
 
 
-def downloaded(name: str, what: str, files: tuple[str, ...]) -> Path:
+def downloaded(name: str, what: str, files: tuple[str, ...], revision: str | None = None) -> Path:
     """The folder of a Hub id's files; ValueError if they cannot be fetched."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:
         reason = f"is no folder and cannot be fetched from the Hub ({first_line(error)})"
         raise ValueError(f"The {what} {name} {reason}: give its folder.") from error
