@@ -595,6 +595,9 @@ def test_an_adapter_is_refused_with_the_way_to_merge_it(tmp_path: Path, has_conf
     (tmp_path / "adapter_config.json").write_text("{}")
     assert adapter_fault(tmp_path) is None  # a merged model beside which the adapter was left
     (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "pytorch_model.bin").touch()
+    assert adapter_fault(tmp_path) is None
+    (tmp_path / "pytorch_model.bin").unlink()
     if not has_config:
         (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"is a peft adapter.*merge it first \(merge_and_unload") as error:
