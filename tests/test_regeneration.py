@@ -38,7 +38,7 @@ from dflash.regeneration import (
     selection,
 )
 from dflash.regeneration import run as run_module
-from dflash.training import load_examples
+from dflash.training import Trace, load_examples
 
 
 STOPS = [2, 11, 23, 37, 50, 64, 78]  # so many that a random target meets one soon
@@ -263,8 +263,8 @@ def test_texts_that_fill_the_positions_change_no_answer_of_their_batch(
     longest = target.config.max_position_embeddings
     seen: list[int] = []
     write = TargetWriter(target, make_drafter() if with_drafter else None)
-    hook = target.model.register_forward_pre_hook(
-        lambda model, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    hook = target.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs.get("position_ids", args[-1]).max())), with_kwargs=True
     )
     try:
         together = write(crowded(longest), sampling)
@@ -274,6 +274,26 @@ def test_texts_that_fill_the_positions_change_no_answer_of_their_batch(
     alone = [TargetWriter(target)([request], sampling)[0] for request in crowded(longest)]
     assert [(one.token_ids, one.ended) for one in together] == [(one.token_ids, one.ended) for one in alone]
     assert "positions" not in caplog.text
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, 0.95, 40)])
+@pytest.mark.parametrize("prompts", [(95, 2, 3), (95, 60, 70, 2)])
+def test_a_long_prompt_ends_neither_the_drafts_nor_the_trace_of_its_batch(
+    tokenizer: Any, tmp_path: Path, prompts: tuple[int, ...], sampling: Sampling
+) -> None:
+    """Promise: a trace holds whole answers, because `dflash adapt` trains on them as they are."""
+    target = make_target("qwen3", max_position_embeddings=96)  # it never stops
+    requests = [Request([9] * length, length, min(40, 96 - length)) for length in prompts]
+    write = TargetWriter(target, make_drafter(), trace=Trace(tmp_path / "trace.jsonl", target, tokenizer))
+    answers = write(requests, sampling)
+    assert [one.token_ids for one in answers] == [one.token_ids for one in TargetWriter(target)(requests, sampling)]
+    assert [len(one.token_ids) for one in answers] == [request.max_new_tokens for request in requests]
+    for request, answer, row in zip(requests, answers, read(tmp_path / "trace.jsonl"), strict=True):
+        assert (row["prompt_ids"], row["response_ids"]) == (request.prompt_ids, answer.token_ids)
+        begin = len(request.prompt_ids)
+        assert sum(answer.acceptance_lengths) >= request.max_new_tokens // 2
+        assert len(row["rejected"]) >= request.max_new_tokens // 4  # a drafter without training is rarely right
+        assert set(row["rejected"]) <= set(range(begin, begin + len(answer.token_ids) - 1))
 
 
 def test_a_target_with_learned_positions_answers_short_prompts_beside_long_ones() -> None:

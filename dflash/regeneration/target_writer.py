@@ -14,9 +14,10 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
+from dflash.model.decoding_dflash import Block
 from dflash.model.generation_dflash import SETTINGS, generate_blocks, max_positions
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
-from dflash.training import Example, Trace, recorded, stop_ids, with_response
+from dflash.training import Example, Trace, stop_ids, with_response
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,30 @@ class TargetWriter:
     def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """The answers, one batch."""
         stops = stop_ids(self.target.generation_config)
-        texts = [_Text(number, request, stops) for number, request in enumerate(requests)]
-        if self.drafter is not None:
-            self._draft(texts, sampling)
+        texts = [_Text(request, stops) for request in requests]
+        if self.drafter is None:
+            self._finish(texts, sampling)
+        else:
+            for together in self._roomy_first(texts):
+                self._draft(together, sampling)
+                self._finish(together, sampling)
+        if self.trace is not None:
+            for text in texts:
+                self.trace.append(text.request.prompt_ids, text.token_ids, text.rejected)
+        return [Answer(text.token_ids, text.ended, text.acceptance_lengths) for text in texts]
+
+    def _finish(self, texts: "Sequence[_Text]", sampling: Sampling) -> None:
+        """Writes what is left of each text, without the drafter."""
         uniforms = PositionUniforms(len(texts), _generators(texts))
-        while going := [text for text in texts if not text.is_done]:
+        while numbers := [number for number, text in enumerate(texts) if not text.is_done]:
+            going = [texts[number] for number in numbers]
             prompts = [text.all_ids for text in going]
             # All that go on have as many new tokens: they were in every batch so far, to its end.
             begin = max(map(len, prompts)) - len(going[0].token_ids)
-            choose = _ByUniforms(uniforms, [text.number for text in going], begin)
+            choose = _ByUniforms(uniforms, numbers, begin)
             written = _write(self.target, prompts, self._num_steps(going), sampling, choose)
             for text, token_ids in zip(going, written, strict=True):
                 text.append(token_ids)
-        return [Answer(text.token_ids, text.ended, text.acceptance_lengths) for text in texts]
 
     def _num_steps(self, texts: "Sequence[_Text]") -> int:
         """Number of tokens to write next: up to the longest answer, or to where the longest text fills the positions.
@@ -108,15 +120,28 @@ class TargetWriter:
             return wanted
         return min(wanted, self.positions - longest)
 
+    def _roomy_first(self, texts: "Sequence[_Text]") -> "list[list[_Text]]":
+        """Batches of which each drafts half of its longest answer or more.
+
+        A batch drafts up to where its longest text fills the positions, so one that is nearly full would end the drafts
+        of all. Uniforms are drawn anew in each call of the loop: a batch that has ended cannot draft on.
+        """
+        found: list[list[_Text]] = []
+        for text in sorted(texts, key=lambda one: -self._num_steps([one])):
+            if found and 2 * self._num_steps([*found[-1], text]) >= self._num_steps(found[-1][:1]):
+                found[-1].append(text)
+            else:
+                found.append([text])
+        return found
+
     def _draft(self, texts: "Sequence[_Text]", sampling: Sampling) -> None:
         """Writes with the drafter up to where the longest text fills the positions: no draft fits there."""
         drafter: Any = self.drafter
-        prompts = [text.request.prompt_ids for text in texts]
         names = ("temperature", "top_p", "top_k") if sampling.temperature else ("temperature",)
         blocks = generate_blocks(
             drafter,
             self.target,
-            [torch.tensor(prompt) for prompt in prompts],
+            [torch.tensor(text.request.prompt_ids) for text in texts],
             max_new_tokens=self._num_steps(texts),
             generator=_generators(texts),
             verification="match",  # the uniforms of a position then choose its token as without a drafter
@@ -124,21 +149,19 @@ class TargetWriter:
             **({} if self.trace is None else {"prompt_lookup_num_tokens": 0}),
             **{name: getattr(sampling, name) for name in names},
         )
-        for block in blocks if self.trace is None else recorded(blocks, prompts, self.trace):
-            texts[block.sequence].append(block.token_ids)
-            if not block.is_prefill:
-                texts[block.sequence].acceptance_lengths.append(block.acceptance_length)
+        for block in blocks:
+            texts[block.sequence].take(block)
 
 
 @dataclass
 class _Text:
     """An answer in progress."""
 
-    number: int  # in its batch
     request: Request
     stops: set[int]
     token_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)  # places of the anchors, in prompt and answer together
 
     @property
     def all_ids(self) -> list[int]:
@@ -161,6 +184,16 @@ class _Text:
             if self.is_done:
                 return
             self.token_ids.append(token_id)
+
+    def take(self, block: Block) -> None:
+        """Takes what the drafter's loop has committed, and counts its verify step."""
+        if self.is_done:
+            return
+        if block.num_accepted < block.num_proposals and not block.is_lookup:  # the rule of `recorded`
+            self.rejected.append(len(self.request.prompt_ids) + len(self.token_ids) - 1)
+        if not block.is_prefill:
+            self.acceptance_lengths.append(block.acceptance_length)
+        self.append(block.token_ids)
 
 
 def _generators(texts: Sequence[_Text]) -> list[torch.Generator]:
