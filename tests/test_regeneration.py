@@ -700,7 +700,7 @@ def test_a_run_holds_neither_its_rows_nor_what_it_has_written(
     monkeypatch.setattr(run_module, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(selection, "as_dialogue", as_watched)
     writer: Any = Spoken(tokenizer, say)
-    writer.is_concurrent = is_concurrent
+    writer.is_concurrent, writer.stopped = is_concurrent, threading.Event()
     settings = RegenerationSettings(samples=samples)
     record = regenerate_data(writer, tokenizer, Table(), tmp_path / "r.jsonl", settings)
     assert record.rows == len(held) == (samples or 40)

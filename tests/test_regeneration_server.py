@@ -17,6 +17,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from dflash.common.openai_client import LONGEST_PAUSE, PAUSES
 from dflash.regeneration import RegenerationSettings, Request, Sampling, ServerWriter, regenerate_data
+from dflash.regeneration import run as run_module
 
 
 GREEDY, REQUEST = Sampling(), Request([5, 6, 7], seed=500, max_new_tokens=4)  # its pauses are 1.5 times as long
@@ -84,6 +85,13 @@ def test_a_request_is_sent_again_after_failures_that_may_pass_and_later_each_tim
     assert waits == sorted(set(waits))
 
 
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_status_that_may_pass_is_asked_again(status: int) -> None:
+    with started(Canned(failed(status))) as server:
+        make_writer(server.url, lambda seconds: None)([REQUEST], GREEDY)
+    assert sum(server.asked.values()) == 2
+
+
 def test_requests_that_failed_together_come_back_at_different_times() -> None:
     def waited(seed: int) -> float:
         waits: list[float] = []
@@ -98,6 +106,7 @@ def test_requests_that_failed_together_come_back_at_different_times() -> None:
     ("headers", "seconds"),
     [
         ({"Retry_After": "30"}, 30.0),
+        ({"Retry_After": str(int(LONGEST_PAUSE))}, LONGEST_PAUSE / 1.5),  # no pause is longer
         ({"Retry_After": "0"}, PAUSES[0]),
         ({"Retry_After": "soon"}, PAUSES[0]),
         ({"Retry_After": "Thu, 01 Jan 1970 00:00:00 GMT"}, PAUSES[0]),  # over
@@ -125,7 +134,9 @@ def test_a_date_to_come_back_is_read_by_the_servers_own_clock(monkeypatch: pytes
         (failed(404), "answered 404 Not Found: busy"),
         (failed(200, b"no JSON"), "answered 200 with no JSON: no JSON"),
         (failed(200, b"{}"), "answered no completion"),
-        (failed(503, Retry_After=str(int(LONGEST_PAUSE) + 1)), "answered 503"),  # longer than anyone waits
+        (failed(501), "answered 501 Not Implemented: busy"),
+        (failed(505), "answered 505"),
+        (failed(503, Retry_After="3601"), r"answered 503 .*: busy; it asks to wait 3601 seconds: begin again then\."),
     ],
 )
 def test_a_request_that_would_fail_again_is_not_sent_again(failure: Any, said: str) -> None:
@@ -149,20 +160,105 @@ def test_a_server_that_stays_away_is_given_up_and_one_that_was_never_there_at_on
     assert len(waits) == len(PAUSES)
 
 
-def test_a_silence_that_was_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    silences, getresponse = iter([True]), HTTPConnection.getresponse
+def test_a_silence_that_was_too_long_is_final_and_a_server_that_does_not_take_the_line_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five silences of the command's timeout would take five hours."""
 
-    def silent_once(connection: HTTPConnection) -> Any:
-        if next(silences, False):
-            raise TimeoutError
-        return getresponse(connection)
+    def silent(connection: HTTPConnection) -> Any:
+        raise TimeoutError("timed out")
 
     waits: list[float] = []
     with started(Canned()) as server:
         writer = make_writer(server.url, waits.append)
-        monkeypatch.setattr(HTTPConnection, "getresponse", silent_once)
-        assert writer([REQUEST], GREEDY)[0].token_ids == [4, 2]
-    assert len(waits) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(HTTPConnection, "getresponse", silent)
+            with pytest.raises(ValueError, match=r"did not answer within 3600 seconds: raise the timeout"):
+                writer([REQUEST], GREEDY)
+        assert waits == []
+        monkeypatch.setattr(HTTPConnection, "connect", silent)
+        with pytest.raises(ValueError, match=r"cannot be reached \(timed out\)"):
+            writer([REQUEST], GREEDY)
+    assert len(waits) == len(PAUSES)
+
+
+class Interrupted(Canned):
+    """Answers the prompt 5, is busy for 6, and answers a chat when nothing more is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chat_is_here, self.is_paused, self.is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def failure(self, prompt: tuple[int, ...]) -> Any:
+        super().failure(prompt)
+        if prompt == (6,):
+            return failed(503, Retry_After="300")
+        if prompt == (5,):
+            assert self.is_paused.wait(60)
+            assert self.chat_is_here.wait(60)
+        else:
+            self.chat_is_here.set()
+            assert self.is_over.wait(60)
+        return None
+
+
+@pytest.mark.parametrize("place", ["where rows are taken", "where answers are waited for"])
+def test_an_interrupt_ends_the_pauses_and_nothing_is_asked_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It once took as long as the pauses of all tries, up to 40 minutes."""
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows, was_stopped = [{"prompt_ids": [5]}, {"prompt_ids": [6]}, {"messages": turn * 3}], []
+    with started(Interrupted()) as server:
+        writer = make_writer(server.url, lambda seconds: pause())
+
+        class Stopped(threading.Event):
+            def set(self) -> None:
+                super().set()
+                server.is_over.set()
+
+        writer.stopped = Stopped()
+
+        def pause() -> bool:
+            server.is_paused.set()
+            was_stopped.append(writer.stopped.wait(60))
+            return was_stopped[-1]
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        if place == "where answers are waited for":
+            waited = run_module.wait
+            monkeypatch.setattr(run_module, "wait", lambda *args: [waited(*args), interrupt()])
+        with pytest.raises(KeyboardInterrupt):
+            regenerate_data(writer, make_tokenizer(), rows, tmp_path / "r.jsonl", on_row=interrupt)
+    assert was_stopped == [True]
+    assert sorted(server.asked.values()) == [1, 1, 1]
+
+
+class OneIsBusy(Canned):
+    """Refuses 5 for good when 6 is there, for which it is busy once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_is_here = threading.Event()
+
+    def failure(self, prompt: tuple[int, ...]) -> Any:
+        super().failure(prompt)
+        if prompt == (5,):
+            assert self.other_is_here.wait(60)
+            return failed(400)
+        self.other_is_here.set()
+        return failed(503) if self.asked[prompt] == 1 else None
+
+
+def test_what_was_busy_when_another_failed_for_good_is_asked_again(tmp_path: Path) -> None:
+    with started(OneIsBusy()) as server:
+        writer = make_writer(server.url, lambda seconds: writer.stopped.is_set())
+        with pytest.raises(ValueError, match="answered 400"):
+            regenerate_data(writer, make_tokenizer(), [{"prompt_ids": [5]}, {"prompt_ids": [6]}], tmp_path / "r.jsonl")
+    assert server.asked == {(5,): 1, (6,): 2}
+    assert not writer.stopped.is_set()
 
 
 AT_ONCE, BAD = 240, (4, 40)

@@ -7,56 +7,52 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from threading import Event
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 
-Said = TypeVar("Said")
+Result = TypeVar("Result")
 
 LONGEST_QUOTE = 160  # letters of a server's words that an error repeats
 LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
 PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before a request is sent again
 LONGEST_PAUSE = 600.0  # seconds; a server that asks for more is given up
+TRANSIENT = (408, 429, 500, 502, 503, 504)  # statuses of failures that may pass by themselves
 
 
-class PassingFailure(ValueError):
+class TransientError(ValueError):
     """A failure that may pass by itself. The server asks to wait `retry_after` seconds, 0 if it does not say."""
 
-    def __init__(self, said: str, retry_after: float = 0.0) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
         self.retry_after = retry_after
 
 
-def pause(seconds: float) -> None:
-    """Waits."""
-    Event().wait(seconds)
+def with_retries(ask: Callable[[], Result], wait: Callable[[float], bool | None], spread: float = 0.0) -> Result:
+    """What `ask` returns; after each [`TransientError`] it is called again, at most once for each of `PAUSES`.
 
-
-def patiently(ask: Callable[[], Said], spread: float = 0.0, wait: Callable[[float], None] = pause) -> Said:
-    """What `ask` returns; after each [`PassingFailure`] it is called again, at most once for each of `PAUSES`.
-
-    A pause is as long as the server asks for, or that of `PAUSES` if that is longer, times 1 + `spread`. Requests that
-    failed together should have different ones from 0 to 1: together again they would overload the server once more.
+    `wait` waits so many seconds; if it returns true, as that of a `threading.Event` does, nothing is asked any more. A
+    pause is as long as the server asks for, or that of `PAUSES` if that is longer, times 1 + `spread`, and at most
+    `LONGEST_PAUSE`. Requests that failed together should have different spreads from 0 to 1: together again they would
+    overload the server once more.
     """
     for seconds in PAUSES:
         try:
             return ask()
-        except PassingFailure as failure:
-            if failure.retry_after > LONGEST_PAUSE:
+        except TransientError as error:
+            if wait(min(max(seconds, error.retry_after) * (1 + spread), LONGEST_PAUSE)):
                 raise
-            wait(max(seconds, failure.retry_after) * (1 + spread))
     try:
         return ask()
-    except PassingFailure as failure:
-        raise ValueError(f"After {len(PAUSES) + 1} tries: {failure}") from failure
+    except TransientError as error:
+        raise ValueError(f"After {len(PAUSES) + 1} tries: {error}") from error
 
 
 class OpenAIClient:
     """A server by its URL, with or without `/v1` at its end.
 
     Every failure is a ValueError of one sentence that names the address and, where there is one, the status; it is a
-    [`PassingFailure`] if the same request may succeed later. A user name and a password in `url` are dropped; `api_key`
+    [`TransientError`] if the same request may succeed later. A user name and a password in `url` are dropped; `api_key`
     is sent as a bearer token; `timeout` is the longest silence in seconds.
     """
 
@@ -117,24 +113,21 @@ class OpenAIClient:
         connection: HTTPConnection = kind(*self._address, timeout=self._timeout)
         response = None
         try:
+            _connect(connection, where)
             connection.request(method, f"{self._path}{path}", body, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                said = quote(_message(response.read()))
-                sentence = f"{where} answered {response.status} {response.reason}: {said}."
-                if response.status == 429 or response.status >= 500:
-                    raise PassingFailure(sentence, _retry_after(response))
-                raise ValueError(sentence)
+                raise _refusal(response, where)
             yield response
-        except TimeoutError as error:
+        except TimeoutError as error:  # asked again it would be as slow, after hours
             remedy = "raise the timeout, or ask for shorter answers or fewer at once"
-            raise PassingFailure(f"{where} did not answer within {self._timeout:g} seconds: {remedy}.") from error
+            raise ValueError(f"{where} did not answer within {self._timeout:g} seconds: {remedy}.") from error
         except (OSError, HTTPException) as error:
-            reason = str(error) or type(error).__name__
             if response is not None:
+                reason = str(error) or type(error).__name__
                 said = f"{where} answered {response.status} and broke off ({reason}): look at its log."
-                raise PassingFailure(said) from error
-            raise PassingFailure(f"{where} cannot be reached ({reason}): is the server running there?") from error
+                raise TransientError(said) from error
+            raise _unreachable(where, error) from error
         finally:
             connection.close()
 
@@ -146,6 +139,29 @@ def quote(said: Any) -> str:
     text = " ".join((said if isinstance(said, str) else json.dumps(said)).split()).rstrip(".")
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
     return (text[:LONGEST_QUOTE] + " …" if len(text) > LONGEST_QUOTE else text) or "nothing"
+
+
+def _connect(connection: HTTPConnection, where: str) -> None:
+    """Connects now, so that a server that is not there is not taken for one that is slow."""
+    try:
+        connection.connect()
+    except OSError as error:
+        raise _unreachable(where, error) from error
+
+
+def _unreachable(where: str, error: Exception) -> TransientError:
+    reason = str(error) or type(error).__name__
+    return TransientError(f"{where} cannot be reached ({reason}): is the server running there?")
+
+
+def _refusal(response: HTTPResponse, where: str) -> ValueError:
+    """The error for a status that is not 200."""
+    sentence = f"{where} answered {response.status} {response.reason}: {quote(_message(response.read()))}"
+    if response.status not in TRANSIENT:
+        return ValueError(f"{sentence}.")
+    if (seconds := _retry_after(response)) > LONGEST_PAUSE:
+        return ValueError(f"{sentence}; it asks to wait {seconds:g} seconds: begin again then.")
+    return TransientError(f"{sentence}.", seconds)
 
 
 def _retry_after(response: HTTPResponse) -> float:

@@ -2,10 +2,11 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from .target_writer import Answer, Request, TargetWriter, row_seed
 
 # What answers: the target in this process or on a server.
 Writer = TargetWriter | ServerWriter
+# Dialogues when they are finished, and the answers since the last ones.
+Answered = Generator[tuple[list[Dialogue], list[Answer]], None, None]
 # Dialogues that wait or are asked at once, in batches: a thread that is done finds the next one.
 PENDING = 2
 
@@ -133,15 +136,7 @@ def regenerate_data(
         share = deque(processes.share(asked))
         del asked  # a row is held until its answer is in the output
         on_begin(len(share), record)
-        counts = [0, 0, 0]  # verify steps, tokens of them, answers encoded again
-        for dialogues, answers in _answered(writer, share, settings):
-            file.append([row for dialogue in dialogues for row in dialogue.rows()])
-            for answer in answers:
-                counts[0] += len(answer.acceptance_lengths)
-                counts[1] += sum(answer.acceptance_lengths)
-                counts[2] += answer.is_encoded
-            for dialogue in dialogues:
-                on_row(dialogue.num_tokens)
+        counts = _append_all(file, _answered(writer, share, settings), on_row)
         steps, tokens, record.encoded = (sum(of_all) for of_all in zip(*processes.gather([counts]), strict=True))
         record.steps, record.tau = steps, tokens / steps if steps else float("nan")
         if processes.is_first:
@@ -155,10 +150,23 @@ def regenerate_data(
     return record
 
 
-def _answered(
-    writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings
-) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
-    """Dialogues when they are finished, and the answers since the last ones. Takes them from `dialogues`."""
+def _append_all(file: AnswerFile, answered: Answered, on_row: Callable[[int], None]) -> list[int]:
+    """Appends dialogues as they are finished; numbers of verify steps, of tokens of them, and of answers encoded again."""
+    counts = [0, 0, 0]
+    with closing(answered):  # an error here ends what is under way, and not only when the error is forgotten
+        for dialogues, answers in answered:
+            file.append([row for dialogue in dialogues for row in dialogue.rows()])
+            for answer in answers:
+                counts[0] += len(answer.acceptance_lengths)
+                counts[1] += sum(answer.acceptance_lengths)
+                counts[2] += answer.is_encoded
+            for dialogue in dialogues:
+                on_row(dialogue.num_tokens)
+    return counts
+
+
+def _answered(writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
+    """Answers all, taking them from `dialogues`."""
     if writer.is_concurrent:
         yield from _side_by_side(writer, dialogues, settings)
         return
@@ -166,14 +174,17 @@ def _answered(
         yield from _rounds(writer, _taken(dialogues, writer.batch_size), settings)
 
 
-def _side_by_side(
-    writer: Writer, dialogues: deque[Dialogue], settings: RegenerationSettings
-) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
-    """As `_answered`, each dialogue in a thread. After an error the answers that are under way still come, and then it is raised."""
+def _side_by_side(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
+    """As `_answered`, each dialogue in a thread.
+
+    After an error of one the answers that are under way still come, and then it is raised. After an interrupt no answer
+    is wanted any more, and no thread asks again.
+    """
 
     def answer(dialogue: Dialogue) -> list[tuple[list[Dialogue], list[Answer]]]:
-        return list(_rounds(writer, [dialogue], settings))
+        return list(takewhile(lambda _: not writer.stopped.is_set(), _rounds(writer, [dialogue], settings)))
 
+    writer.stopped.clear()  # by an earlier run
     pending: set[Future[Any]] = set()
     failure: BaseException | None = None
     with ThreadPoolExecutor(writer.batch_size) as pool:
@@ -188,8 +199,10 @@ def _side_by_side(
                     failure = failure or error
                     dialogues.clear()
                     pending = {one for one in pending if not one.cancel()}
-        finally:
+        except BaseException:  # such as KeyboardInterrupt, and GeneratorExit where what takes the answers failed
+            writer.stopped.set()
             pool.shutdown(cancel_futures=True)
+            raise
     if failure is not None:
         raise failure
 
@@ -198,9 +211,7 @@ def _taken(dialogues: deque[Dialogue], count: int) -> list[Dialogue]:
     return [dialogues.popleft() for _ in range(min(count, len(dialogues)))]
 
 
-def _rounds(
-    writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings
-) -> Iterator[tuple[list[Dialogue], list[Answer]]]:
+def _rounds(writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings) -> Answered:
     """Answers one batch turn by turn until all of it is finished."""
     going = list(dialogues)
     while going:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from dflash.common.fingerprints import config_fingerprint
-from dflash.common.openai_client import OpenAIClient, patiently, pause, quote
+from dflash.common.openai_client import OpenAIClient, quote, with_retries
 from dflash.model.generation_dflash import max_positions
 from dflash.training import stop_ids
 
@@ -23,10 +24,10 @@ class ServerWriter:
     target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
 
     A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
-    later and later. `wait` is what waits so many seconds.
+    later and later, until `stopped` is set. `wait` is what waits so many seconds, by default for `stopped`.
     """
 
-    is_concurrent = True
+    is_concurrent: Literal[True] = True
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class ServerWriter:
         batch_size: int = 64,
         api_key: str | None = None,
         timeout: float = 3600.0,
-        wait: Callable[[float], None] = pause,
+        wait: Callable[[float], bool | None] | None = None,
     ) -> None:
-        self._client, self._wait = OpenAIClient(url, api_key, timeout), wait
+        self._client, self.stopped = OpenAIClient(url, api_key, timeout), Event()
+        self._wait = wait or self.stopped.wait
         self.batch_size, self._tokenizer = batch_size, tokenizer
         self._stops = stop_ids(generation_config) or {tokenizer.eos_token_id} - {None}
         self.model = self._client.only_model(model)
@@ -67,7 +69,7 @@ class ServerWriter:
             "return_token_ids": True,
         }
         ask = partial(self._client.json, "POST", "/v1/completions", asked)
-        reply = patiently(ask, spread=request.seed % 1000 / 1000, wait=self._wait)
+        reply = with_retries(ask, self._wait, spread=request.seed % 1000 / 1000)
         where = f"{self._client.url}/v1/completions"
         try:
             choice = reply["choices"][0]

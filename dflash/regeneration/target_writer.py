@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -61,7 +61,7 @@ class TargetWriter:
     or infinite, here or in an answer.
     """
 
-    is_concurrent = False  # requests do not run side by side
+    is_concurrent: Literal[False] = False  # requests do not run side by side
 
     def __init__(
         self,
