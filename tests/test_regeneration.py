@@ -134,7 +134,11 @@ def test_every_form_of_a_row_is_answered_as_the_target_answers_it_alone(
         {"text": "once upon a time"},
     ]
     regenerate_data(
-        TargetWriter(target, None, 3), tokenizer, rows, tmp_path / "r.jsonl", replace(SETTINGS, prompt_tokens=6)
+        TargetWriter(target, None, 3),
+        tokenizer,
+        rows,
+        tmp_path / "r.jsonl",
+        replace(SETTINGS, prompt_tokens=6, deduplicate=False),
     )
     found = read(tmp_path / "r.jsonl")
     assert [row["row"] for row in found] == list(range(1, 9))
@@ -586,7 +590,6 @@ def test_rows_that_ask_nothing_are_left_out_and_counted(target: Any, tokenizer: 
     assert list(tmp_path.glob("s.*")) == []
 
 
-ONCE = replace(SETTINGS, deduplicate=True)
 REPEATED = [user("why"), user("a"), {"prompt": "why"}, user("why", "and?"), user("why", "so?"), user("a"), user("b")]
 
 
@@ -596,11 +599,11 @@ def test_prompts_that_repeat_another_are_left_out_once_and_for_all_starts_and_pr
     """Equal is what is sent: two forms of a question are, and two chats with other questions later are not."""
     output = tmp_path / "r.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        regenerate_data(Counting(TargetWriter(target, None, 1), 2), tokenizer, REPEATED, output, ONCE)
+        regenerate_data(Counting(TargetWriter(target, None, 1), 2), tokenizer, REPEATED, output, SETTINGS)
     records = in_processes(
         2,
         lambda sibling: regenerate_data(
-            TargetWriter(target, None, 1), tokenizer, REPEATED, output, ONCE, resume=True, processes=sibling
+            TargetWriter(target, None, 1), tokenizer, REPEATED, output, SETTINGS, resume=True, processes=sibling
         ),
     )
     assert sorted({row["row"] for row in read(output)}) == [1, 2, 4, 5, 7]
@@ -608,18 +611,18 @@ def test_prompts_that_repeat_another_are_left_out_once_and_for_all_starts_and_pr
     assert [record.left_out for record in records] == [{"a prompt that repeats another one": 2}] * 2
 
     several = tmp_path / "several.jsonl"
-    regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, SAMPLED)
+    repeats = replace(SAMPLED, deduplicate=False)
+    regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, repeats)
     assert len({tuple(row["response_ids"]) for row in read(several)}) == 4
-    asked = replace(SAMPLED, deduplicate=True)
     with pytest.raises(ValueError, match=r"other settings .*deduplicate: false, now true"):
-        regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, asked, resume=True)
+        regenerate_data(TargetWriter(target), tokenizer, [CHATS[0]] * 4, several, SAMPLED, resume=True)
 
 
 def test_more_samples_leave_out_no_row_that_fewer_kept(tokenizer: Any, tmp_path: Path) -> None:
     """A row drawn later may stand earlier in the data: of two that ask the same, the first drawn is kept."""
     rows, kept = [*CHATS, *CHATS], set()
     for samples in range(1, len(rows) + 1):
-        settings = RegenerationSettings(samples=samples, seed=4, deduplicate=True)
+        settings = RegenerationSettings(samples=samples, seed=4)
         drawn = selection.drawn_rows(lambda: rows, selection.SeenRows(), settings)
         dialogues, left_out = selection.selected(drawn, "the data", tokenizer, settings, None)
         numbers = {dialogue.number for dialogue in dialogues}
@@ -631,7 +634,7 @@ def test_more_samples_leave_out_no_row_that_fewer_kept(tokenizer: Any, tmp_path:
 
 
 def test_streamed_rows_that_repeat_another_do_not_count(target: Any, tokenizer: Any, tmp_path: Path) -> None:
-    settings = replace(ONCE, samples=3, streaming=True)
+    settings = replace(SETTINGS, samples=3, streaming=True)
     record = regenerate_data(TargetWriter(target), tokenizer, iter(REPEATED), tmp_path / "r.jsonl", settings)
     assert [row["row"] for row in read(tmp_path / "r.jsonl") if row["parts"] == 1] == [1, 2]
     assert (record.rows, record.left_out) == (3, {"a prompt that repeats another one": 1})
@@ -647,18 +650,18 @@ def test_prompts_above_a_length_are_left_out(target: Any, tokenizer: Any, tmp_pa
         regenerate_data(TargetWriter(target), tokenizer, rows[2:], tmp_path / "s.jsonl", settings)
 
 
-def test_a_run_of_a_version_without_these_settings_goes_on(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_the_manifest_holds_the_fingerprint_of_the_rows_and_a_run_without_one_of_its_settings_is_another(
+    target: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     output = tmp_path / "r.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        regenerate_data(Counting(TargetWriter(target, None, 3), 1), tokenizer, CHATS, output, SETTINGS)
+    regenerate_data(TargetWriter(target), tokenizer, CHATS[:2], output, SETTINGS)
     manifest = output.with_suffix(".manifest.json")
     facts = json.loads(manifest.read_text())
-    assert facts["settings"]["data"] == fingerprint(CHATS)  # as it always was
-    for name in ("deduplicate", "max_prompt_tokens"):
-        del facts["settings"][name]
+    assert facts["settings"]["data"] == fingerprint(CHATS[:2])
+    del facts["settings"]["deduplicate"]
     manifest.write_text(json.dumps(facts))
-    record = regenerate_data(TargetWriter(target), tokenizer, CHATS, output, SETTINGS, resume=True)
-    assert (record.rows, record.was_finished) == (len(CHATS), 3)
+    with pytest.raises(ValueError, match=r"other settings \(deduplicate: null, now true\): give the same"):
+        regenerate_data(TargetWriter(target), tokenizer, CHATS[:2], output, SETTINGS, resume=True)
 
 
 class Watched(dict):
@@ -673,6 +676,7 @@ def test_a_run_holds_neither_its_rows_nor_what_it_has_written(
     rows: list[Any] = []
     dialogues: list[Any] = []
     most_rows, waiting, held, as_dialogue = 0, [], [], selection.as_dialogue
+    begun, lock = 0, threading.Lock()
 
     class Table:
         def __iter__(self) -> Iterator[Any]:
@@ -685,7 +689,8 @@ def test_a_run_holds_neither_its_rows_nor_what_it_has_written(
 
     class Pool(run_module.ThreadPoolExecutor):
         def submit(self, *args: Any) -> Any:
-            waiting.append(self._work_queue.qsize())
+            with lock:
+                waiting.append(len(waiting) - begun)  # submitted before, and not begun
             return super().submit(*args)
 
     def as_watched(*args: Any, **how: Any) -> Any:
@@ -694,7 +699,10 @@ def test_a_run_holds_neither_its_rows_nor_what_it_has_written(
         return dialogue
 
     def say(prompt: str) -> tuple[str, bool]:
-        held.append(sum(one() is not None for one in dialogues))
+        nonlocal begun
+        with lock:
+            begun += 1
+            held.append(sum(one() is not None for one in dialogues))
         return "new", True
 
     monkeypatch.setattr(run_module, "ThreadPoolExecutor", Pool)
@@ -705,7 +713,8 @@ def test_a_run_holds_neither_its_rows_nor_what_it_has_written(
     record = regenerate_data(writer, tokenizer, Table(), tmp_path / "r.jsonl", settings)
     assert record.rows == len(held) == (samples or 40)
     assert most_rows <= 4  # of each reading the one at hand and the one before
-    assert held[-1] <= (run_module.PENDING + 1) * writer.batch_size
+    # Those that are asked or wait, and as many whose answers all came at once before them.
+    assert held[-1] <= (2 * run_module.PENDING + 1) * writer.batch_size
     assert max(waiting, default=0) < run_module.PENDING * writer.batch_size
     assert len(waiting) == record.rows * is_concurrent
 

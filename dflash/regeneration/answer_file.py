@@ -11,10 +11,6 @@ from dflash.common.json_lines import JsonLines, changes, whole_lines
 from dflash.common.manifest import manifest_path, read_manifest
 
 
-# Settings that only choose rows, and that runs of earlier versions did not have: such a run goes on with today's.
-NEWER = ("deduplicate", "max_prompt_tokens")
-
-
 class Line(NamedTuple):
     """Where a line is, and how many lines its row has."""
 
@@ -59,7 +55,6 @@ class AnswerFile(JsonLines):
     def check_settings(self) -> None:
         """Raises ValueError, with their names, if the run to resume had other settings."""
         before = read_manifest(self.path)["settings"] if self.manifest.exists() else self._settings
-        before = {name: self._settings[name] for name in NEWER if name in self._settings} | before
         samples = self._settings.get("samples")
         if (samples or float("inf")) > (before.get("samples") or float("inf")):
             before = before | {"samples": samples}

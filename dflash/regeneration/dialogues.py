@@ -62,8 +62,9 @@ class Dialogue:
 
     def digest(self) -> bytes:
         """A digest of what is asked: the first prompt as it is sent, and the questions after it."""
+        first = b"" if self._prompt is None else self._prompt.tobytes()
         later = json.dumps(self._questions[1:], sort_keys=True, default=str).encode()
-        return hashlib.blake2b(array("i", self.prompt_ids or ()).tobytes() + later, digest_size=16).digest()
+        return hashlib.blake2b(first + later, digest_size=16).digest()
 
     @property
     def num_tokens(self) -> int:

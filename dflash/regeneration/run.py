@@ -91,34 +91,19 @@ def regenerate_data(
         source, seen, record = opened(data, settings), SeenRows(), RegenerationRecord()
         drawn = drawn_rows(source, seen, settings)
         asked, record.left_out = selected(drawn, named or "the data", tokenizer, settings, writer.positions)
-        depends_on = {
-            **{
-                name: value
-                for name, value in asdict(settings).items()
-                if name not in ("split", "streaming", "drop_cut")
-            },
-            **writer.facts,
-            "chat_template": fingerprint(getattr(tokenizer, "chat_template", None)),
-            "data": seen.fingerprint,
-        }
         of_card = getattr(getattr(source(), "info", None), "license", None)
-        facts = {  # without a path of this machine
-            "target": public_name(target_name),
-            "revision": writer.revision,
-            "data": {
-                "name": public_name(named),
-                "split": settings.split,
-                "rows": seen.count,
-                "license": license or of_card or seen.license,
-            },
-            "drop_cut": settings.drop_cut,
-            "versions": versions(),
-            **(provenance or {}),
+        facts = {"target": public_name(target_name), "revision": writer.revision}  # without a path of this machine
+        facts["data"] = {
+            "name": public_name(named),
+            "split": settings.split,
+            "rows": seen.count,
+            "license": license or of_card or seen.license,
         }
+        facts |= {"drop_cut": settings.drop_cut, "versions": versions(), **(provenance or {})}
         check_answer_file(Path(output), resume, overwrite)
         if processes.is_first:
             lock.enter_context(only_writer(Path(output)))
-        file = AnswerFile(Path(output), depends_on, processes.rank)
+        file = AnswerFile(Path(output), _depends_on(settings, writer, tokenizer, seen), processes.rank)
         if resume:
             file.check_settings()
         finished = set() if overwrite else file.finished()
@@ -148,6 +133,18 @@ def regenerate_data(
             result = asdict(record) | {"tau": record.tau if steps else None}
             file.write_manifest(facts | {"complete": True, "result": result})
     return record
+
+
+def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, seen: SeenRows) -> dict[str, Any]:
+    """What the rows of a run depend on, for its manifest."""
+    others = (
+        "split",
+        "streaming",
+        "drop_cut",
+    )  # what is read is known by its fingerprint, and the end drops what is cut
+    chosen = {name: value for name, value in asdict(settings).items() if name not in others}
+    template = fingerprint(getattr(tokenizer, "chat_template", None))
+    return chosen | writer.facts | {"chat_template": template, "data": seen.fingerprint}
 
 
 def _append_all(file: AnswerFile, answered: Answered, on_row: Callable[[int], None]) -> list[int]:

@@ -16,7 +16,7 @@ class RegenerationSettings(Sampling):
     samples: int | None = None  # number of rows; `None` for all. Fewer rows are a subset of more
     split: str = "train"  # of a data set that has several
     streaming: bool = False  # answer the first `samples` rows that can be answered, and read a data set only as far
-    deduplicate: bool = False  # leave out rows that ask what another one does (dflash regenerate: yes, unless told)
+    deduplicate: bool = True  # leave out rows that ask what another one does; not for several sampled answers of each
     max_prompt_tokens: int | None = None  # leave out rows with a longer prompt, of a chat the first one
     drop_cut: bool = False  # leave out rows with an answer that the longest length cut off
 
