@@ -230,9 +230,10 @@ def test_an_interrupt_ends_the_pauses_and_nothing_is_asked_after_it(
         if place == "where answers are waited for":
             waited = run_module.wait
             monkeypatch.setattr(run_module, "wait", lambda *args: [waited(*args), interrupt()])
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             regenerate_data(writer, make_tokenizer(), rows, tmp_path / "r.jsonl", on_row=interrupt)
-    assert was_stopped == [True]
+        assert was_stopped == [True]  # also while the error and its frames are kept
+    assert caught.tb is not None
     assert sorted(server.asked.values()) == [1, 1, 1]
 
 

@@ -137,11 +137,8 @@ def regenerate_data(
 
 def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, seen: SeenRows) -> dict[str, Any]:
     """What the rows of a run depend on, for its manifest."""
-    others = (
-        "split",
-        "streaming",
-        "drop_cut",
-    )  # what is read is known by its fingerprint, and the end drops what is cut
+    # What is read is known by its fingerprint, and rows that were cut are dropped at the end.
+    others = ("split", "streaming", "drop_cut")
     chosen = {name: value for name, value in asdict(settings).items() if name not in others}
     template = fingerprint(getattr(tokenizer, "chat_template", None))
     return chosen | writer.facts | {"chat_template": template, "data": seen.fingerprint}
