@@ -143,7 +143,7 @@ def _print_result(output: Path, record: Any) -> None:
     kept = (
         f"step {record.best_step}"
         if record.best_step
-        else "the drafter as it began, because no state accepted more and lost at most 2 % of each file"
+        else "the drafter as it began: no other state accepted more without losing over 2 % on a file"
     )
     was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
     print(f"{output}: {kept}{was_complete}")

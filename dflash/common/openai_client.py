@@ -31,7 +31,7 @@ class TransientError(ValueError):
 def with_retries(ask: Callable[[], Result], wait: Callable[[float], bool | None], spread: float = 0.0) -> Result:
     """What `ask` returns; after each [`TransientError`] it is called again, at most once for each of `PAUSES`.
 
-    `wait` waits so many seconds; if it returns true, as that of a `threading.Event` does, nothing is asked any more. A
+    `wait` is given the seconds of a pause, and ends the tries by returning true, as that of a `threading.Event` does. A
     pause is as long as the server asks for, or that of `PAUSES` if that is longer, times 1 + `spread`, and at most
     `LONGEST_PAUSE`. Requests that failed together should have different spreads from 0 to 1: together again they would
     overload the server once more.

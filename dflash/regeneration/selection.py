@@ -78,9 +78,7 @@ def drawn_rows(source: Source, seen: SeenRows, settings: RegenerationSettings) -
         for number, row in enumerate(seen.watched(source()), start=1):
             yield Drawn(number, number, row)
         return
-    for _ in seen.watched(source()):
-        pass
-    order = list(range(1, seen.count + 1))
+    order = [number for number, _ in enumerate(seen.watched(source()), start=1)]
     random.Random(f"samples-{settings.seed}").shuffle(order)
     places = {number: place for place, number in enumerate(order[: settings.samples])}
     for number, row in enumerate(source(), start=1):

@@ -24,7 +24,8 @@ class ServerWriter:
     target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
 
     A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
-    later and later, until `stopped` is set. `wait` is what waits so many seconds, by default for `stopped`.
+    after longer and longer pauses, unless `stopped` is set meanwhile. `wait` makes a pause of so many seconds; by default it
+    is that of `stopped`, which ends the pause at once.
     """
 
     is_concurrent: Literal[True] = True

@@ -17,7 +17,7 @@ from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
 from dflash.model.decoding_dflash import Block
 from dflash.model.generation_dflash import SETTINGS, generate_blocks, max_positions
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
-from dflash.training import Example, Trace, stop_ids, with_response
+from dflash.training import Example, Trace, stop_ids, was_rejected, with_response
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Text:
         """Takes what the drafter's loop has committed, and counts its verify step."""
         if self.is_done:
             return
-        if block.num_accepted < block.num_proposals and not block.is_lookup:  # the rule of `recorded`
+        if was_rejected(block):
             self.rejected.append(len(self.request.prompt_ids) + len(self.token_ids) - 1)
         if not block.is_prefill:
             self.acceptance_lengths.append(block.acceptance_length)

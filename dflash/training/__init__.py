@@ -8,7 +8,7 @@ from dflash.common.lazy import lazy_names
 if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
     from .adaptation import adapt, adaptation_sources
-    from .adaptation_trace import Trace, recorded
+    from .adaptation_trace import Trace, recorded, was_rejected
     from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
     from .checkpointing import TrainingRecord, save_drafter
     from .data import (
@@ -92,6 +92,7 @@ __all__ = [
     "train",
     "train_drafter",
     "valid_anchors",
+    "was_rejected",
     "with_response",
     "write_examples",
 ]

@@ -79,17 +79,19 @@ class Trace:
             self._lines.join(line for part in parts for _, line in whole_lines(part))
 
 
-def recorded(blocks: Iterable[Block], prompts: Sequence[Sequence[int]], trace: Trace) -> Iterator[Block]:
-    """The blocks of `generate_blocks`, unchanged; at the end, also an early one, the texts of `prompts` are added to `trace`.
+def was_rejected(block: Block) -> bool:
+    """Whether verification rejected a draft of the drafter's own; of what a lookup proposed it learns nothing."""
+    return block.num_accepted < block.num_proposals and not block.is_lookup
 
-    What a lookup proposed is not recorded: the drafter learns nothing from it.
-    """
+
+def recorded(blocks: Iterable[Block], prompts: Sequence[Sequence[int]], trace: Trace) -> Iterator[Block]:
+    """The blocks of `generate_blocks`, unchanged; at the end, also an early one, the texts of `prompts` are added to `trace`."""
     texts: list[list[int]] = [[] for _ in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:
         for block in blocks:
             text, anchor = texts[block.sequence], len(prompts[block.sequence]) + len(texts[block.sequence]) - 1
-            if block.num_accepted < block.num_proposals and not block.is_lookup:
+            if was_rejected(block):
                 rejected[block.sequence].append(anchor)
             text += block.token_ids
             yield block
