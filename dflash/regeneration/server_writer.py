@@ -24,8 +24,8 @@ class ServerWriter:
     target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
 
     A request that fails in a way that may pass (a busy server, a broken connection) is sent again up to four times,
-    after longer and longer pauses, unless `stopped` is set meanwhile. `wait` makes a pause of so many seconds; by default it
-    is that of `stopped`, which ends the pause at once.
+    after longer and longer pauses, until `stopped` is set. `wait` pauses for the given seconds; by default it is
+    `stopped.wait`, which returns as soon as `stopped` is set.
     """
 
     is_concurrent: Literal[True] = True
