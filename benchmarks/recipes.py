@@ -5,7 +5,7 @@
 
 A pair is a name, a target (a folder or a Hub id) and data that it wrote (`dflash regenerate`). An axis is a name and its cells, each
 of settings of `dflash train` joined by `+`, which are compared with the first. At equal time a cell gets the steps that take as
-long as the budget's steps of the first cell.
+long as the budget's steps of the first cell; each cell is timed in turn with the first.
 
 Every row is a run below `--work`, and is in `--output` once it is finished. The same command, or one with more axes, seeds or
 budgets, skips the rows that are there and goes on with the run that was stopped. Tau is that of the last step on held-out prompts.
@@ -14,7 +14,7 @@ budgets, skips the rows that are there and goes on with the run that was stopped
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -72,11 +72,17 @@ def run(target: str, data: str, folder: Path, settings: TrainingSettings) -> dic
     return json.loads((folder / "training.json").read_text(encoding="utf-8"))
 
 
-def seconds_per_step(target: str, data: str, settings: TrainingSettings) -> float:
-    """The median of some training steps after one to warm up, measurements and saving left out."""
-    ready = prepare(target, data, settings)
-    trainer = Trainer(ready.drafter, ready.target, ready.examples, settings)
-    return median([seconds_of(trainer.step) for _ in range(TIMED_STEPS + 1)][1:])
+def seconds_per_step(target: str, data: str, cells: Mapping[str, TrainingSettings]) -> dict[str, float]:
+    """Of each cell the median of some training steps after one to warm up, measurements and saving left out.
+
+    The cells take their steps in turn, so that other work on the machine slows all of them.
+    """
+    trainers = []
+    for settings in cells.values():
+        ready = prepare(target, data, settings)
+        trainers.append(Trainer(ready.drafter, ready.target, ready.examples, settings))
+    rounds = [[seconds_of(trainer.step) for trainer in trainers] for _ in range(TIMED_STEPS + 1)][1:]
+    return dict(zip(cells, map(median, zip(*rounds, strict=True)), strict=True))
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,9 +123,10 @@ def main() -> None:
                 continue
             row = dict(zip(KEY, (name, label, cell, seed), strict=True)) | {"is_base": cell == first}
             if equal == "time":
-                for one in {first, cell} - {known for of, known in speeds if of == name}:
-                    timed = TrainingSettings(**{**args.base, "steps": budget, **given(one)})
-                    speeds[name, one] = seconds_per_step(target, data, timed)
+                if (name, cell) not in speeds:
+                    each = {one: args.base | {"steps": budget} | given(one) for one in (first, cell)}
+                    of = seconds_per_step(target, data, {one: TrainingSettings(**its) for one, its in each.items()})
+                    speeds[name, cell] = speeds.setdefault((name, first), of[first]) * of[cell] / of[first]
                 row["seconds_per_step"] = speeds[name, cell]
             steps = max(1, round(budget * speeds[name, first] / speeds[name, cell])) if equal == "time" else budget
             ends = {"steps": steps, "eval_every": steps, "save_every": 100, "seed": seed}

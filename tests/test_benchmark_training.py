@@ -51,8 +51,8 @@ def test_finished_rows_are_not_run_again_and_equal_time_gives_a_slower_recipe_fe
     speeds = {"paper": 1.0, "short": 2.0}
     monkeypatch.setattr(benchmark, "TIMED_STEPS", 1)
     settings = TrainingSettings(**benchmark.given(base), steps=4)
-    assert benchmark.seconds_per_step(tmp_path / "target", tmp_path / "answers.jsonl", settings) > 0
-    monkeypatch.setattr(benchmark, "seconds_per_step", lambda target, data, settings: speeds[settings.recipe])
+    timed = benchmark.seconds_per_step(tmp_path / "target", tmp_path / "answers.jsonl", {"a": settings, "b": settings})
+    assert [(cell, seconds > 0) for cell, seconds in timed.items()] == [("a", True), ("b", True)]
 
     def result(*more: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [*words, *more])
@@ -63,7 +63,13 @@ def test_finished_rows_are_not_run_again_and_equal_time_gives_a_slower_recipe_fe
     monkeypatch.setattr(benchmark, "train_drafter", lambda *_, **__: pytest.fail("ran again"))
     assert result() == first
     monkeypatch.undo()
-    monkeypatch.setattr(benchmark, "seconds_per_step", lambda target, data, settings: speeds[settings.recipe])
+    busy = iter([1, 8])  # how much slower the machine is each time; what it is first is the first cell's
+
+    def seconds_per_step(target: str, data: str, cells: dict[str, TrainingSettings]) -> dict[str, float]:
+        slower = next(busy)
+        return {cell: slower * speeds[settings.recipe] for cell, settings in cells.items()}
+
+    monkeypatch.setattr(benchmark, "seconds_per_step", seconds_per_step)
     both = result("--equal", "time")
     assert both["measurements"][:4] == first["measurements"]
     found = [(row["axis"], row["cell"], row["seed"], row["steps"], row["is_base"]) for row in both["measurements"]]
