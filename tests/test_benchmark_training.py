@@ -49,10 +49,20 @@ def test_finished_rows_are_not_run_again_and_equal_time_gives_a_slower_recipe_fe
     words += ["--pair", "tiny", str(tmp_path / "target"), str(tmp_path / "answers.jsonl"), "--base", base]
     words += ["--budgets", "4", "--seeds", "2", "--axis", "recipe", "recipe=paper", "recipe=short"]
     speeds = {"paper": 1.0, "short": 2.0}
-    monkeypatch.setattr(benchmark, "TIMED_STEPS", 1)
-    settings = TrainingSettings(**benchmark.given(base), steps=4)
-    timed = benchmark.seconds_per_step(tmp_path / "target", tmp_path / "answers.jsonl", {"a": settings, "b": settings})
-    assert [(cell, seconds > 0) for cell, seconds in timed.items()] == [("a", True), ("b", True)]
+    monkeypatch.setattr(benchmark, "TIMED_STEPS", 2)
+    taken: list[str] = []  # the first steps are for warming up and last 100 s
+    ticks = iter([100, 100, 1, 5, 2, 7])
+
+    def seconds_of(step: Any) -> float:
+        taken.append(step.__self__.settings.recipe)
+        step()
+        return next(ticks)
+
+    monkeypatch.setattr(benchmark, "seconds_of", seconds_of)
+    cells = {recipe: TrainingSettings(**benchmark.given(base), steps=4, recipe=recipe) for recipe in speeds}
+    timed = benchmark.seconds_per_step(tmp_path / "target", tmp_path / "answers.jsonl", cells)
+    assert taken == ["paper", "short"] * 3
+    assert timed == {"paper": 1.5, "short": 6}
 
     def result(*more: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [*words, *more])
