@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from dflash.cli.loading import read_prompts
 from dflash.common import processes
+from dflash.common.files import check_output
 from dflash.common.processes import Processes
 from dflash.evaluation import (
     EvalPlan,
@@ -414,6 +415,23 @@ def test_command_ends_with_a_table_and_a_file(
     assert json.loads(out)["summary"] == [row for row in result["summary"] if row["task"] == "gsm8k"]
     assert "2 questions were answered before." in err
     assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
+
+
+def test_the_first_of_two_commands_holds_the_output_while_it_loads(
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a second command fails at once, as with `dflash regenerate`."""
+    output = tmp_path / "r.json"
+
+    def load_pair(*_: Any) -> Any:
+        with pytest.raises(ValueError, match=r"r\.json is being written by process"):
+            check_output(output)
+        raise ValueError("It was held.")
+
+    monkeypatch.setattr("dflash.cli.loading.load_pair", load_pair)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    assert run(*asked, "--output", output) == (1, "", "dflash: It was held.\n")
+    check_output(output)  # free again
 
 
 CHAT = [

@@ -140,7 +140,9 @@ def test_nothing_that_is_run_as_it_stands_writes_over_a_reader_s_folder() -> Non
             continue
         source = path.read_text(encoding="utf-8").replace('\\"', '"').replace("\\n", "\n")
         assert "overwrite=True" not in source, path
-        for name in re.findall(r'"--output".*default=(?:Path\()?"([\w-]+)"|^OUTPUT = "([\w-]+)"', source, re.MULTILINE):
+        for name in re.findall(
+            r'"--output".*default=(?:Path\()?"([\w-]+)"|^OUTPUT = "([\w-]+)"', source, re.MULTILINE
+        ):
             assert not any(part and re.search(rf"(?<!\S){part}(?!\S)", commands) for part in name), path
 
 

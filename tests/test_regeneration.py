@@ -24,6 +24,7 @@ from processes import dflash_process, forked
 from tiny_models import make_drafter, make_target, make_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from dflash.common.files import check_output
 from dflash.common.fingerprints import fingerprint
 from dflash.regeneration import (
     Answer,
@@ -1030,6 +1031,21 @@ def test_the_command_refuses_values_before_a_model_is_loaded(
         assert reason in run(output)[2]
     (tmp_path / "mine.jsonl").write_text("{}\n")
     assert "holds something else than a run" in run(tmp_path / "mine.jsonl")[2]
+
+
+def test_the_first_of_two_commands_holds_the_output_while_it_loads(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a second command fails at once. The lock was once taken after loading, and the later one could win."""
+
+    def load_writer(*_: Any) -> Any:
+        with pytest.raises(ValueError, match=r"r\.jsonl is being written by process"):
+            check_output(tmp_path / "r.jsonl")
+        raise ValueError("It was held.")
+
+    monkeypatch.setattr("dflash.cli.regenerate.load_writer", load_writer)
+    assert run(tmp_path / "r.jsonl") == (1, "", "dflash: It was held.\n")
+    check_output(tmp_path / "r.jsonl")  # free again
 
 
 def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokenizer: Any, tmp_path: Path) -> None:

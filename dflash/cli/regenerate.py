@@ -1,12 +1,13 @@
 """`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress, TextColumn
 
-from dflash.common.files import check_output
+from dflash.common.files import check_output, only_writer
 
 from . import loading
 from .arguments import ApiKeyEnv, Device, Dtype, Model, Target, model_option, panel, result_option, server_option
@@ -98,42 +99,48 @@ def regenerate(
     )
     loading.known_device(device)
     processes = Processes()
-    if processes.is_first:
-        check_answer_file(output, resume, overwrite)
-        check_output(output)
-        if trace is not None:
-            check_output(trace, overwrite or resume)
-    target = loading.checkpoint(target, "--target")
-    if url is not None:
-        writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
-    else:
-        place = device or loading.own_device(processes)
-        writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8)
-    if trace is not None:
-        writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
+    with ExitStack() as locks:  # before anything is loaded: of two commands the first one writes
         if processes.is_first:
-            loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
-    with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
-        progress = _Bar(bar)
-        record = regenerate_data(
-            writer,
-            tokenizer,
-            data,
-            output,
-            settings,
-            target_name=target,
-            license=license,
-            provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
-            resume=resume,
-            overwrite=overwrite,
-            processes=processes,
-            on_begin=progress.begin,
-            on_row=progress.row,
-        )
-    if processes.is_first:
+            check_answer_file(output, resume, overwrite)
+            check_output(output)
+            locks.enter_context(only_writer(output))
+            if trace is not None:
+                check_output(trace, overwrite or resume)
+                locks.enter_context(only_writer(trace))
+        target = loading.checkpoint(target, "--target")
+        if url is not None:
+            writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
+        else:
+            place = device or loading.own_device(processes)
+            writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8)
         if trace is not None:
-            writer.trace.join()
-        print(summary(output, record, drop_cut))
+            writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
+            if processes.is_first:
+                loading.say_once(
+                    f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace)."
+                )
+        with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
+            progress = _Bar(bar)
+            record = regenerate_data(
+                writer,
+                tokenizer,
+                data,
+                output,
+                settings,
+                target_name=target,
+                license=license,
+                provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
+                resume=resume,
+                overwrite=overwrite,
+                processes=processes,
+                is_locked=True,
+                on_begin=progress.begin,
+                on_row=progress.row,
+            )
+        if processes.is_first:
+            if trace is not None:
+                writer.trace.join()
+            print(summary(output, record, drop_cut))
 
 
 def summary(output: Path, record: Any, drop_cut: bool) -> str:
