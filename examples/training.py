@@ -44,7 +44,9 @@ def load_target(name: str | None) -> tuple[Any, Any]:
     if name is None:
         target, _, tokenizer = load_embedded_pair()
         return target, tokenizer
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), AutoTokenizer.from_pretrained(name)
+    return AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, trust_remote_code=False
+    ), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def main() -> None:

@@ -68,7 +68,8 @@ def adapt(
     with claimed(output, settings, resume, overwrite) as claim:  # refused now, and not after the answers
         sources = list(given.values())
         if claim.finished is None:
-            sources = _answered(given, answers, target, drafter, batch_size, overwrite, how)
+            place = batch_size, settings.trust_remote_code
+            sources = _answered(given, answers, target, drafter, *place, overwrite, how)
         keywords: dict[str, Any] = {"general": None if general is None else sources.pop(), "claim": claim}
         keywords |= {"general_share": general_share, "announce": announce, "on_point": _print_point}
         keywords |= {"provenance": facts, "show_progress": sys.stderr.isatty()}
@@ -87,6 +88,7 @@ def _answered(
     target: str,
     drafter: str,
     batch_size: int,
+    trust_remote_code: bool,
     overwrite: bool,
     how: dict[str, Any],
 ) -> list[str]:
@@ -105,7 +107,7 @@ def _answered(
         return list(sources.values())
     processes = Processes()
     place = loading.own_device(processes)
-    writer, tokenizer = load_writer(target, drafter, "auto", place, batch_size)
+    writer, tokenizer = load_writer(target, drafter, "auto", place, batch_size, trust_remote_code)
     for (name, source), row in zip(sources.items(), rows, strict=True):
         if "response_ids" in row:
             found.append(source)

@@ -25,6 +25,7 @@ def bench(
     drafter: Annotated[str | None, model_option(help="Its DFlash drafter: a folder or Hub id.")] = None,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
+    trust_remote_code: arguments.TrustRemoteCode = False,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -69,7 +70,7 @@ def bench(
         if threads is not None:
             torch.set_num_threads(threads)
         if target is not None and drafter is not None:
-            pair = load_pair(target, drafter, dtype, device)
+            pair = load_pair(target, drafter, dtype, device, trust_remote_code)
         else:
             pair = Pair(*load_embedded_pair("float32" if dtype == "auto" else dtype))
         if not asked:

@@ -8,9 +8,21 @@ import typer
 from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output, only_writer
+from dflash.common.remote_code import refuse_own_generate
 
 from . import loading
-from .arguments import ApiKeyEnv, Device, Dtype, Model, Target, model_option, panel, result_option, server_option
+from .arguments import (
+    ApiKeyEnv,
+    Device,
+    Dtype,
+    Model,
+    Target,
+    TrustRemoteCode,
+    model_option,
+    panel,
+    result_option,
+    server_option,
+)
 from .terminal import counting_bar
 
 
@@ -55,6 +67,7 @@ def regenerate(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -109,10 +122,10 @@ def regenerate(
                 locks.enter_context(only_writer(trace))
         target = loading.checkpoint(target, "--target")
         if url is not None:
-            writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
+            writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64, trust_remote_code)
         else:
             place = device or loading.own_device(processes)
-            writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8)
+            writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8, trust_remote_code)
         if trace is not None:
             writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
             if processes.is_first:
@@ -156,22 +169,33 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
     return ", ".join(parts)
 
 
-def load_writer(target: str, drafter: str | None, dtype: str, device: str | None, batch_size: int) -> tuple[Any, Any]:
+def load_writer(
+    target: str,
+    drafter: str | None,
+    dtype: str,
+    device: str | None,
+    batch_size: int,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 
     if drafter is not None:
-        pair = loading.load_pair(target, drafter, dtype, device)
+        pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
         return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with loading.named("--target", target):
+        refuse_own_generate(target, trust_remote_code)
         place = {"dtype": dtype, "device_map": loading.known_device(device)}
-        model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
-        return TargetWriter(model, None, batch_size), AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    return TargetWriter(model, None, batch_size), tokenizer
 
 
-def _server(target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int) -> tuple[Any, Any]:
+def _server(
+    target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int, trust_remote_code: bool
+) -> tuple[Any, Any]:
     """The target on a server, and its tokenizer; no weights are loaded here."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -179,7 +203,8 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
 
     key = loading.api_key(api_key_env)
     with loading.named("--target", target):
-        tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
         try:
             generation_config = GenerationConfig.from_pretrained(target)
         except OSError:  # what the config says of it then counts

@@ -228,10 +228,12 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     began = time.monotonic()
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target, trust_remote_code=False)
     # The answers are written and the figures measured in fp32; the features that are trained on come from a bf16 target,
     # where the CPU computes in bf16.
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.target, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     questions = [row.question for row in gsm8k][: scale.questions]
     training, choosing = questions[: -scale.choice_prompts], questions[-scale.choice_prompts :]

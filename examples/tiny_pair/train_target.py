@@ -209,9 +209,9 @@ def train(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     # Plain attention is the faster one here: rows are short, and CPU kernels for heads this small are not.
     if arguments.resume:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.resume)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.resume, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            arguments.resume, dtype=torch.bfloat16, attn_implementation="eager"
+            arguments.resume, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
         ).train()
     else:
         made = generate(scale.tokenizer_problems, arguments.seed)
