@@ -1047,6 +1047,20 @@ def test_the_first_of_two_commands_holds_the_output_while_it_loads(
     check_output(tmp_path / "r.jsonl")  # free again
 
 
+def test_the_answers_go_where_a_link_leads(run: Any, tmp_path: Path) -> None:
+    """Promise: an output that is a link to no file yet is made there; it was once taken for another run."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "r.jsonl").symlink_to(tmp_path / "disk" / "real.jsonl")
+    status, out, error = run(tmp_path / "r.jsonl")
+    assert status == 0, error
+    assert (tmp_path / "r.jsonl").is_symlink()
+    assert len(read(tmp_path / "disk" / "real.jsonl")) > 1
+    assert run(tmp_path / "r.jsonl", "--resume")[1] == out
+    (tmp_path / "lost.jsonl").symlink_to(tmp_path / "unmounted" / "real.jsonl")
+    assert "whose folder does not exist" in run(tmp_path / "lost.jsonl")[2]
+    assert not list(tmp_path.glob("lost.manifest*"))
+
+
 def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Promise: the second is refused with the number of the first; no row is lost or doubled."""
     output = tmp_path / "r.jsonl"

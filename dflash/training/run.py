@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.checkpoints import check_replaceable, read_licence
-from dflash.common.files import check_writable, only_writer
+from dflash.common.files import check_writable, followed, only_writer
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
@@ -241,7 +241,7 @@ def claimed(
     output: str | os.PathLike[str], settings: TrainingSettings, resume: bool, overwrite: bool
 ) -> Iterator[Claim]:
     """The claim on `output`, made by the first process under the lock; what it finds, or why it refuses, is told to all."""
-    folder, found = Path(output).expanduser().absolute(), list[Any]([None])
+    folder, found = followed(Path(output)), list[Any]([None])
     _trackers(settings, folder)
     with ExitStack() as held:
         # The first process may write features for hours while the others wait.
