@@ -1,7 +1,9 @@
 """Terminal output: progress bars, text with its accepted drafts marked, and the table of a comparison."""
 
 import math
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,16 +161,59 @@ def _figures(rows: Sequence[Comparison]) -> list[str]:
     return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
 
 
-def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
-    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells."""
+def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:
+    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells.
+
+    Nothing is cut. Where a terminal is too narrow, the columns that do not fit follow in a second table with the same
+    first columns, `num_names` of them or those without figures; in a pipe or a file every line is as long as it is.
+    """
     headings, rows = table
-    shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
-    for place, heading in enumerate(headings):
-        cells = [row[place] for row in rows]
-        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
-        is_figure = any(cell[:1].isdigit() for cell in cells)
-        broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
-        shown.add_column(broken, justify="right" if is_figure else "left", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
-    Console(highlight=False, markup=False).print(shown)
+    columns = [_column(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
+    num_names = num_names or next((place for place, column in enumerate(columns) if column.is_figure), 0) or 1
+    console = Console()
+    is_bounded = console.is_terminal or "COLUMNS" in os.environ
+    for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
+        shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+        for column in part:
+            shown.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
+        for cells in zip(*(column.cells for column in part), strict=True):
+            shown.add_row(*cells)
+        whole = max(_width(part), len(title or ""))
+        Console(width=whole, highlight=False, markup=False).print(shown)
+        title = None
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A heading, broken into lines, above its cells."""
+
+    heading: str
+    cells: list[str]
+    is_figure: bool
+
+    @property
+    def width(self) -> int:
+        """Letters of its longest line, and the space after it."""
+        return max(map(len, [*self.cells, *self.heading.splitlines()]), default=0) + 1
+
+
+def _column(heading: str, cells: list[str]) -> _Column:
+    width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
+    broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
+    return _Column(broken, cells, any(cell[:1].isdigit() for cell in cells))
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns)
+
+
+def _parts(columns: Sequence[_Column], num_names: int, width: int) -> Iterator[list[_Column]]:
+    """The columns in tables of at most `width` letters, if that can be, each with the `num_names` first ones."""
+    names = list(columns[:num_names])
+    part = list(names)
+    for column in columns[num_names:]:
+        if len(part) > num_names and _width([*part, column]) > width:
+            yield part
+            part = list(names)
+        part.append(column)
+    yield part
