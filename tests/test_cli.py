@@ -375,6 +375,36 @@ def test_first_difference_names_place_and_margin(tiny_target: Any) -> None:
     assert first_difference(tiny_target, prompt_ids, ids, ids[:4]).index == 4
 
 
+def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: where standard error is no terminal a long command is not silent, and a short one says nothing."""
+    now = [0.0]
+
+    def stopwatch() -> Callable[[], float]:
+        began = now[0]
+        return lambda: now[0] - began
+
+    monkeypatch.setattr("dflash.cli.terminal.stopwatch", stopwatch)
+    for is_first in (True, False):
+        with counting_bar(is_first) as bar:
+            task = bar.add_task("Answering", total=2000, rate="9 tokens/s")
+            for _ in range(1500):
+                now[0] += 0.125
+                bar.advance(task)
+            bar.update(task, advance=1, description="gsm8k 2.00x")
+            now[0] += 60
+            bar.update(task, advance=1, description="gsm8k 2.00x")
+        lines = [
+            f"{done} of 2,000: {what}, 9 tokens/s"
+            for done, what in (
+                ("480", "Answering"),
+                ("960", "Answering"),
+                ("1,440", "Answering"),
+                ("1,502", "gsm8k 2.00x"),
+            )
+        ]
+        assert capsys.readouterr().err.splitlines() == (lines if is_first else [])
+
+
 def test_a_bar_is_silent_in_all_processes_but_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     for is_first, said in ((True, "5 rows\n"), (False, "")):
         with counting_bar(is_first) as bar:

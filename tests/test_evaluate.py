@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -415,6 +416,15 @@ def test_command_ends_with_a_table_and_a_file(
     assert json.loads(out)["summary"] == [row for row in result["summary"] if row["task"] == "gsm8k"]
     assert "2 questions were answered before." in err
     assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
+
+
+def test_command_says_in_a_log_how_far_it_is(
+    run: Any, folders: tuple[str, str], data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    error = run(*asked, "--limit", 2, "--max-new-tokens", 8)[2]
+    assert re.findall(r"^(\d of 2): gsm8k \d", error, re.MULTILINE) == ["1 of 2", "2 of 2"]
 
 
 def test_the_first_of_two_commands_holds_the_output_while_it_loads(

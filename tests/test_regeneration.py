@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import sys
@@ -1045,6 +1046,14 @@ def test_the_first_of_two_commands_holds_the_output_while_it_loads(
     monkeypatch.setattr("dflash.cli.regenerate.load_writer", load_writer)
     assert run(tmp_path / "r.jsonl") == (1, "", "dflash: It was held.\n")
     check_output(tmp_path / "r.jsonl")  # free again
+
+
+def test_the_command_says_in_a_log_how_far_it_is(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    error = run(tmp_path / "r.jsonl")[2]
+    rows = len(read(tmp_path / "r.jsonl"))
+    counted = re.findall(r"^([\d,]+) of ([\d,]+): Answering, [\d,]+ tokens/s$", error, re.MULTILINE)
+    assert [(int(done), int(total)) for done, total in counted] == [(done, rows) for done in range(1, rows + 1)]
 
 
 def test_the_answers_go_where_a_link_leads(run: Any, tmp_path: Path) -> None:

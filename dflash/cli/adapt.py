@@ -11,7 +11,7 @@ from dflash.training import ADAPTATION
 
 from . import loading
 from .arguments import Drafter, Target, panel
-from .regenerate import load_writer, summary
+from .regenerate import answer_bar, load_writer, summary
 from .train import announce, say_stopped
 
 
@@ -119,9 +119,10 @@ def _answered(
         writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not again["resume"])
         rest = "what is left of " if again["resume"] else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
-        record = regenerate_data(
-            writer, tokenizer, source, answers, settings, target_name=target, processes=processes, **again
-        )
+        with answer_bar(processes.is_first) as progress:
+            watched: dict[str, Any] = {"on_begin": progress.begin, "on_row": progress.row}
+            how_to_write = {"target_name": target, "processes": processes, **again, **watched}
+            record = regenerate_data(writer, tokenizer, source, answers, settings, **how_to_write)
         if processes.is_first:
             writer.trace.join()
             announce(summary(answers, record, drop_cut=False))

@@ -1,6 +1,7 @@
 """`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,8 +133,7 @@ def regenerate(
                 loading.say_once(
                     f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace)."
                 )
-        with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
-            progress = _Bar(bar)
+        with answer_bar(processes.is_first) as progress:
             record = regenerate_data(
                 writer,
                 tokenizer,
@@ -212,7 +212,14 @@ def _server(
     return ServerWriter(url, model, tokenizer, config, generation_config, batch_size, key), tokenizer
 
 
-class _Bar:
+@contextmanager
+def answer_bar(is_first: bool) -> Iterator["AnswerBar"]:
+    """Shows on standard error, in the first process, how many rows are answered."""
+    with counting_bar(is_first, TextColumn("{task.fields[rate]}")) as progress:
+        yield AnswerBar(progress)
+
+
+class AnswerBar:
     """Progress over one process's share."""
 
     def __init__(self, progress: Progress) -> None:
@@ -221,6 +228,7 @@ class _Bar:
         self._tokens = 0
 
     def begin(self, share: int, record: Any) -> None:
+        """Says what is left out or done already, and counts `share` rows from here on."""
         for reason, count in (record.left_out or {}).items():
             self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
         if record.was_finished:
@@ -229,6 +237,7 @@ class _Bar:
         self._progress.reset(self._task, total=share)
 
     def row(self, tokens: int) -> None:
+        """Counts a row of so many new tokens."""
         self._tokens += tokens
         seconds = next(task.elapsed for task in self._progress.tasks if task.id == self._task)
         rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch

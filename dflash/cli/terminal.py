@@ -16,12 +16,15 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
+
+from dflash.common.stopwatch import LINE_SECONDS, stopwatch
 
 
 if TYPE_CHECKING:  # for annotations alone: importing these takes seconds
@@ -42,9 +45,10 @@ def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Ca
 
 @contextmanager
 def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
-    """Shows a bar on standard error, if that is a terminal, that counts items, with `more` columns and the time left.
+    """Shows a bar on standard error that counts items, with `more` columns and the time left.
 
-    In all processes but the first its console is silent.
+    Where standard error is no terminal, a line a minute says how many are done. In all processes but the first there is
+    neither, and the bar's console is silent.
     """
     console = Console(stderr=True, highlight=False, quiet=not is_first)
     columns = (
@@ -52,8 +56,33 @@ def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = Tru
         TimeRemainingColumn(),
     )  # fmt: skip
     hidden = not (is_first and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
+    with _LoggedBar(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
         yield progress
+
+
+class _LoggedBar(Progress):
+    """A bar, or where it is not drawn a line a minute: a log of nohup, SLURM or docker shows that the work goes on."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self._since_line = stopwatch()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._print_line(task_id)
+
+    def update(self, task_id: TaskID, **values: Any) -> None:
+        super().update(task_id, **values)
+        self._print_line(task_id)
+
+    def _print_line(self, task_id: TaskID) -> None:
+        if not self.disable or self._since_line() < LINE_SECONDS:
+            return
+        self._since_line = stopwatch()
+        task = next(task for task in self.tasks if task.id == task_id)
+        done = f"{task.completed:,.0f} of {task.total:,.0f}" if task.total else f"{task.completed:,.0f}"
+        notes = [task.description, task.fields.get("rate", "")]
+        self.console.print(": ".join([done, ", ".join(filter(None, notes))]), soft_wrap=True)
 
 
 class TextStream:
