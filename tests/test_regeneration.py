@@ -1018,6 +1018,8 @@ def test_logits_that_overflow_on_the_way_stop_the_run(
         (("--top-p", "nan"), "top_p=nan"),
         (("--device", "nonsense"), "--device nonsense cannot be used"),
         (("--resume", "--overwrite"), "both given"),
+        (("--split", "zz"), "--split zz chooses a part of a data set, and "),
+        (("--license", ""), "--license is empty: name the licence of the data"),
     ],
 )
 def test_the_command_refuses_values_before_a_model_is_loaded(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         encode_prompt,
         load_examples,
         named_row,
+        parts_of,
         sharegpt_messages,
         stop_ids,
         with_response,
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
-    from .run import claimed, train, train_drafter
+    from .run import claimed, tracker_options, train, train_drafter
     from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
-    from .sources import FORMS, read_rows
+    from .sources import FORMS, check_split, read_rows
     from .trainer import Trainer
     from .training_state import state_folder
 
@@ -59,6 +60,7 @@ __all__ = [
     "adaptation_sources",
     "build_optimizers",
     "can_pack",
+    "check_split",
     "chunked_loss",
     "claimed",
     "collate",
@@ -78,6 +80,7 @@ __all__ = [
     "named_row",
     "new_drafter",
     "oversize",
+    "parts_of",
     "prepare",
     "prompt_of",
     "read_rows",
@@ -89,6 +92,7 @@ __all__ = [
     "spread_taps",
     "state_folder",
     "stop_ids",
+    "tracker_options",
     "train",
     "train_drafter",
     "valid_anchors",
