@@ -13,8 +13,10 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 from processes import forked
 from rich.console import Console
@@ -29,6 +31,7 @@ from dflash.checkpoints import embedded
 from dflash.cli import app as cli
 from dflash.cli import loading
 from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar, show_table
+from dflash.common import hub
 from dflash.evaluation import (
     HAS_NATIVE,
     METHODS,
@@ -373,6 +376,48 @@ def test_first_difference_names_place_and_margin(tiny_target: Any) -> None:
     assert found.index == 3
     assert found.margin == pytest.approx((logits[ids[3]] - logits[other[3]]).item(), rel=1e-4)
     assert first_difference(tiny_target, prompt_ids, ids, ids[:4]).index == 4
+
+
+COMMANDS_THAT_LOAD = {
+    "generate": ("generate", "--target", "org/target", "--drafter", "org/drafter", "abc"),
+    "regenerate": ("regenerate", "--target", "org/target", "--data", "data.jsonl", "--output", "new.jsonl"),
+    "train": ("train", "--target", "org/target", "--data", "data.jsonl", "--output", "new"),
+    "check": ("check", "org/drafter"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_LOAD)
+def test_without_the_hub_a_name_fails_at_once(
+    command: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: an address where nobody listens is asked once, and nothing waits. It took 32 seconds."""
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    # Before 1.0 a session that was made offline, by another test, stays so.
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+    huggingface_hub.utils.get_session()
+    loading.say_once.cache_clear()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} seconds"))
+    asked: list[str] = []
+    monkeypatch.setattr("dflash.common.hub.get_session", lambda: SimpleNamespace(head=refuse(asked)))
+    status, _, error = run(*COMMANDS_THAT_LOAD[command])
+    assert (status, len(asked)) == (1, 1)
+    assert "huggingface.co does not answer: what it holds is read from the cache alone.\n" in error
+    name = COMMANDS_THAT_LOAD[command][2] if command != "check" else "org/drafter"
+    assert name in error.splitlines()[-1]
+    hub.ask_hub_again()
+    assert huggingface_hub.constants.HF_HUB_OFFLINE == hub.IS_OFFLINE
+
+
+def refuse(asked: list[str]) -> Callable[..., Any]:
+    """A `head` of a session that notes the address and finds nobody there."""
+
+    def head(url: str, **_: Any) -> Any:
+        asked.append(url)
+        raise ConnectionError(url)
+
+    return head
 
 
 def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,10 @@ def named(option: str, name: str) -> Iterator[None]:
 
 
 def checkpoint(name: str, option: str) -> str:
-    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither."""
+    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither.
+
+    The Hub is asked whether it answers: if not, what follows reads the cache, or fails at once.
+    """
     path = os.path.expanduser(name)
     remedy = "give a checkpoint's folder or its id on the Hub."
     if os.path.isdir(path):
@@ -111,6 +114,9 @@ def checkpoint(name: str, option: str) -> str:
         return path
     if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
+    from dflash.common.hub import read_cache_without_hub
+
+    read_cache_without_hub(say_once)
     return name
 
 

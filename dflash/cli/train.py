@@ -64,9 +64,12 @@ def train(
     texts = list(map(str, texts if isinstance(texts, list) else [texts]))
     settings = TrainingSettings(**asked)
     hide_loading_bars()
+    from dflash.common.hub import read_cache_without_hub
     from dflash.training import check_split, parts_of
 
     check_split([source for source, _ in parts_of(texts)], settings.split)
+    if not os.path.isdir(model):
+        read_cache_without_hub(announce)
     if settings.init is not None:
         from dflash.checkpoints import licence_lines
 
