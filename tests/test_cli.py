@@ -37,7 +37,9 @@ from dflash.evaluation import (
     METHODS,
     NATIVE,
     TASKS,
+    Difference,
     TimedRun,
+    caveat,
     first_difference,
     timed_blocks,
     timed_generate,
@@ -158,6 +160,56 @@ def test_thinking_flag_reaches_the_template(run: Any, pair: list[str]) -> None:
         for flag in ("--thinking", "--no-thinking")
     )
     assert json.loads(on)["token_ids"] != json.loads(off)["token_ids"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compare_explains_texts_that_differ_by_rounding(
+    dtype: str, run: Any, pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: as `dflash eval` does, and only where rounding can be the cause. "margin 0" once stood there alone."""
+    asked = ["generate", *pair, "abc", "--compare", "--max-new-tokens", "6", "--dtype", dtype]
+    sentence = caveat([{"identical": 0}], "bfloat16")
+    assert "--dtype float32 shows that they are equal" in sentence
+    monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: None)
+    assert sentence not in run(*asked)[1]
+    monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: Difference(4, 0.0))
+    out = " ".join(run(*asked)[1].split())
+    assert "differs from token 4, margin 0" in out
+    assert (sentence in out) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("command", ["generate", "convert", "train"])
+def test_a_drafter_whose_tensors_do_not_fit_is_one_sentence(
+    command: str, run: Any, pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: no table of transformers stands above it."""
+    drafter = tmp_path / "drafter"
+    make_drafter().save_pretrained(drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (drafter / "config.json").write_text(json.dumps(config))
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}')
+    words = {
+        "generate": ["generate", *pair[:2], "--drafter", drafter, "abc"],
+        "convert": ["convert", drafter, tmp_path / "new"],
+        "train": [
+            "train",
+            *pair[:2],
+            "--data",
+            tmp_path / "data.jsonl",
+            "--output",
+            tmp_path / "new",
+            "--init",
+            drafter,
+        ],
+    }
+    logged: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("transformers.modeling_utils"), "handle", lambda record: logged.append(record.msg)
+    )
+    status, _, error = run(*words[command])
+    assert (status, logged) == (1, [])
+    assert "does not fill a DFlash drafter exactly" in error.splitlines()[-1]
 
 
 def test_compare_shows_both(run: Any, pair: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash.common.files import adapter_fault
-from dflash.common.messages import first_line
+from dflash.common.messages import first_line, without_load_report
 from dflash.common.remote_code import refuse_own_generate
 
 from .terminal import progress_bar
@@ -41,7 +41,7 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_r
 
         tokenizer = load_tokenizer(target, trust_remote_code)
         advance()
-        with named("--drafter", drafter):
+        with named("--drafter", drafter), without_load_report():
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
         with named("--target", target):

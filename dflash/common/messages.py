@@ -1,6 +1,9 @@
 """Words for a user."""
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 # What transformers raises for a repository whose code nobody has trusted.
@@ -16,3 +19,15 @@ def first_line(error: BaseException) -> str:
     if UNTRUSTED_CODE.search(str(error)):
         return OWN_CODE
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Hides the table of tensors that transformers logs in the body: what does not fit a drafter is refused in one sentence."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
