@@ -270,6 +270,7 @@ def test_a_flat_list_of_ids_is_one_prompt(
         ({"output_hidden_states": True}, ["output_hidden_states=True", "target.generate"]),
         ({"prompt_lookup_num_tokens": 64}, ["prompt_lookup_num_tokens=64"]),
         ({"past_key_values": object()}, ["past_key_values"]),
+        ({"cache": object()}, ["cache"]),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, ["inputs_embeds"]),
         ({"max_length": 9, "max_new_tokens": "absent"}, ["9"]),
         ({"max_length": 4, "max_new_tokens": "absent"}, ["4"]),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from devices import LateDevice
 from tiny_models import make_prompt, make_target
 from transformers import DynamicCache, PreTrainedModel
 
-from dflash.model.cache_dflash import PreallocatedCache, PreallocatedLayer
+from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache, PreallocatedLayer
 
 
 NUM_LAYERS = 2
@@ -137,10 +139,11 @@ def test_verify_and_rollback_of_a_target_equal_a_full_forward(kind: str, attenti
     prompt, wrong, right = make_prompt(12), make_prompt(6, seed=31), make_prompt(6, seed=32)
     cache = PreallocatedCache(target.config.num_hidden_layers, 4)
     with torch.no_grad():
-        target(prompt, past_key_values=cache, use_cache=True)
-        verified = target(wrong, past_key_values=cache, use_cache=True).logits
+        cached: dict[str, Any] = {CACHE_NAME: cache, "use_cache": True}
+        target(prompt, **cached)
+        verified = target(wrong, **cached).logits
         cache.rollback(4)
-        continued = target(right, past_key_values=cache, use_cache=True).logits
+        continued = target(right, **cached).logits
         text = torch.cat([prompt, wrong[:, :2], right], dim=1)
         expected = target(text, use_cache=False).logits[:, -6:]
         first = target(torch.cat([prompt, wrong], dim=1), use_cache=False).logits[:, -6:]

@@ -491,6 +491,7 @@ def test_what_the_target_holds_and_cannot_be_exact_is_refused_by_name(name: str)
     [
         {"assistant_model": object()},
         {"past_key_values": DynamicCache()},
+        {"cache": DynamicCache()},
         {"custom_generate": "some/folder"},
         {"inputs_embeds": torch.zeros(1, 3, 32)},
     ],

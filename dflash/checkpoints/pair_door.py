@@ -30,6 +30,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 SETTINGS, DRAFTER = "dflash.json", "drafter"
+# Names of the cache in `generate` and its outputs. transformers 5.24 renamed it.
+CACHE_NAMES = ("cache", "past_key_values")
 
 # Keywords of the loop that plain `generate` does not know.
 OWN = (
@@ -106,7 +108,7 @@ def _why_plain(model: Any, asked: dict[str, Any]) -> str | None:
 def _drafted(drafter: Any, model: Any, asked: dict[str, Any]) -> Any:
     """The output of `generate`, by the drafter's `spec_generate`."""
     config: Any = asked.get("generation_config")
-    own, cache = model.generation_config, asked.get("past_key_values")
+    own = model.generation_config
     if asked.get("tokenizer") is not None and getattr(config, "stop_strings", None):
         config = asked["generation_config"] = copy.deepcopy(config)  # `generate` would keep them from the loop
         asked["stop_strings"], config.stop_strings = asked.get("stop_strings") or config.stop_strings, None
@@ -118,8 +120,9 @@ def _drafted(drafter: Any, model: Any, asked: dict[str, Any]) -> Any:
         asked["do_sample"] = bool(default("do_sample"))  # a temperature alone has `spec_generate` sample
     if not asked.get("synced_gpus"):
         asked.pop("synced_gpus", None)
-    if cache is not None and not cache.get_seq_length():
-        del asked["past_key_values"]
+    for name in CACHE_NAMES:
+        if asked.get(name) is not None and not asked[name].get_seq_length():
+            del asked[name]
     wants_dict = asked.pop("return_dict_in_generate", None)
     wants_dict = default("return_dict_in_generate") if wants_dict is None else wants_dict
     ids = asked.pop("inputs", None)
@@ -129,7 +132,9 @@ def _drafted(drafter: Any, model: Any, asked: dict[str, Any]) -> Any:
     if not wants_dict:
         return output.sequences
     kept = {"sequences": output.sequences, "scores": output.scores, "logits": output.logits}
-    return GenerateDecoderOnlyOutput(**kept, past_key_values=DynamicCache())  # an empty one keeps servers going
+    cache_name = next(name for name in CACHE_NAMES if name in GenerateDecoderOnlyOutput.__dataclass_fields__)
+    kept[cache_name] = DynamicCache()  # an empty one keeps servers going
+    return GenerateDecoderOnlyOutput(**kept)
 
 
 def _warn(message: str) -> None:

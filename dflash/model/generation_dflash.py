@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from .attention_dflash import attention_of
-from .cache_dflash import LINEAR_TYPES
+from .cache_dflash import CACHE_NAMES, LINEAR_TYPES
 from .decoding_dflash import LARGEST_TREE, Block, Conversation, Decoder, decode_blocks
 from .proposals_dflash import LatencyCurve, make_cutter
 from .step_dflash import WIDTH_CLASSES, InexactError, Pair, check_pair, compiled_pair
@@ -36,7 +36,7 @@ Prompts = torch.Tensor | Mapping[str, Any] | list[Any]
 # Multimodal targets whose text after an image is known to be exact, by model_type.
 IMAGE_FAMILIES = {"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 # Inputs that `generate` prepares for the forward of any model.
-PREPARED = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+PREPARED = {"attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache", *CACHE_NAMES}
 # Logits processors of transformers that keep a state.
 STATEFUL_PROCESSORS = {
     *("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
@@ -46,7 +46,7 @@ STATEFUL_PROCESSORS = {
 NO_MEANING_HERE = (
     *("assistant_early_exit", "assistant_model", "assistant_tokenizer", "cache_implementation", "cache_position"),
     *("custom_generate", "inputs_embeds", "logits_to_keep", "negative_prompt_attention_mask", "negative_prompt_ids"),
-    *("past_key_values", "position_ids", "speculation_type", "synced_gpus", "use_mtp"),
+    *("position_ids", "speculation_type", "synced_gpus", "use_mtp", *CACHE_NAMES),
 )
 # Fields of a generation config that select another way of decoding or another output, and their neutral values.
 OTHER_DECODING = (

@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
-from dflash.model.cache_dflash import LINEAR_TYPES, PreallocatedCache
+from dflash.model.cache_dflash import CACHE_NAME, LINEAR_TYPES, PreallocatedCache
 from dflash.model.decoding_dflash import Block
 from dflash.model.generation_dflash import SETTINGS, generate_blocks, max_positions
 from dflash.model.verification_dflash import PositionUniforms, choose_sampled
@@ -268,7 +268,7 @@ def _write(
     # A preallocated cache is faster; targets with linear layers have caches of their own.
     has_states = set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ())
     cache = None if has_states else PreallocatedCache(config.num_hidden_layers, width + max_new_tokens)
-    given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    given: dict[str, Any] = {} if cache is None else {CACHE_NAME: cache}
     stops = stop_ids(target.generation_config)
     if stops and target.generation_config.pad_token_id is None:
         given["pad_token_id"] = min(stops)
