@@ -343,6 +343,19 @@ class Verifier:
             return scores.argmax(dim=-1)
         return (self.sampler or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
 
+    def _call_processors(self, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] after the processors. Raises ValueError if these return another shape."""
+        processed = self.processors(text_ids, scores)
+        if (
+            len(scores) == 1 and processed.shape == scores.shape[1:]
+        ):  # plain `generate` decodes this form of one text, too
+            processed = processed[None]
+        if processed.shape != scores.shape:
+            names = ", ".join(type(processor).__name__ for processor in self.processors)
+            given = f"The logits processors ({names}) returned {list(processed.shape)} for scores {list(scores.shape)}"
+            raise ValueError(f"{given}: return scores of the same shape.")
+        return processed
+
     def _process(
         self, scores: torch.Tensor, sequences: list[TextSequence], proposals: Proposals, rule: str
     ) -> torch.Tensor:
@@ -359,7 +372,8 @@ class Verifier:
                 # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
                 # the prefix is repeated for the whole batch, and the result of this sequence is taken.
                 text_ids = sequence.text(path).expand(count, -1)
-                of_sequence[column] = self.processors(text_ids, of_sequence[column].repeat(count, 1))[sequence.index]
+                of_all = self._call_processors(text_ids, of_sequence[column].repeat(count, 1))
+                of_sequence[column] = of_all[sequence.index]
                 if not of_sequence[column].max() > -torch.inf:  # false for NaN, too
                     if self.ends(sequence.text(path)) or not raw[column].max().isfinite():
                         of_sequence[column] = raw[column]  # never written, or not finite: reported when it is read
