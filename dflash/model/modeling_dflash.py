@@ -478,10 +478,10 @@ class DFlashDraftModel(PreTrainedModel):
             return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.double() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
+            return (scores.float() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
 
         def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
-            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i].to(scores.device))
+            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i])
 
         path, candidate_ids, _, scores, _ = causal_head.choose_path(hidden_states, logits, anchors, choose)
         if with_confidences:
