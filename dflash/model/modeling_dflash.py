@@ -411,7 +411,12 @@ class DFlashDraftModel(PreTrainedModel):
         """Embeddings [..., D] of token_ids [...] by the target's `embedding`, scaled if the config says so."""
         if (scale := self.config.input_embedding_scale) is None:
             return embedding(token_ids)
-        return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        # The weight itself, because some modules scale. If it is offloaded, accelerate's hook loads it, and drops it again.
+        hook: Any = getattr(embedding, "_hf_hook", None)
+        if hook is not None:
+            (token_ids,), _ = hook.pre_forward(embedding, token_ids)
+        embeddings = F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        return embeddings if hook is None else hook.post_forward(embedding, embeddings)
 
     def compute_logits(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
