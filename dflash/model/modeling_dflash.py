@@ -411,7 +411,12 @@ class DFlashDraftModel(PreTrainedModel):
         """Embeddings [..., D] of token_ids [...] by the target's `embedding`, scaled if the config says so."""
         if (scale := self.config.input_embedding_scale) is None:
             return embedding(token_ids)
-        return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        # The weight itself, because some modules scale. If it is offloaded, accelerate's hook loads it, and drops it again.
+        hook: Any = getattr(embedding, "_hf_hook", None)
+        if hook is not None:
+            (token_ids,), _ = hook.pre_forward(embedding, token_ids)
+        embeddings = F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        return embeddings if hook is None else hook.post_forward(embedding, embeddings)
 
     def compute_logits(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
@@ -478,10 +483,10 @@ class DFlashDraftModel(PreTrainedModel):
             return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.double() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
+            return (scores.float() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
 
         def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
-            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i].to(scores.device))
+            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i])
 
         path, candidate_ids, _, scores, _ = causal_head.choose_path(hidden_states, logits, anchors, choose)
         if with_confidences:
