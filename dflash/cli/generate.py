@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dflash import __version__
 
-from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, decoding_option
+from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
 from .demo import show_comparison, warm_up
 from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once
 from .terminal import BlockPrinter, number
@@ -26,6 +26,7 @@ def generate(
     drafter: Drafter,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     chat_template: ChatTemplate = True,
     thinking: Thinking = False,
     as_json: AsJson = False,
@@ -55,7 +56,7 @@ def generate(
     known_device(device)
     check_trace_file(trace)
     text = given(sys.stdin.read() if prompt == "-" else prompt)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, trust_remote_code)
     input_ids = encode(pair, text, chat_template, thinking)
     _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
     if compare:
