@@ -234,7 +234,10 @@ def test_measuring_beyond_the_datas_answers_is_said(
 ) -> None:
     """Known trap: trained on answers of 160 tokens, tau was 2.73 on texts of 256 and 5.77 on texts of 160."""
     prompts = [example.prompt_ids for example in written_by(target, 4)]
-    examples = [Example([*prompt, *(4 + i % 30 for i in range(longest))], [0] * len(prompt) + [1] * longest) for prompt in prompts]
+    examples = [
+        Example([*prompt, *(4 + i % 30 for i in range(longest))], [0] * len(prompt) + [1] * longest)
+        for prompt in prompts
+    ]
     lines: list[str] = []
     few = settings(steps=1, eval_every=1, eval_new_tokens=40)
     train(drafter, target, examples, prompts, few, tmp_path / "drafter", show_progress=False, announce=lines.append)
