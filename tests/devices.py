@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import WRONG_OFFSET, ScriptedDrafter
+from tiny_models import WRONG_OFFSET, ScriptedDrafter, given_cache
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -46,7 +46,7 @@ class PlacedDrafter(ScriptedDrafter):
     def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
         width, positions = noise_embeds.shape[1], kwargs.get("position_ids")
         if positions is None:
-            end = kwargs["past_key_values"].get_seq_length() + context_hidden_states.shape[1] + width
+            end = given_cache(kwargs).get_seq_length() + context_hidden_states.shape[1] + width
             positions = torch.arange(end, device=noise_embeds.device)[None]
         output = super(ScriptedDrafter, self).forward(noise_embeds, context_hidden_states, **kwargs)
         positions = positions[:, -width:].clamp(max=TEXT_LENGTH - 1)

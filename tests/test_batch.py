@@ -14,6 +14,7 @@ from tiny_models import (
     SMALL,
     TARGET_KINDS,
     ScriptedDrafter,
+    given_cache,
     greedy,
     left_padded,
     make_drafter,
@@ -42,7 +43,7 @@ class BatchScriptedDrafter(ScriptedDrafter):
         self.embeddings = target.get_input_embeddings().weight.detach()
 
     def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
-        cache, positions = kwargs["past_key_values"], kwargs.get("position_ids")
+        cache, positions = given_cache(kwargs), kwargs.get("position_ids")
         starts = [cache.get_seq_length() + context_hidden_states.shape[1]]
         if positions is not None:
             starts = positions[:, -noise_embeds.shape[1]].tolist()

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from dflash import DFlashConfig, DFlashDraftModel
+from dflash.model.cache_dflash import CACHE_NAMES
 
 
 VOCAB_SIZE = 96
@@ -211,7 +212,7 @@ class ScriptedDrafter(DFlashDraftModel):
     def forward(self, noise_embeds: Any = None, context_hidden_states: Any = None, **kwargs: Any) -> Any:
         """The real forward, with the scripted rows in place of its own."""
         num_rows, width = noise_embeds.shape[:2]
-        cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        cache, position_ids = given_cache(kwargs), kwargs.get("position_ids")
         held = 0 if cache is None else int(cache.get_seq_length())
         if position_ids is None:
             anchors = [held + context_hidden_states.shape[1]] * num_rows
@@ -301,7 +302,7 @@ class PlacedDrafter(ScriptedDrafter):
         """The real forward, whose states are replaced by those that say the text."""
         width, positions = noise_embeds.shape[1], kwargs.get("position_ids")
         if positions is None:
-            end = kwargs["past_key_values"].get_seq_length() + context_hidden_states.shape[1] + width
+            end = given_cache(kwargs).get_seq_length() + context_hidden_states.shape[1] + width
             positions = torch.arange(end, device=noise_embeds.device)[None]
         super(ScriptedDrafter, self).forward(noise_embeds, context_hidden_states, **kwargs)
         positions = positions[:, -width:]
@@ -310,6 +311,11 @@ class PlacedDrafter(ScriptedDrafter):
         is_wrong = said - anchors == self.rights[anchors] + 1
         token_ids = (self.text[said] + is_wrong * WRONG_OFFSET) % self.config.vocab_size
         return BaseModelOutput(last_hidden_state=self.sayings[token_ids])
+
+
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache among a forward's keywords, under the name of any transformers; `None`: there is none."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
 def expected_lengths(script: list[int], num_new_tokens: int, block_size: int = BLOCK_SIZE) -> list[int]:

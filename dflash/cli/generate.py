@@ -74,9 +74,13 @@ def generate(
         run = decode(input_ids, on_block, generator=uniforms, **request)
     if not as_json:
         printer.end()
+        num_lookups, num_steps = len(run.lookup_steps), len(run.acceptance_lengths)
+        with_lookup = (
+            f" ({num_lookups} of {num_steps} steps proposed text that had occurred before)" if num_lookups else ""
+        )
         print(
             f"{len(run.token_ids)} tokens, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
-            f"{number(run.tokens_per_step)} tokens per step",
+            f"{number(run.tokens_per_step)} tokens per step{with_lookup}",
             file=sys.stderr,
         )
         return
@@ -87,6 +91,7 @@ def generate(
         "token_ids": run.token_ids,
         "acceptance_lengths": run.acceptance_lengths,
         "tau": None if math.isnan(run.tau) else run.tau,
+        "tau_with_lookup": None if math.isnan(run.tau_with_lookup) else run.tau_with_lookup,
         "tokens_per_step": None if math.isnan(run.tokens_per_step) else run.tokens_per_step,
         "tokens_per_second": run.tokens_per_second,
         "seconds": run.seconds,

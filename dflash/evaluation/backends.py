@@ -12,6 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.logits import check_logits
 from dflash.common.provenance import environment
+from dflash.model.cache_dflash import CACHE_NAME
 from dflash.model.decoding_dflash import Conversation
 from dflash.model.generation_dflash import max_positions
 
@@ -97,7 +98,7 @@ class PlainDialogue:
 
     def __call__(self, input_ids: torch.Tensor) -> TimedRun:
         """The continuation of input_ids [1, S], the whole dialogue so far."""
-        run = self._method(input_ids, past_key_values=self._reopened(input_ids[0, :-1].tolist()))
+        run = self._method(input_ids, **{CACHE_NAME: self._reopened(input_ids[0, :-1].tolist())})
         self._held = input_ids[0].tolist() + run.token_ids[:-1]
         return run
 

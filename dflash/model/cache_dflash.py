@@ -10,6 +10,7 @@ restores its state from before the step and replays the columns that were kept. 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,24 @@ from torch import nn
 from torch.nn import functional
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 4 has none
 
 # The `layer_types` whose running states can be replayed.
 LINEAR_TYPES = ("linear_attention", "conv")
+
+# Names of the cache in forwards, in `generate` and in outputs. transformers 5.24 renamed it.
+CACHE_NAMES = ("cache", "past_key_values")
+# The name in this transformers.
+CACHE_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(Qwen3Model.forward).parameters)
+
+
+def cache_name(target: nn.Module) -> str:
+    """The name of the cache in the target's forward. Code that a checkpoint carries may know the older name only."""
+    parameters = inspect.signature(target.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
 
 
 class PreallocatedLayer(CacheLayerMixin):

@@ -35,15 +35,14 @@ class DFlashAttn(qwen3.Qwen3Attention):
         self.is_causal = False
         self.is_block_causal = config.is_layer_causal(layer_idx)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: torch.Tensor,  # [B, N, D]
         context: torch.Tensor,  # [B, C, D]
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # each [B, C + N, E]
         attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         implementation: str,
-        **kwargs: Any,
     ) -> torch.Tensor:  # [B, N, D]
         """Attends from the block to [cached context, new context, block]."""
         width = hidden_states.shape[1]
@@ -51,20 +50,20 @@ class DFlashAttn(qwen3.Qwen3Attention):
         cos, sin = position_embeddings
         query = self._rotated(self.q_norm, self.q_proj(hidden_states), (cos[:, -width:], sin[:, -width:]))
         query = query.to(value.dtype)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend: Any = qwen3.eager_attention_forward
-        if implementation == "sdpa" and past_key_values is not None:  # one block after its cached context
+        if implementation == "sdpa" and cache is not None:  # one block after its cached context
             attend = grouped_attention
         elif implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[implementation]
+        options: dict[str, Any] = {"is_causal": False}
         if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
-            kwargs.update(is_causal=self.is_block_causal, sliding_window=self.sliding_window)
+            options = {"is_causal": self.is_block_causal, "sliding_window": self.sliding_window}
         else:
             attention_mask = self._decoding_mask(attention_mask, query, key)
-            kwargs.update(is_causal=False)
         dropout = self.attention_dropout if self.training else 0.0
-        output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        output, _ = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **options)
         return self.o_proj(output.flatten(2))
 
     def keys_and_values(
@@ -141,11 +140,11 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
 
         def attend(hidden: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(hidden, context, *inputs, **kwargs)
+            return self.self_attn(hidden, context, *inputs)
 
         hidden = self.input_layernorm(hidden_states)
         hidden = attend(hidden) if self.attention_conv is None else self.attention_conv(hidden, attend)
@@ -260,7 +259,7 @@ class DFlashDraftModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DFlashDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True  # with a block mask, as in training; decoding is not measured with it
@@ -312,10 +311,12 @@ class DFlashDraftModel(PreTrainedModel):
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         past_key_values: Cache | None = None,
         *,
+        cache: Cache | None = None,
         attn_implementation: str | None = None,
         noise_embedding: torch.Tensor | None = None,
         target_hidden: torch.Tensor | None = None,
-        **kwargs: Any,
+        use_cache: bool = True,
+        is_causal: bool = False,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the block. Those of position i, through the target's head, propose the token at that position.
 
@@ -329,36 +330,49 @@ class DFlashDraftModel(PreTrainedModel):
                 that its layer allows; 2-D `(B, keys)`, 1 for a token; or 4-D `(B, 1, N, keys)`, boolean or additive, alone or
                 by layer type, used as it is.
             past_key_values (`Cache`, *optional*): Grows by C + N; the caller rolls the block's N positions back.
+            cache: The name of `past_key_values` since transformers 5.24.
             attn_implementation (`str`, *optional*): For this forward only. Default: that of the model.
             noise_embedding: z-lab's name of `noise_embeds`.
             target_hidden: z-lab's name of `context_hidden_states`.
-            kwargs: Passed to the attention function.
+            use_cache: z-lab's loop passes `True`. A cache is used if one is given.
+            is_causal: z-lab's loop passes `False`. Causality inside a block is that of the config.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` of shape `(B, N, D)` and `past_key_values`.
+            `BaseModelOutputWithPast`: `last_hidden_state` of shape `(B, N, D)` and the cache.
 
         Raises:
-            ValueError: if block or context are missing, or the attention does not support a 4-D mask.
+            ValueError: if block or context are missing, if there are two caches, for another `use_cache` or `is_causal`, or if
+                the attention does not support a 4-D mask.
         """
         noise_embeds = noise_embedding if noise_embeds is None else noise_embeds
         context_hidden_states = target_hidden if context_hidden_states is None else context_hidden_states
         if noise_embeds is None or context_hidden_states is None:
             raise ValueError("forward needs noise_embeds and context_hidden_states; for text, call spec_generate.")
+        if cache is not None and past_key_values is not None:
+            raise ValueError(
+                "forward was given cache and past_key_values, which are the same thing: pass one of them."
+            )
+        if not use_cache or is_causal:
+            given = f"use_cache={use_cache!r} and is_causal={is_causal!r}"
+            raise ValueError(f"forward was given {given}: leave them out, cache and config decide.")
+        cache = past_key_values if cache is None else cache
         # The target may run in another dtype; norms keep the drafter's own, also when its matrices are quantised.
         dtype = self.hidden_norm.weight.dtype
         hidden_states = noise_embeds.to(dtype)
         context = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))  # [B, C, D]
         if position_ids is None:
-            start = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            start = 0 if cache is None else int(cache.get_seq_length())
             length = context.shape[1] + hidden_states.shape[1]
             position_ids = torch.arange(start, start + length, device=hidden_states.device)[None]
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         implementation = attn_implementation or self.config._attn_implementation
         masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            inputs = context, position_embeddings, masks[layer_type], past_key_values, implementation
-            hidden_states = layer(hidden_states, *inputs, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+            inputs = context, position_embeddings, masks[layer_type], cache, implementation
+            hidden_states = layer(hidden_states, *inputs)
+        return BaseModelOutputWithPast(
+            self.norm(hidden_states), cache
+        )  # by position: transformers 5.24 renamed the cache
 
     def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
         masks = dict.fromkeys(self.config.layer_types, attention_mask)
@@ -381,13 +395,13 @@ class DFlashDraftModel(PreTrainedModel):
                 masks[layer_type] = step_mask(visible, starts, width, num_keys, config.layer_window(layer), dtype)
         return masks
 
-    def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, past_key_values: Cache) -> None:
+    def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Adds keys and values of new context [B, C, L * D] at positions [B, C] to the cache, without a block."""
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype)))
         position_embeddings = self.rotary_emb(context, position_ids)
         for layer_idx, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
-            past_key_values.update(*attention.keys_and_values(context, position_embeddings), layer_idx)
+            cache.update(*attention.keys_and_values(context, position_embeddings), layer_idx)
 
     def get_input_embeddings(self) -> Any:
         """`None`: the embedding is the target's."""
@@ -397,7 +411,12 @@ class DFlashDraftModel(PreTrainedModel):
         """Embeddings [..., D] of token_ids [...] by the target's `embedding`, scaled if the config says so."""
         if (scale := self.config.input_embedding_scale) is None:
             return embedding(token_ids)
-        return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        # The weight itself, because some modules scale. If it is offloaded, accelerate's hook loads it, and drops it again.
+        hook: Any = getattr(embedding, "_hf_hook", None)
+        if hook is not None:
+            (token_ids,), _ = hook.pre_forward(embedding, token_ids)
+        embeddings = F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        return embeddings if hook is None else hook.post_forward(embedding, embeddings)
 
     def compute_logits(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
@@ -464,10 +483,10 @@ class DFlashDraftModel(PreTrainedModel):
             return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.double() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
+            return (scores.float() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
 
         def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
-            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i].to(scores.device))
+            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i])
 
         path, candidate_ids, _, scores, _ = causal_head.choose_path(hidden_states, logits, anchors, choose)
         if with_confidences:
@@ -545,7 +564,8 @@ class DFlashDraftModel(PreTrainedModel):
             kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
             # Errors of transformers that a malformed checkpoint causes.
             malformed = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
-            if not isinstance(error, malformed) and not kind.startswith(("StrictDataclass", "SafetensorError")):
+            is_malformed = isinstance(error, malformed) or "Only Tensors of floating point" in str(error)
+            if not is_malformed and not kind.startswith(("StrictDataclass", "SafetensorError")):
                 raise
             given = f"{name} cannot be read ({kind}: {reason}): its config.json is wrong or its weights are truncated"
             raise ValueError(f"{given}; correct or fetch it again. `dflash check` says what is wrong.") from error
@@ -558,6 +578,11 @@ class DFlashDraftModel(PreTrainedModel):
             listed = "; ".join(f"{len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in named)
             remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"
             raise ValueError(f"{name} does not fill a DFlash drafter exactly ({listed}): {remedy}.")
+        weight = model.fc.weight
+        is_plain = weight.device.type != "meta" and getattr(model.config, "quantization_config", None) is None
+        if is_plain and bool((weight == weight.round()).all()) and bool((weight.abs() > 1).any()):
+            remedy = "load the weights that were trained, or the checkpoint with its quantization_config"
+            raise ValueError(f"{name} holds integers as weights (fc.weight), so it is quantised: {remedy}.")
         return (model, info) if wants_info else model
 
 

@@ -37,6 +37,7 @@ from .cache_dflash import (
     LinearAttentionLayer,
     PreallocatedCache,
     PreallocatedLayer,
+    cache_name,
     chosen,
     linear_mixers,
     to_device,
@@ -84,6 +85,7 @@ class Layout:
     # images, or modelling code that makes its own.
     makes_own_masks: bool
     shares_keys: bool  # whether layers read the keys of earlier ones
+    cache_name: str  # the name of the cache in its forward
 
     @classmethod
     def of(cls, target: PreTrainedModel, taps: Sequence[int]) -> Layout:
@@ -94,7 +96,7 @@ class Layout:
         is_plain = takes_masks and set(types) <= {"full_attention", "sliding_attention"}
         makes_own_masks = not is_plain or _rope_of_images(target) is not None
         window, num_shared = getattr(config, "sliding_window", None), getattr(config, "num_kv_shared_layers", 0)
-        return cls(tuple(taps), types, window, makes_own_masks, bool(num_shared))
+        return cls(tuple(taps), types, window, makes_own_masks, bool(num_shared), cache_name(target))
 
     def masks(
         self,
@@ -121,12 +123,12 @@ class Layout:
         return mask(None if self.types == ("full_attention",) else self.window)
 
 
-def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the target's forward, and the concatenated outputs of its layers `taps`, [B, S, L * D]."""
-    inputs |= {"use_cache": True, "return_dict": True}
+def tapped_forward(target: Any, layout: Layout, cache: Cache, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the target's forward, and the concatenated outputs of the layers that are tapped, [B, S, L * D]."""
+    inputs |= {layout.cache_name: cache, "use_cache": True, "return_dict": True}
     if torch.compiler.is_compiling():  # hooks cannot be added there; the states of other layers are unused
         output = target(**inputs, output_hidden_states=True)
-        return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in taps], dim=-1)
+        return output.logits, torch.cat([output.hidden_states[tap + 1] for tap in layout.taps], dim=-1)
     # Hooks exist during this forward and record this thread, so several threads can generate on one target.
     thread, layers, states = threading.get_ident(), decoder_layers(target), list[torch.Tensor]()
 
@@ -135,7 +137,7 @@ def tapped_forward(target: Any, taps: Sequence[int], **inputs: Any) -> tuple[tor
             states.append(output[0] if isinstance(output, tuple) else output)
 
     hook.is_tap = True  # type: ignore[attr-defined]  # removed after this forward, so the model counts as unchanged
-    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    handles = [layers[tap].register_forward_hook(hook) for tap in layout.taps]
     try:
         logits = target(**inputs).logits
     finally:
@@ -160,7 +162,7 @@ def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -
     dtype = None if place.is_flex else target.dtype
     masks = layout.masks(place.positions, place.num_keys, dtype, place.ancestors)
     inputs = {"input_ids": token_ids, "position_ids": place.positions, "attention_mask": masks}
-    return tapped_forward(target, layout.taps, **inputs, past_key_values=place.cache)
+    return tapped_forward(target, layout, place.cache, **inputs)
 
 
 def draft(
@@ -618,8 +620,8 @@ class Pair:
             to_keep = torch.arange(width - num_logits, width, device=token_ids.device)
         # A later chunk needs no mask. All forwards run inside, so that another thread's chunk does not change them.
         with cache.recording(width if num_logits == width else 0), step_attention(self.target, CHUNK):
-            inputs = {"input_ids": token_ids, "past_key_values": cache, "logits_to_keep": to_keep, **placed}
-            logits, features = tapped_forward(self.target, self.layout.taps, **inputs)
+            inputs = {"input_ids": token_ids, "logits_to_keep": to_keep, **placed}
+            logits, features = tapped_forward(self.target, self.layout, cache, **inputs)
         if placed is self._prompt_inputs and self._rope is not None:
             # `generate` of transformers 5 has prepared positions, [3, 1, S], or [4, 1, S] with the text's own first. Otherwise
             # the model has computed them.

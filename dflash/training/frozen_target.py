@@ -61,11 +61,11 @@ class FrozenTarget(Pair):
         batch, target = batch.to(self.target.device), self.target
         placed = self._placed(batch.document_ids)
         if getattr(self.config, "num_kv_shared_layers", 0):  # such layers read their keys from a cache
-            placed["past_key_values"] = self.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
+            placed[self.layout.cache_name] = self.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
         last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
         read = [*self._taps, self._decoder]
         with _outputs_of(read) as outputs:
-            how: dict[str, Any] = {"logits_to_keep": last, "use_cache": "past_key_values" in placed}
+            how: dict[str, Any] = {"logits_to_keep": last, "use_cache": self.layout.cache_name in placed}
             logits = target(input_ids=batch.input_ids, return_dict=True, **how, **placed).logits[:, -1]
         *states, last_hidden_state = (outputs[module].to(self.drafter.device) for module in read)
         features = torch.cat([state.to(self.drafter.dtype) for state in states], dim=-1)

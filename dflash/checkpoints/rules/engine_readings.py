@@ -4,7 +4,7 @@ A reading is compared with what the checkpoint means; where the two differ, that
 one that was trained. Dictionaries in, values out: nothing here opens a file or imports a model.
 
 Versions that the rules were read from: vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM 1.4.0rc1, dflash-mlx 0.1.8,
-transformers 5.23.
+transformers 5.23 and 5.24.
 """
 
 from collections.abc import Callable, Mapping
@@ -159,6 +159,9 @@ def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
         return _attention(types, window, False)
     if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
         return _attention(types, window, False if config.get("sliding_window_non_causal", False) else None)
+    causal_head = nested_fields(config).get("causal_head")  # JetSpec's, which no engine reads
+    if causal_head is not None and config.get("is_causal") is None:
+        config = {**config, "is_causal": causal_head}
     return _vllm_attention(config, types, window)
 
 
