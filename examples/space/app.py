@@ -40,6 +40,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None
 DECODER = ThreadPoolExecutor(1)
 # One pair is loaded at a time.
 LOADING = Lock()
+EMBEDDED = Pair(*load_embedded_pair())
 # Drafters that have decoded.
 WARM: WeakSet[Any] = WeakSet()
 
@@ -52,12 +53,7 @@ def load(target: str, drafter: str) -> Pair:
     """A pair by folders or Hub ids; the embedded pair if both are empty. ValueError if one cannot be loaded."""
     if bool(target) != bool(drafter):
         raise ValueError("Target and drafter go together: name both, or neither for the embedded pair.")
-    return load_named(target, drafter) if target else load_embedded()
-
-
-@lru_cache(maxsize=1)
-def load_embedded() -> Pair:
-    return Pair(*load_embedded_pair())
+    return load_named(target, drafter) if target else EMBEDDED
 
 
 @lru_cache(maxsize=1)  # the last pair stays loaded
@@ -90,17 +86,14 @@ def read(pair: Pair, prompt: str) -> torch.Tensor:
 
 
 def fetch(target: str, drafter: str) -> Iterator[tuple[str, str]]:
-    """Loads a visitor's pair before the visitor stands in line, where a slow download would hold up all the others.
-
-    The page, and why there is no such pair, or nothing.
-    """
-    waiting = view.page(note="Loading the pair…")
-    yield waiting, ""
+    """Loads a pair before its visitor stands in line, where that would hold up others: the page, and why it failed."""
+    waiting, refusal = view.page(note="Loading the pair…"), ""
+    yield waiting, refusal
     try:
         load(target.strip(), drafter.strip())
-        yield waiting, ""
     except (ValueError, torch.OutOfMemoryError) as error:
-        yield waiting, refusal_of(error)
+        refusal = refusal_of(error)
+    yield waiting, refusal
 
 
 def answer(prompt: str, target: str, drafter: str, max_new_tokens: int, refusal: str = "") -> Iterator[str]:
