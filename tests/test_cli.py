@@ -204,9 +204,9 @@ def test_a_drafter_whose_tensors_do_not_fit_is_one_sentence(
         ],
     }
     logged: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("transformers.modeling_utils"), "handle", lambda record: logged.append(record.msg)
-    )
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
     status, _, error = run(*words[command])
     assert (status, logged) == (1, [])
     assert "does not fill a DFlash drafter exactly" in error.splitlines()[-1]

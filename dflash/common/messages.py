@@ -26,9 +26,12 @@ def first_line(error: BaseException) -> str:
 def without_load_report() -> Iterator[None]:
     """Hides the table of tensors that transformers logs in the body: what does not fit a drafter is refused in one sentence."""
     logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)  # of the logger's level other messages depend
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_error)
