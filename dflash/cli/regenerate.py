@@ -118,8 +118,9 @@ def regenerate(
     processes = Processes()
     with ExitStack() as locks:  # before anything is loaded: of two commands the first one writes
         if processes.is_first:
+            if not output.is_dir():
+                check_output(output)  # a run that goes on is said to, and not to be one that can be resumed
             check_answer_file(output, resume, overwrite)
-            check_output(output)
             locks.enter_context(only_writer(output))
             if trace is not None:
                 check_output(trace, overwrite or resume)
