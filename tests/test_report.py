@@ -263,8 +263,8 @@ def test_a_figure_that_no_row_has_anything_for_is_a_sentence(tmp_path: Path) -> 
         ({**RESULT, "schema_version": 7}, "has schema version 7, and this version of dflash reads 1: measure again."),
         ({"model_type": "qwen3"}, "is no result: it has no schema_version; give one of `dflash bench`"),
         ([1, 2], "is no result: it has no schema_version"),
-        ("# notes", "is no JSON ("),
-        ("", "is no JSON ("),
+        ("# notes", "is not JSON ("),
+        ("", "is not JSON ("),
         (
             {**RESULT, "summary": [{"task": "t"}]},
             "is no whole result: a row of its summary has no method; measure again.",
@@ -301,7 +301,7 @@ def test_a_lone_file_without_rows_is_named(run: Any, tmp_path: Path, content: An
 def test_bytes_and_missing_files_are_named(run: Any, tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(range(256)))
-    assert f"{weights} is no JSON" in run(weights, "--output", tmp_path / "out")[2]
+    assert f"{weights} is not UTF-8" in run(weights, "--output", tmp_path / "out")[2]
     missing = tmp_path / "none.json"
     for unreadable, reason in (
         (missing, "cannot be read (No such file or directory): give a result of `dflash bench`"),

@@ -523,9 +523,11 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, run: Any) -> None:
         path.write_text(text)
         status, _, err = run("--config", path, named=False)
         assert (status, said in err) == (1, True)
+    path.write_text("a: " + "[" * 5000)
+    assert "x.yaml is nested too deeply to be read" in run("--config", path, named=False)[2]
     path.write_bytes(b"license: \xe9")
     assert "x.yaml is not UTF-8" in run("--config", path, named=False)[2]
-    path.write_text("mixed_precision: no\nlearning-rate: 6e-4\n")
+    path.write_text("mixed_precision: no\nlearning-rate: 6e-4\n", encoding="utf-8-sig")  # as Windows writes it
     settings = TrainingSettings(**read_yaml(path))
     assert (settings.mixed_precision, settings.learning_rate) == ("no", 6e-4)
 

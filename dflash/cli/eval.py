@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from dflash.common.messages import counted
+
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar, show_table
@@ -134,6 +136,8 @@ def evaluate(
         if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
             cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
             print(f"Answers are cut at {cut}.", file=sys.stderr)
+    if processes.is_first:
+        loading.say_without_template(tokenizer, chat_template)
     # No thread draws the bar, because that would disturb the measurement.
     with ExitStack() as held:
         if pair is not None:
@@ -189,7 +193,7 @@ class _Bar:
 
     def begin(self, share: int, done: int) -> None:
         if done:
-            self._progress.console.print(f"{done} questions were answered before.")
+            self._progress.console.print(f"{counted(done, 'question')} answered before.")
         self._progress.update(self._task, total=share, refresh=True)
 
     def done(self, answers: Sequence[Any]) -> None:
@@ -226,7 +230,7 @@ def _show(result: dict[str, Any]) -> None:
     console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows, setup.get('target_dtype'))}".rstrip(), "dim"))
     for task in result["tasks"]:
         if task["too_long"]:
-            left_out = f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out"
+            left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"
             console.print(f"{left_out}: with the answer they would be longer than the target's positions.")
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from dflash.common.json_text import parsed_json
 from dflash.common.provenance import SCHEMA_VERSION
 
 
@@ -41,11 +42,11 @@ def read_result(path: str | Path) -> dict[str, Any]:
         return ValueError(f"{path} {what} of `dflash bench`, `eval`, `canary` or `train`.")
 
     try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        result = parsed_json(Path(path).read_bytes())
     except OSError as error:
         raise refused(f"cannot be read ({error.strerror}): give a result") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise refused(f"is no JSON ({error}): give a result") from error
+    except ValueError as error:
+        raise refused(f"{error}: give a result") from error
     if isinstance(result, dict) and "schema_version" not in result and Path(path).name == RUN:
         result = _of_run(result)
     version = result.get("schema_version") if isinstance(result, dict) else None

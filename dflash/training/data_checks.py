@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.messages import counted
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .data import Example, stop_ids
@@ -48,17 +49,17 @@ def usable(
             kept.append(number - 1)
     if not is_supervised:
         raise ValueError(
-            f"The data ({len(examples)} sequences) holds no supervised token: give chats in which the assistant says "
+            f"The data ({counted(len(examples), 'sequence')}) holds no supervised token: give chats in which the assistant says "
             "something, or a longer max_length."
         )
     if not kept:
         raise ValueError(
-            f"None of the {len(examples)} sequences (the longest has {max(lengths_of(examples))} tokens) is as long as a block of "
+            f"None of {counted(len(examples), 'sequence')} (the longest has {max(lengths_of(examples))} tokens) is as long as a block of "
             f"{block_size} with two supervised tokens in a row: give longer answers, or a smaller block_size."
         )
     if len(kept) < len(examples) and announce is not None:
         why = "shorter than a block, or without two supervised tokens in a row"
-        announce(f"{len(examples) - len(kept):,} of {len(examples):,} sequences are left out: {why}.")
+        announce(f"{len(examples) - len(kept):,} of {counted(len(examples), 'sequence')} left out: {why}.")
     return chosen(examples, kept)
 
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
-from dflash.common.messages import first_line
+from dflash.common.messages import as_sentence, first_line
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import check_pair
@@ -195,10 +195,12 @@ def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
     """Names the target in what is wrong with it. A name that no Hub id can have is a ValueError of transformers."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        said = first_line(error).rstrip(".")
+    except Exception as error:
+        sentence = as_sentence(error)
+        if sentence is None:
+            raise
         raise ValueError(
-            f"The target {target} cannot be loaded ({said}): give a local folder, or an id on the Hub that can be reached."
+            f"The target {target} cannot be loaded ({sentence.rstrip('.')}): give a local folder, or an id on the Hub that can be reached."
         ) from error
 
 

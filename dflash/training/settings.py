@@ -280,7 +280,7 @@ def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is no file: write one `name: value` a line, the names as the flags are called.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         found, tree = yaml.safe_load(text), yaml.compose(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: save the file in UTF-8.") from error
@@ -288,6 +288,8 @@ def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not YAML ({str(error).splitlines()[0]}): write one `name: value` a line."
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read: write one `name: value` a line.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings: write one `name: value` a line.")
     names = Counter(str(key.value).replace("-", "_") for key, _ in tree.value)

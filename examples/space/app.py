@@ -23,6 +23,7 @@ import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
+from dflash.common.messages import as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 
@@ -72,10 +73,13 @@ def answer(prompt: str, target: str, drafter: str, max_new_tokens: int) -> Itera
         pair = DECODER.submit(load, target.strip(), drafter.strip()).result()
         input_ids = read(pair, prompt)
         yield from race(pair, input_ids, max_new_tokens)
-    except ValueError as error:
-        yield view.problem(str(error).removeprefix("--"))
     except torch.OutOfMemoryError:
         yield view.problem("The device is out of memory: take a smaller pair or a shorter prompt.")
+    except Exception as error:
+        sentence = as_sentence(error)
+        if sentence is None:
+            raise
+        yield view.problem(sentence.removeprefix("--"))
 
 
 def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[str]:
