@@ -131,6 +131,8 @@ CONFIG_FAULTS: list[tuple[str, Callable[[dict[str, Any]], Any], str, str, set[st
     ("null hides the mask", nested(mask_token_id=None), "doubles", "dflash_config.mask_token_id", {"vllm", "sglang", "mlx"}),
     ("no block", both("block_size", ...), "block-size", "block_size", EVERY),
     ("block of one", both("block_size", 1), "block-size", "block_size", EVERY),
+    ("block of a million", both("block_size", 1_000_000), "block-size", "block_size", EVERY),
+    ("causal heads differ", lambda c: (top(is_causal=False)(c), nested(causal_head=True)(c)), "doubles", "is_causal", EVERY),
     ("block in quotes", both("block_size", "6"), "field-type", "block_size", EVERY),
     ("no mask", both("mask_token_id", ...), "mask-token", "mask_token_id", EVERY),
     ("mask out of range", both("mask_token_id", 96), "mask-token", "mask_token_id", EVERY),
@@ -197,6 +199,12 @@ CONFIG_WARNINGS: list[tuple[str, Callable[[dict[str, Any]], Any], str, set[str]]
     ("dtype not the stored one", top(dtype="float16", torch_dtype="float16"), "dtype", EVERY),
     ("other backbone", top(model_type="llama"), "names", SERVERS | {"mlx"}),
     ("negative multiplier", nested(output_multiplier=-2.0), "variant", {"native", "trtllm", "mlx"}),
+    (
+        "JetSpec's causality",
+        lambda c: (top(is_causal=...)(c), nested(causal_head=True)(c)),
+        "reading",
+        SERVERS | {"mlx"},
+    ),
 ]
 
 
@@ -384,6 +392,20 @@ def test_code_that_native_generate_cannot_call(drafter: Path) -> None:
     report = check(edit(drafter, top(auto_map={"AutoModel": "dflash.DFlashDraftModel"})))
     assert failing(report) == {"native"}
     assert verdicts(report)["remote-code"] == "degraded"
+
+
+def test_code_of_an_older_version_is_found_and_what_renews_it(drafter: Path) -> None:
+    """transformers 5.24 calls a drafter with `cache`, which the forward of older code ignored: 1.6 tokens a forward."""
+    path = drafter / "modeling_dflash.py"
+    text = path.read_text()
+    path.write_text(f"{text}# older\n")
+    report = check(drafter)
+    assert [(f.severity, f.field) for f in report.findings if f.rule == "code"] == [("note", "modeling_dflash.py")]
+    assert report.is_ok
+    path.write_text(text.replace("        cache: Cache | None = None,\n", ""))
+    report = check(drafter)
+    assert failing(report) == {"remote-code", "native"}
+    assert "`dflash convert`" in next(finding.fix for finding in report.findings if finding.rule == "code")
 
 
 # Pairs.

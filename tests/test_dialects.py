@@ -311,6 +311,21 @@ def modelopt_causal() -> Checkpoint:
     return Checkpoint(ZLAB, zlab(dflash_config=nested, auto_map=...), weights, weights, is_causal=True, theta=1e6)
 
 
+def jetspec(causal_head: bool = True, **fields: Any) -> Checkpoint:
+    """JetSpec's, by the rules of its `DFlashDraftModel`: `causal_head` holds for every layer, and false if it is absent."""
+    weights = canonical()
+    nested = {
+        "mask_token_id": MASK, "target_layer_ids": TAPS, "causal_head": causal_head, "target_hidden_size": D
+    }  # fmt: skip
+    fields = zlab(dflash_config=nested, auto_map=..., tie_word_embeddings=False, **fields)
+    return Checkpoint(ZLAB, fields, weights, weights, fields["layer_types"], is_causal=causal_head, theta=1e6)
+
+
+def jetspec_bidirectional() -> Checkpoint:
+    """JetSpec's with windows, which are not causal unless it says so."""
+    return jetspec(False, layer_types=SLIDING, sliding_window=WINDOW, use_sliding_window=True)
+
+
 def speculators_config(layer: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """The decoder one level down, taps counted from the embedding's output."""
     form = {
@@ -437,6 +452,8 @@ DIALECTS: dict[str, Callable[[], Checkpoint]] = {
         specforge,
         modelopt,
         modelopt_causal,
+        jetspec,
+        jetspec_bidirectional,
         speculators_reduced,
         speculators_full,
         speculators_dflash2,
@@ -1034,6 +1051,53 @@ def test_what_cannot_be_computed_is_refused_by_name(checkpoint: Checkpoint, said
     """Promise: never run wrong: the field or tensor is named."""
     with pytest.raises(ValueError, match=said):
         DFlashDraftModel.from_pretrained(checkpoint.write(tmp_path))
+
+
+# Where a dialect's own fields stand.
+PLACES: list[tuple[Callable[[], Checkpoint], str]] = [
+    (zlab_v1, ""),
+    (zlab_v1, "dflash_config"),
+    (speculators_full, ""),
+    (speculators_full, "transformer_layer_config"),
+    (assistant, ""),
+    (deepspec, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("maker", "place"), PLACES, ids=lambda value: value if isinstance(value, str) else value.__name__
+)
+def test_a_field_that_nothing_reads_is_found_and_warned_about_once(
+    maker: Callable[[], Checkpoint], place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known bug: six published drafters said `causal_head`, ran bidirectionally, and `check` had nothing to say."""
+    checkpoint = maker()
+    assert not [f for f in check(checkpoint.write(tmp_path / "as-written")).findings if f.rule == "unused"]
+    # One name for each place: a warning is given once in a process.
+    name = f"unheard_of_{maker.__name__}"
+    held = checkpoint.fields[place] if place else checkpoint.fields
+    held[name] = True
+    folder = checkpoint.write(tmp_path / "drafter")
+    finding = next(finding for finding in check(folder).findings if finding.rule == "unused")
+    full_name = f"{place}.{name}" if place else name
+    assert (finding.severity, finding.field, finding.value) == ("warning", full_name, True)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            DFlashDraftModel.from_pretrained(folder)
+    assert [full_name in record.getMessage() for record in caplog.records if name in record.getMessage()] == [True]
+
+
+def test_weights_that_are_integers_are_refused(tmp_path: Path) -> None:
+    """Known bug: int8 weights without their scales were cast, drafted nothing (tau 1.00), and nobody said why."""
+    checkpoint = zlab_v1()
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dim() == 2:
+            checkpoint.tensors[name] = (tensor / tensor.abs().max() * 127).round().to(torch.int8)
+    folder = checkpoint.write(tmp_path)
+    with pytest.raises(ValueError, match=r"integers as weights|cannot be read \(RuntimeError"):  # the latter: 4.57
+        DFlashDraftModel.from_pretrained(folder)
+    finding = next(finding for finding in check(folder).findings if finding.rule == "dtype" and finding.value == "I8")
+    assert finding.severity == "error"
 
 
 def test_pickles_are_read_only_when_asked_for(tmp_path: Path) -> None:

@@ -121,22 +121,8 @@ def test_file_keeps_to_its_place(name: str) -> None:
 def test_the_shipped_files_are_few_and_their_order_is_written_down() -> None:
     assert set(ORDER) == SHIPPED
     assert len(SHIPPED) <= 9
-    held = [text for name, text in FILES.items() if name.startswith("model/")]
-    assert sum(text.count("\n") for text in held) <= 4600  # what a stranger reads before trusting it
     listed = [line.split("`")[1] for line in FILES["model/__init__"].splitlines() if line[:1].isdigit()]
     assert listed == list(ORDER)
-
-
-# Their arguments are given by others: the drafter's forward by z-lab and transformers, the config's by config.json.
-WIDE = {("modeling_dflash", "forward"), ("configuration_dflash", "__init__")}
-
-
-@pytest.mark.parametrize("name", sorted(SHIPPED))
-def test_no_function_takes_more_than_six_arguments(name: str) -> None:
-    for node in ast.walk(ast.parse(FILES[f"model/{name}"])):
-        if isinstance(node, ast.FunctionDef) and (name, node.name) not in WIDE:
-            taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            assert sum(argument.arg not in ("self", "cls") for argument in taken) <= 6, node.name
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,28 @@ def test_four_dimensional_masks(implementation: str) -> None:
     torch.testing.assert_close(narrow, outputs(windowed, block, features), rtol=0, atol=2e-5)
 
 
+def test_the_forward_takes_the_cache_by_either_name_and_no_unknown_keyword(tiny_drafter: DFlashDraftModel) -> None:
+    """Known bug: transformers 5.24 passed `cache=`, which was swallowed, and each block was drafted without context."""
+    block, features = inputs()
+    expected = outputs(tiny_drafter, block, features)
+    for name in ("cache", "past_key_values"):
+        cache = PreallocatedCache(2, 3)
+        outputs(tiny_drafter, block, features[:, :6], **{name: cache})
+        cache.rollback(N)
+        torch.testing.assert_close(outputs(tiny_drafter, block, features[:, 6:], **{name: cache}), expected)
+        assert tiny_drafter(block, features[:, :0], **{name: cache})[1] is cache
+    with pytest.raises(TypeError, match="cached_keys"):
+        tiny_drafter(block, features, cached_keys=cache)
+    with pytest.raises(ValueError, match=r"cache and past_key_values.*pass one"):
+        tiny_drafter(block, features, cache=cache, past_key_values=cache)
+    assert torch.equal(
+        outputs(tiny_drafter, block, features, use_cache=True, is_causal=False), expected
+    )  # z-lab's loop
+    for other in ({"use_cache": False}, {"is_causal": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(other))}=.*leave them out"):
+            tiny_drafter(block, features, **other)
+
+
 def test_flash_attention_refuses_a_four_dimensional_mask() -> None:
     """Promise: kernels that would ignore the mask say so."""
     drafter = make_drafter()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES as FAMILIES_OF_TARGETS
 from processes import Forked
 from tiny_models import PAD_TOKEN_ID, ScriptedDrafter, make_drafter, make_prompt, make_target
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -123,6 +124,38 @@ def test_target_offloaded_whole(alone: dict[str, dict[str, Any]], tmp_path: Path
         accelerate.disk_offload(target, str(tmp_path), execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in target.parameters()} == {"meta"}
     assert written(target, "qwen3") == alone["qwen3"]
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
+def test_raw_embeddings_of_an_offloaded_target(tmp_path: Path, is_tied: bool, place: str) -> None:
+    """Promise: a drafter that reads raw embeddings, of a target whose module scales them, gets those of a whole target.
+
+    An embedding whose weight is on "meta" between calls raised `NotImplementedError`.
+    """
+    accelerate = pytest.importorskip("accelerate")
+    target = FAMILIES_OF_TARGETS["gemma3"].make(vocab_size=VOCAB, tie_word_embeddings=is_tied)
+    shape = {"vocab_size": VOCAB, "mask_token_id": VOCAB - 1, "num_hidden_layers": 1}
+    drafter = make_drafter(7, input_embedding_scale=0.5, **shape)
+    ids, mask = batch()
+
+    def everything() -> tuple[Any, ...]:
+        embeddings = drafter.embed(ids, target.get_input_embeddings())
+        asked = {"attention_mask": mask, "max_new_tokens": 32, "return_dict_in_generate": True}
+        output = spec_generate(drafter, target, ids, temperature=0.0, prompt_lookup_num_tokens=0, **asked)
+        return embeddings.tolist(), output.sequences.tolist(), output.acceptance_lengths
+
+    weight = target.get_input_embeddings().weight
+    expected = everything()
+    assert expected[0] == (0.5 * weight[ids]).tolist()
+    assert max(map(max, expected[2])) > 1, "nothing is accepted"
+    if place == "cpu":
+        accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
+    else:
+        accelerate.disk_offload(target, str(tmp_path), execution_device=torch.device("cpu"))
+    assert target.get_input_embeddings().weight.device.type == "meta"
+    assert everything() == expected
+    assert target.get_input_embeddings().weight.device.type == "meta", "the weight stays loaded"
 
 
 # Tensor parallel.

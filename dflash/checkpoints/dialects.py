@@ -6,7 +6,7 @@ read the others (`DFlashConfig.reader`).
 
 | dialect | recognised by | written by |
 |---|---|---|
-| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge (DFlash and Domino), ModelOpt, this library |
+| z-lab | `dflash_config` | z-lab (DFlash and DFlash2), SpecForge (DFlash and Domino), ModelOpt, JetSpec, this library |
 | speculators | `transformer_layer_config` | speculators, RedHat |
 | assistant | the own fields at the top, tensors under `encoder.` | transformers 5 |
 | DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
@@ -17,11 +17,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
 
+from transformers import GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
-from dflash.model.configuration_dflash import is_number, is_whole_number
+from dflash.model.configuration_dflash import (
+    CAUSALITY_FIELDS,
+    DOUBLED_FIELDS,
+    NESTED_FIELDS,
+    OPTIONAL_FIELDS,
+    UNSUPPORTED_FIELDS,
+    is_number,
+    is_whole_number,
+    unused_fields_message,
+)
 
 from .cards import complete_card  # noqa: F401  the reader's, for uploads
 
@@ -71,6 +81,7 @@ NUMBERS = (
     "output_multiplier", "logit_scale", "final_logit_softcapping",
 )  # fmt: skip
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+DTYPE_FIELDS = ("dtype", "torch_dtype")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
 
 
@@ -87,6 +98,44 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str], ...] = (
 
 # What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
 DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "markov_head_type")
+
+# Fields at the top of a config that are read or refused, or that do not change what a drafter computes.
+# Of any dialect: those of a Qwen3 decoder and of this library, and what transformers writes beside them.
+TOP_LEVEL_FIELDS = {
+    *Qwen3Config().to_dict(),
+    *GenerationConfig().to_dict(),
+    *(DOUBLED_FIELDS + DTYPE_FIELDS),
+    *OPTIONAL_FIELDS,
+    *UNSUPPORTED_FIELDS,
+    *OBJECTS,
+    "_attn_implementation", "attn_implementation", "dialect", "initial_context_length", "is_causal",
+    "quantization_config", "rope_theta", "target_hidden_size",
+}  # fmt: skip
+# Of one dialect.
+DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {
+    ZLAB: ("eagle_aux_hidden_state_layer_ids", "logit_scale", "swa_window_size", "use_swa"),
+    SPECULATORS: (
+        "aux_hidden_state_layer_ids", "has_no_defaults_at_init", "sliding_window_non_causal", "speculators_config",
+        "speculators_model_type", "speculators_version",
+    ),
+    ASSISTANT: (),
+    DEEPSPEC: DEEPSPEC_TRAINING_FIELDS,
+}  # fmt: skip
+
+
+def unused_fields(fields: Mapping[str, Any], dialect: str) -> list[str]:
+    """The fields of a config.json that are not null and that no reader of this library uses, with their places."""
+    known = TOP_LEVEL_FIELDS.union(DIALECT_TOP_LEVEL_FIELDS[dialect])
+    places = [("", fields, known)]
+    for name, nested_known in (("dflash_config", NESTED_FIELDS), ("transformer_layer_config", TOP_LEVEL_FIELDS)):
+        if isinstance(fields.get(name), Mapping):
+            places.append((f"{name}.", fields[name], nested_known))
+    return [
+        place + name
+        for place, held, names in places
+        for name, value in held.items()
+        if value is not None and name not in names
+    ]
 
 
 def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:
@@ -111,11 +160,14 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
         raise ValueError(f"config.json holds a {type(fields).__name__} and no object: fetch or write the file again.")
     for name, value, kind, remedy in kind_faults(fields):
         raise ValueError(f"{name}={value!r} is not {kind}: {remedy}.")
-    for name in ("dtype", "torch_dtype"):
+    for name in DTYPE_FIELDS:
         dtype = fields.get(name)
         if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
     dialect = dialect_of(fields, tensor_names)
+    # Unused fields of `dflash_config` are warned about by the class that takes them.
+    if unused := [name for name in unused_fields(fields, dialect) if not name.startswith("dflash_config.")]:
+        logger.warning_once(unused_fields_message(unused))
     decoder = fields.get("transformer_layer_config") or fields
     rope = decoder.get("rope_parameters") or {}
     by_layer = [value for value in rope.values() if isinstance(value, dict)]
@@ -206,7 +258,7 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     if "sliding_attention" not in (read.get("layer_types") or ()):
         # The flag then means all layers, which see the whole block unless a field says that they are causal.
         read["layer_types"] = ["sliding_attention"] * read.get("num_hidden_layers", 32)  # Qwen3's default
-        if read.get("is_causal") is None and nested.get("causal") is None:
+        if read.get("is_causal") is None and all(nested.get(name) is None for name in CAUSALITY_FIELDS):
             read["is_causal"] = False
     return _with_windows(read)
 

@@ -50,14 +50,17 @@ class Theme:
         return replace(self, width=4.0, num_columns=1)
 
 
-# The palette of Okabe and Ito, brightened on a dark page.
+# The palette of Okabe and Ito, brightened on a dark page, and as many more as `METHODS` have names: those that differ most from
+# the others for all kinds of colour vision.
 LIGHT = Theme(
     "#ffffff", "#1f2328", "#59636e", "#e4e8ec", "#8c959f", "#0072b2", "#009e73", "#e69f00",
-    ("#d55e00", "#cc79a7", "#56b4e9", "#882255"), ("#9ecae1", "#08519c"),
+    ("#d55e00", "#cc79a7", "#56b4e9", "#882255", "#2735a6", "#b32517", "#b3b185", "#9a587f"),
+    ("#9ecae1", "#08519c"),
 )  # fmt: skip
 DARK = Theme(
     "#0d1117", "#e6edf3", "#9198a1", "#2a313a", "#8b949e", "#56b4e9", "#2bbf96", "#f0b429",
-    ("#f0883e", "#e39ac6", "#9ecbff", "#c9a0dc"), ("#1f5f99", "#c6e2ff"),
+    ("#f0883e", "#e39ac6", "#9ecbff", "#c9a0dc", "#40518d", "#a14206", "#026fd7", "#8f6370"),
+    ("#1f5f99", "#c6e2ff"),
 )  # fmt: skip
 
 

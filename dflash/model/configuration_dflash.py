@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.utils import logging
 
 
 # Engines read these at the top level or in `dflash_config`.
@@ -35,8 +36,25 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_sink_bias", "enable_confidence_head"), (None, False)),
     "markov_rank": (None, 0),
 }
+# Causality inside the block in `dflash_config`, as ModelOpt and NeMo, and as JetSpec name it.
+CAUSALITY_FIELDS = ("causal", "causal_head")
+# Fields of `dflash_config` that describe the training. They do not change what a drafter computes.
+TRAINING_FIELDS = ("loss_decay_gamma", "num_anchors")
 # Fields of other tools' formats, which have no meaning in this one.
 DIALECT_FIELDS = ("use_swa", "swa_window_size", "transformer_layer_config", "aux_hidden_state_layer_ids")
+# All fields of `dflash_config` that are read or refused.
+NESTED_FIELDS = {
+    *DOUBLED_FIELDS,
+    *OPTIONAL_FIELDS,
+    *UNSUPPORTED_FIELDS,
+    *CAUSALITY_FIELDS,
+    *TRAINING_FIELDS,
+    *DIALECT_FIELDS,
+    "target_hidden_size",
+}
+LARGEST_BLOCK = 1024  # published blocks have 4 to 32 positions; a forward over a million takes all memory
+
+logger = logging.get_logger(__name__)
 
 
 def is_whole_number(value: Any) -> TypeGuard[int]:
@@ -160,7 +178,13 @@ class DFlashConfig(Qwen3Config):
         mask_token_id = _agreed("mask_token_id", mask_token_id, nested)
         target_layer_ids = _agreed("target_layer_ids", target_layer_ids, nested)
         num_target_layers = _agreed("num_target_layers", num_target_layers, nested)
-        is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.pop("causal", None)})
+        for name in CAUSALITY_FIELDS:
+            is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.pop(name, None)})
+        target_hidden_size = _agreed("target_hidden_size", kwargs.pop("target_hidden_size", None), nested)
+        if target_hidden_size is not None:
+            kwargs["target_hidden_size"] = target_hidden_size
+        if unused := sorted(set(nested) - NESTED_FIELDS):
+            logger.warning_once(unused_fields_message([f"dflash_config.{name}" for name in unused]))
         optional = {name: _agreed(name, kwargs.pop(name, None), nested) for name in OPTIONAL_FIELDS}
         dialect = kwargs.pop("dialect", None)
         if target_layer_ids is None and num_target_layers is not None:
@@ -218,6 +242,9 @@ class DFlashConfig(Qwen3Config):
                 raise ValueError(f"{name}={value!r} is {what}.")
         if self.num_proposals < 1:
             raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
+        if self.block_size > LARGEST_BLOCK:
+            remedy = f"write that of the training run, at most {LARGEST_BLOCK}"
+            raise ValueError(f"block_size={self.block_size} is no block of a drafter: {remedy}.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
             given = f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
             raise ValueError(f"{given}: choose an id of the target's embedding that never occurs in text.")
@@ -297,6 +324,12 @@ class DFlashConfig(Qwen3Config):
         if (dtype := fields.get("dtype") or fields.get("torch_dtype")) is not None:
             fields["dtype"] = fields["torch_dtype"] = dtype
         return fields
+
+
+def unused_fields_message(names: list[str]) -> str:
+    """The warning about fields of a drafter's config that nothing here reads."""
+    remedy = "if one of them changes what the drafter computes, use the tool that wrote it"
+    return f"The drafter's config holds {', '.join(names)}, which this library does not read: {remedy}."
 
 
 def _agreed(name: str, top_level: Any, nested: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
 from .proposals_dflash import DraftTree, Habits, LatencyCurve, Pacer, PromptLookup, TextSequence, clock, measured_curve
 from .step_dflash import SEQUENCE_CLASSES, WIDTH_CLASSES, Context, Loan, NotCompiledError, Pair, Shape, State
-from .verification_dflash import DRAFTER_BROKE, Proposals, Verdict, Verifier
+from .verification_dflash import DRAFTER_BROKE, Proposals, Verdict, Verifier, place_uniforms
 
 
 logger = logging.get_logger(__name__)
@@ -410,8 +410,8 @@ class Proposer:
             read, sampler, shape = context(), self.verifier.sampler, self.shape
             # After the text, where nothing is kept.
             state = read.state(anchors, [held + read.num_real[0] for held in target_cache.lengths])
-            zeros = torch.zeros(num_sequences, 1 + shape.num_proposals, dtype=torch.float64, device=anchors.device)
-            drawn = None if sampler is None else (zeros, sampler.settings)
+            zeros = torch.zeros(num_sequences, 1 + shape.num_proposals, dtype=torch.float64, device="cpu")
+            drawn = None if sampler is None else (place_uniforms(zeros, anchors.device), sampler.settings)
             return pair.step(state, self.conversation.caches, shape, drawn, 0)[0].token_ids
 
         widest = 1 + (draft_tree or self.num_proposals)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
@@ -56,11 +57,33 @@ OTHER_DECODING = (
 )
 MOST_LOOKED_UP = WIDTH_CLASSES[-1] - 1  # tokens: compiled steps have no wider class
 MOST_NODES = 1024  # of a draft tree: its mask grows with their square
-COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
+COLDEST, HOTTEST = 1e-30, 1e30  # logits divided by another temperature may be infinite, or all equal, in float32
+
+
+MOST_TOKENS = 2**31  # of a window; any number that is larger than a text means the whole text
 
 
 def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_temperature(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (value == 0 or COLDEST <= value <= HOTTEST)
+
+
+def _are_generators(value: Any) -> bool:
+    generators = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(generator, torch.Generator) for generator in generators)
+
+
+def _are_strings(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return isinstance(strings, list | tuple) and all(isinstance(string, str) for string in strings)
 
 
 # For each setting: whether a value is valid, and the remedy.
@@ -68,13 +91,14 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
     "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
     "temperature": (
-        lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
-        f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
+        _is_temperature,
+        f"use 0 for greedy decoding, or a finite number from {COLDEST} to {HOTTEST} to sample",
     ),
     "top_p": (
-        lambda value: isinstance(value, float | int) and 0 < value <= 1,
+        lambda value: _is_probability(value) and value > 0,
         "use a probability above 0 and up to 1 (1 keeps every token)",
     ),
+    "min_p": (_is_probability, "use a probability from 0 to 1 (0 keeps every token)"),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
     "prompt_lookup_num_tokens": (_whole(0, MOST_LOOKED_UP), f"use 1 to {MOST_LOOKED_UP}, or 0 to look nothing up"),
@@ -85,13 +109,22 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"use a number of nodes up to {MOST_NODES}, or True for as many as pay",
     ),
     "draft_window": (
-        lambda value: isinstance(value, tuple | list) and [*map(_whole(0), value)] == [True] * 2 and value[1] > 0,
+        lambda value: (
+            isinstance(value, tuple | list) and [*map(_whole(0, MOST_TOKENS), value)] == [True] * 2 and value[1] > 0
+        ),
         "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
     "token_streamer": (lambda value: hasattr(value, "put"), "pass a streamer of transformers"),
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
     "adaptive": (lambda value: isinstance(value, bool), "use True or False"),
     "compile": (lambda value: isinstance(value, bool) or value == "auto", "use True, False or 'auto'"),
+    "generator": (_are_generators, "pass a torch.Generator, or a list of one for each prompt"),
+    "conversation": (lambda value: hasattr(value, "draft_window"), "pass a dflash.Conversation"),
+    "stop_strings": (_are_strings, "pass a string, or a list of strings"),
+    "generation_config": (
+        lambda value: isinstance(value, GenerationConfig),
+        "pass a GenerationConfig of transformers",
+    ),
     "latency_curve": (lambda value: hasattr(value, "verify_ms"), "pass what LatencyCurve.from_json returns"),
 }
 
@@ -100,7 +133,9 @@ def _check_settings(given: Mapping[str, Any]) -> None:
     for name, (is_meant, remedy) in SETTINGS.items():
         value = given.get(name)
         if value is not None and not is_meant(value):
-            raise ValueError(f"{name}={value!r}: {remedy}.")
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+            raise ValueError(f"{name}={shown}: {remedy}.")
 
 
 def _check_masks(request: Request) -> None:
@@ -189,8 +224,12 @@ def read_prompt(
         input_ids, attention_mask = _pad_prompts(input_ids, mask, target)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not _are_ids(input_ids):
         is_tensor = isinstance(input_ids, torch.Tensor)
-        shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
-        raise ValueError(f"input_ids is {shown}: pass a tensor of token ids [B, S] or a list of prompts' token ids.")
+        shown = type(input_ids).__name__
+        if is_tensor:
+            shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}, {input_ids.layout}, on {input_ids.device}"
+        raise ValueError(
+            f"input_ids is {shown}: pass a tensor of token ids [B, S] (int64), or a list of prompts' token ids."
+        )
     shape = tuple(input_ids.shape)
     if 0 in shape:
         raise ValueError(f"The prompt is empty (input_ids is {list(shape)}): give a token, such as bos_token_id.")
@@ -229,7 +268,8 @@ def _pad_prompts(
 
 
 def _are_ids(tensor: torch.Tensor) -> bool:
-    return tensor.dtype != torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
+    """Whether a target can embed them: other integers are too small for a vocabulary, and a meta tensor has no values."""
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _first_given(*values: Any) -> Any:
@@ -426,8 +466,19 @@ GENERATES_OWN = {
 }
 
 
+def _check_drafter(drafter: Any) -> None:
+    """Raises ValueError for anything that is not a drafter, and for one without weights."""
+    if not hasattr(drafter, "spec_generate"):
+        shown = repr(drafter) if isinstance(drafter, str | None) else type(drafter).__name__
+        raise ValueError(f"drafter={shown} cannot draft: pass what DFlashDraftModel.from_pretrained returns.")
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in drafter.modules())  # weights come for each forward
+    if not is_offloaded and any(parameter.is_meta for parameter in drafter.parameters()):
+        raise ValueError("The drafter's weights are on the meta device, without values: load it by from_pretrained.")
+
+
 def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, asked: dict[str, Any]) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
+    _check_drafter(drafter)
     check_pair(target, drafter)
     prompt_ids, attention_mask = read_prompt(input_ids, asked.pop("attention_mask", None), target)
     _check_request(target, prompt_ids, attention_mask, asked)
@@ -492,6 +543,8 @@ class Request:
     def of(cls, target: PreTrainedModel, input_ids: torch.Tensor, config: Any, asked: dict[str, Any]) -> Request:
         """The request that `generate` has prepared. Raises ValueError if it cannot be run exactly."""
         own: dict[str, Any] = {name: value for name in KEYWORDS if (value := asked.pop(name, None)) is not None}
+        _check_drafter(own.get("drafter"))
+        check_pair(target, own["drafter"])
         request = cls(**own)
         request.target, request.input_ids, request.config = target, input_ids, config
         request.attention_mask = asked.get("attention_mask")
@@ -503,6 +556,7 @@ class Request:
         its_window = getattr(request.drafter.config, "draft_window", None)
         request.draft_window = _first_given(request.draft_window, its_window)
         own |= {"prefill_chunk_size": request.chunk_size, "temperature": temperature}
+        own["generator"] = request.uniforms_generator
         _check_settings({**own, "draft_window": request.draft_window})
         _check_prepared(config, request)
         request.prompt_inputs = _read_prompt_inputs(request, asked)
@@ -538,14 +592,19 @@ def custom_generate(
 ) -> torch.Tensor | DFlashOutput | Iterator[Block]:
     """The decoding loop for the target's own `generate`. Output and errors are those of [`spec_generate`].
 
-    `generate` does not pass on `streamer`, `generator`, `tokenizer` and `stop_strings`: use `token_streamer` and
-    `uniforms_generator`, and [`spec_generate`] for stop strings. It passes the target and what it has prepared: prompts [B, S],
+    `generate` does not pass on `generator`, `tokenizer` and `stop_strings`: use `uniforms_generator`, and [`spec_generate`] for
+    stop strings. A `streamer` is found, and gets the tokens as blocks are committed. `generate` passes the target and what it has prepared: prompts [B, S],
     processors, criteria and generation config. `asked` holds the keywords of a [`Request`], of which `drafter` is required, and
     the prepared inputs of the target's forward.
 
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
     """
+    streamer = _streamer_of_generate()
+    if streamer is not None:
+        if asked.get("token_streamer") is not None or asked.get("as_blocks"):
+            raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
+        asked["token_streamer"] = streamer
     request = Request.of(target, input_ids, generation_config, asked)
     for name in STATEFUL_PROCESSORS & {type(processor).__name__ for processor in logits_processor}:
         raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
@@ -559,7 +618,20 @@ def custom_generate(
     conversation.draft_window = request.draft_window
     decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), conversation)
     blocks = _guarded(decode_blocks(decoder), request, conversation)
-    return blocks if request.as_blocks else _collect(blocks, request)
+    return blocks if request.as_blocks else _collect(blocks, request, has_put_prompt=streamer is not None)
+
+
+def _streamer_of_generate() -> Any:
+    """The `streamer` of the `generate` that calls this loop; `None` if it has none.
+
+    `generate` gives it the prompt and hands it to no custom loop. It is read from the frame of `generate`: without it, whoever
+    reads the stream would wait forever.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
 
 
 # `generate` passes a custom loop the keywords in its signature.
@@ -586,10 +658,10 @@ def _guarded(blocks: Iterator[Block], request: Request, conversation: Conversati
             conversation.close(has_failed)
 
 
-def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlashOutput:
+def _collect(blocks: Iterator[Block], request: Request, has_put_prompt: bool) -> torch.Tensor | DFlashOutput:
     """Collects the blocks into the output of `generate`, and streams them."""
     input_ids, streamer = request.input_ids, request.token_streamer
-    if streamer is not None:
+    if streamer is not None and not has_put_prompt:
         streamer.put(input_ids.cpu())
     of_sequences: list[list[Block]] = [[] for _ in input_ids]
     for block in blocks:

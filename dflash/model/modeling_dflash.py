@@ -22,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
-from .cache_dflash import CACHE_NAME, CACHE_NAMES
 from .configuration_dflash import DFlashConfig
 
 
@@ -36,7 +35,7 @@ class DFlashAttn(qwen3.Qwen3Attention):
         self.is_causal = False
         self.is_block_causal = config.is_layer_causal(layer_idx)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: torch.Tensor,  # [B, N, D]
         context: torch.Tensor,  # [B, C, D]
@@ -260,7 +259,7 @@ class DFlashDraftModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DFlashDecoderLayer"]
-    _skip_keys_device_placement = list(CACHE_NAMES)
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True  # with a block mask, as in training; decoding is not measured with it
@@ -371,8 +370,9 @@ class DFlashDraftModel(PreTrainedModel):
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             inputs = context, position_embeddings, masks[layer_type], cache, implementation
             hidden_states = layer(hidden_states, *inputs)
-        returned: dict[str, Any] = {CACHE_NAME: cache}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **returned)
+        return BaseModelOutputWithPast(
+            self.norm(hidden_states), cache
+        )  # by position: transformers 5.24 renamed the cache
 
     def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
         masks = dict.fromkeys(self.config.layer_types, attention_mask)
@@ -411,7 +411,12 @@ class DFlashDraftModel(PreTrainedModel):
         """Embeddings [..., D] of token_ids [...] by the target's `embedding`, scaled if the config says so."""
         if (scale := self.config.input_embedding_scale) is None:
             return embedding(token_ids)
-        return F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        # The weight itself, because some modules scale. If it is offloaded, accelerate's hook loads it, and drops it again.
+        hook: Any = getattr(embedding, "_hf_hook", None)
+        if hook is not None:
+            (token_ids,), _ = hook.pre_forward(embedding, token_ids)
+        embeddings = F.embedding(token_ids, embedding.get_parameter("weight")) * scale
+        return embeddings if hook is None else hook.post_forward(embedding, embeddings)
 
     def compute_logits(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
@@ -478,10 +483,10 @@ class DFlashDraftModel(PreTrainedModel):
             return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.double() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
+            return (scores.float() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
 
         def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
-            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i].to(scores.device))
+            return scores.argmax(-1) if drawn is None else pick(chances(scores), drawn[1][:, i])
 
         path, candidate_ids, _, scores, _ = causal_head.choose_path(hidden_states, logits, anchors, choose)
         if with_confidences:
@@ -559,7 +564,8 @@ class DFlashDraftModel(PreTrainedModel):
             kind, reason = type(error).__name__, str(error).strip().partition("\n")[0]
             # Errors of transformers that a malformed checkpoint causes.
             malformed = (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)
-            if not isinstance(error, malformed) and not kind.startswith(("StrictDataclass", "SafetensorError")):
+            is_malformed = isinstance(error, malformed) or "Only Tensors of floating point" in str(error)
+            if not is_malformed and not kind.startswith(("StrictDataclass", "SafetensorError")):
                 raise
             given = f"{name} cannot be read ({kind}: {reason}): its config.json is wrong or its weights are truncated"
             raise ValueError(f"{given}; correct or fetch it again. `dflash check` says what is wrong.") from error
@@ -572,6 +578,11 @@ class DFlashDraftModel(PreTrainedModel):
             listed = "; ".join(f"{len(names)} {key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in named)
             remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"
             raise ValueError(f"{name} does not fill a DFlash drafter exactly ({listed}): {remedy}.")
+        weight = model.fc.weight
+        is_plain = weight.device.type != "meta" and getattr(model.config, "quantization_config", None) is None
+        if is_plain and bool((weight == weight.round()).all()) and bool((weight.abs() > 1).any()):
+            remedy = "load the weights that were trained, or the checkpoint with its quantization_config"
+            raise ValueError(f"{name} holds integers as weights (fc.weight), so it is quantised: {remedy}.")
         return (model, info) if wants_info else model
 
 

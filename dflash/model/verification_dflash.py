@@ -10,12 +10,16 @@ i are the target's after [committed text, proposals 1..i]. If these proposals ar
    The first rejected one is replaced by a draw from the residual max(p - q, 0).
  * `block` (Sun et al. 2024, block verification, algorithm 2): the proposals of a block are verified together. On average it
    accepts at least as many as `rejection`, with the same distribution.
+
+Tokens are drawn in float64, and where their uniforms lie: on the device of the logits, or on the CPU if that has no float64
+(`place_uniforms`). So a seed gives the same choices everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,10 +72,25 @@ class PositionUniforms:
         return self._drawn[sequence][start : start + count]
 
     def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
-        """Uniforms of the sequences that no earlier call has returned, float64 [B, count]."""
+        """Uniforms of the sequences that no earlier call has returned, float64 [B, count], for logits on `device`."""
         streams = [self._step_streams[sequence.index] for sequence in sequences]
         drawn = [torch.rand(count, generator=stream, dtype=torch.float64, device="cpu") for stream in streams]
-        return to_device(torch.stack(drawn), device)
+        return place_uniforms(torch.stack(drawn), device)
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether `device` computes in float64. Apple's MPS and some Intel GPUs do not."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).cumsum(dim=0)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def place_uniforms(uniforms: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Uniforms of the CPU for logits on `device`: moved there, or left on the CPU if `device` has no float64."""
+    return to_device(uniforms, device) if has_float64(device) else uniforms
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,14 @@ class Proposals:
         """The first `count` proposals of each sequence."""
         names = ("token_ids", "candidate_ids", "probabilities", "confidences")
         return replace(self, **{name: part[:, :count] for name in names if (part := getattr(self, name)) is not None})
+
+    def to(self, device: torch.device) -> Proposals:
+        """The proposals on `device`."""
+        tensors: dict[str, Any] = {}
+        for name, part in vars(self).items():
+            if isinstance(part, torch.Tensor):
+                tensors[name] = part.to(device)
+        return replace(self, **tensors)
 
     def with_lookups(self, found: dict[int, tuple[int, list[int]]]) -> Proposals:
         """The proposals with `found` tokens after a number of them, by index of the sequence. Their q is one token."""
@@ -171,7 +198,7 @@ class Sampler:
         is_cut[..., 0] = False
         token_ids, order = token_ids.sort(dim=-1)  # by id, so that rounding cannot swap two intervals
         values = values.masked_fill(is_cut, -torch.inf).gather(-1, order)
-        chosen = pick(values.double().softmax(dim=-1), uniforms)
+        chosen = pick(values.softmax(dim=-1), uniforms)
         return token_ids.gather(-1, chosen[..., None]).squeeze(-1)
 
 
@@ -180,29 +207,31 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
 
     Chunks are summed in float32; the sums and the chunk that a uniform falls into are read in float64, to keep the tail.
     """
-    if logits.device.type == "mps":  # MPS has no float64
-        return choose_sampled(logits.cpu(), uniforms.cpu()).to(logits.device)
     weights = (logits.float() - logits.amax(dim=-1, keepdim=True).float()).exp()
     padding = -weights.shape[-1] % VOCABULARY_CHUNK
     chunks = functional.pad(weights, (0, padding)).unflatten(-1, (-1, VOCABULARY_CHUNK))  # [B, N, C, 256]
-    sums = chunks.sum(dim=-1).double()
+    sums = chunks.sum(dim=-1).to(uniforms.device).double()
     cumulative = sums.cumsum(dim=-1)
     index = pick(sums, uniforms)[..., None]  # [B, N, 1]
     size = sums.gather(-1, index)
     before = cumulative.gather(-1, index) - size
     rest = ((uniforms[..., None] * cumulative[..., -1:] - before) / size).clamp(0.0, 1.0).squeeze(-1)
+    index = index.to(chunks.device)
     chunk = chunks.gather(-2, index[..., None].expand(*index.shape, VOCABULARY_CHUNK)).squeeze(-2)
-    token_ids = index.squeeze(-1) * VOCABULARY_CHUNK + pick(chunk.double(), rest)
+    token_ids = index.squeeze(-1) * VOCABULARY_CHUNK + pick(chunk, rest)
     return token_ids.clamp(max=logits.shape[-1] - 1)  # a valid token for NaN, too
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The token whose interval of the cumulative `weights` [..., V] (float64, any sum) holds the uniform [...]."""
-    cumulative = weights.cumsum(dim=-1)
+    """The token whose interval of the cumulative `weights` [..., V] (any sum) holds the uniform [...] (float64)."""
+    cumulative = weights.to(uniforms.device).double().cumsum(dim=-1)
     # Scaled by the computed sum and kept below it, so that rounding cannot move a pick past the last token.
     total = cumulative[..., -1:]
     drawn = torch.minimum(uniforms[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)  # if NaN
+    token_ids = (
+        torch.searchsorted(cumulative, drawn, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+    )  # if NaN
+    return token_ids.to(weights.device)
 
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
@@ -226,13 +255,14 @@ def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposal
 
 
 class _Drawn:
-    """Drawn proposals with p and q of their candidates, float64 [B, n + 1, K]; the last q is 0."""
+    """Drawn proposals with p and q of their candidates, float64 [B, n + 1, K]; the last q is 0. All on `device`."""
 
-    def __init__(self, proposals: Proposals, scores: torch.Tensor) -> None:
+    def __init__(self, proposals: Proposals, scores: torch.Tensor, device: torch.device) -> None:
+        proposals, scores = proposals.to(device), scores.to(device)
         self.proposals, self.scores = proposals, scores
         token_ids, candidate_ids, q = proposals.token_ids[..., None], proposals.candidate_ids, proposals.probabilities
         if candidate_ids is None or q is None:  # q has one token
-            candidate_ids, q = token_ids, torch.ones_like(token_ids, dtype=torch.float64)
+            candidate_ids, q = token_ids, torch.ones_like(token_ids)
         is_proposed = candidate_ids == token_ids
         self.candidate_ids = functional.pad(candidate_ids, (0, 0, 0, 1))
         self.target_probs = scores.float().softmax(dim=-1)  # of all tokens
@@ -251,19 +281,19 @@ class _Drawn:
         token_ids = functional.pad(self.proposals.token_ids, (0, 1))
         token_ids[last] = pick(residual, uniforms)
         num_accepted = _checked(num_accepted, self.scores.amax(dim=-1), self.proposals)
-        return Verdict(num_accepted, token_ids, self.scores)
+        return Verdict(num_accepted, token_ids)
 
 
 def verify_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
     """Speculative sampling by the target's scores [B, n + 1, V], with fresh uniforms [B, n + 1] for each proposal and one more."""
-    drawn = _Drawn(proposals, scores)
+    drawn = _Drawn(proposals, scores, uniforms.device)
     num_accepted = (uniforms[:, :-1] * drawn.q_of < drawn.p_of).long().cumprod(dim=1).sum(dim=1)
     return drawn.verdict(num_accepted, torch.ones_like(uniforms), uniforms[:, -1])
 
 
 def verify_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
     """Block verification: accepts the longest prefix that passes its test. Arguments as in `verify_rejection`."""
-    drawn = _Drawn(proposals, scores)
+    drawn = _Drawn(proposals, scores, uniforms.device)
     # Probability of the first i proposals under the target, relative to the drafter, at most 1: [B, n + 1].
     reached = [torch.ones_like(uniforms[:, 0])]
     for p_of, q_of in zip(drawn.p_of.unbind(1), drawn.q_of.unbind(1), strict=True):
@@ -323,25 +353,40 @@ class Verifier:
         if rule != "match":
             uniforms = self.uniforms_of.fresh(sequences, scores.shape[1], scores.device)
             verify = verify_rejection if rule == "rejection" else verify_block
-            return verify(proposals, scores, uniforms)
-        choices = self._choose(scores, sequences, list(range(scores.shape[1])) if tree is None else tree.depths)
-        best = scores.gather(-1, choices[..., None]).squeeze(-1) if self.uniforms_of is None else scores.amax(dim=-1)
-        verdict = verify_match(proposals, choices, best) if tree is None else verify_tree(tree, choices, best)
+            verdict = verify(proposals, scores, uniforms)
+        else:
+            choices = self._choose(scores, sequences, list(range(scores.shape[1])) if tree is None else tree.depths)
+            is_greedy = self.uniforms_of is None
+            best = scores.gather(-1, choices[..., None]).squeeze(-1) if is_greedy else scores.amax(dim=-1)
+            verdict = verify_match(proposals, choices, best) if tree is None else verify_tree(tree, choices, best)
         if not self._keeps_scores:
             return verdict
         return replace(verdict, scores=scores if tree is None else scores[:, verdict.columns])
 
     def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Uniforms [B, N] of the positions that are `depths` tokens after the last one; of a range, from 0 on."""
+        """Uniforms [B, N] of the positions `depths` tokens after the last one, for logits on `device`; of a range, from 0 on."""
         drawn = [self.uniforms_of(one.index, len(one.new_ids), max(depths) + 1) for one in sequences]
         drawn = drawn if isinstance(depths, range) else [uniforms[depths] for uniforms in drawn]
-        return to_device(torch.stack(drawn), device)
+        return place_uniforms(torch.stack(drawn), device)
 
     def _choose(self, scores: torch.Tensor, sequences: list[TextSequence], depths: list[int]) -> torch.Tensor:
         """The target's choices [B, N] by scores [B, N, V] of columns that are `depths` tokens after the anchor."""
         if self.uniforms_of is None:
             return scores.argmax(dim=-1)
         return (self.sampler or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
+
+    def _call_processors(self, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] after the processors. Raises ValueError if these return another shape."""
+        processed = self.processors(text_ids, scores)
+        if (
+            len(scores) == 1 and processed.shape == scores.shape[1:]
+        ):  # plain `generate` decodes this form of one text, too
+            processed = processed[None]
+        if processed.shape != scores.shape:
+            names = ", ".join(type(processor).__name__ for processor in self.processors)
+            given = f"The logits processors ({names}) returned {list(processed.shape)} for scores {list(scores.shape)}"
+            raise ValueError(f"{given}: return scores of the same shape.")
+        return processed
 
     def _process(
         self, scores: torch.Tensor, sequences: list[TextSequence], proposals: Proposals, rule: str
@@ -359,7 +404,8 @@ class Verifier:
                 # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
                 # the prefix is repeated for the whole batch, and the result of this sequence is taken.
                 text_ids = sequence.text(path).expand(count, -1)
-                of_sequence[column] = self.processors(text_ids, of_sequence[column].repeat(count, 1))[sequence.index]
+                of_all = self._call_processors(text_ids, of_sequence[column].repeat(count, 1))
+                of_sequence[column] = of_all[sequence.index]
                 if not of_sequence[column].max() > -torch.inf:  # false for NaN, too
                     if self.ends(sequence.text(path)) or not raw[column].max().isfinite():
                         of_sequence[column] = raw[column]  # never written, or not finite: reported when it is read

@@ -16,7 +16,7 @@ from dflash.common.logits import broken_logits, check_logits, is_broken
 from dflash.model.cache_dflash import CACHE_NAME, LINEAR_TYPES, PreallocatedCache
 from dflash.model.decoding_dflash import Block
 from dflash.model.generation_dflash import SETTINGS, generate_blocks, max_positions
-from dflash.model.verification_dflash import PositionUniforms, choose_sampled
+from dflash.model.verification_dflash import PositionUniforms, choose_sampled, place_uniforms
 from dflash.training import Example, Trace, stop_ids, was_rejected, with_response
 
 
@@ -309,6 +309,6 @@ class _ByUniforms(processing.LogitsProcessor):
         """Scores [B, V]: 0 for the chosen token, -inf for all others."""
         position = input_ids.shape[1] - self.begin
         uniforms = torch.stack([self.uniforms(i, position, 1) for i in self.sequences])  # [B, 1]
-        choices = choose_sampled(scores[:, None], uniforms.to(scores.device))  # [B, 1]
+        choices = choose_sampled(scores[:, None], place_uniforms(uniforms, scores.device))  # [B, 1]
         picked: Any = torch.full_like(scores, -torch.inf).scatter_(1, choices, 0.0)
         return picked

@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash.checkpoints import dialects
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
+from dflash.model.configuration_dflash import CAUSALITY_FIELDS, LARGEST_BLOCK
 
 from .checkpoint_files import Checkpoint, token_ids
 from .engine_readings import READERS, LayerAttention, declared_layer_types, transformers_layer_types, whole_number
@@ -40,7 +41,8 @@ def doubles(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that are written twice, because engines look in either place, and differ."""
     config, nested = checkpoint.config, checkpoint.nested
     pairs = [(name, config.get(name), f"dflash_config.{name}", nested.get(name)) for name in DOUBLED]
-    pairs.append(("is_causal", config.get("is_causal"), "dflash_config.causal", nested.get("causal")))
+    for name in CAUSALITY_FIELDS:
+        pairs.append(("is_causal", config.get("is_causal"), f"dflash_config.{name}", nested.get(name)))
     pairs += dialects.doubles(checkpoint.fields)
     for name, outer, other, inner in pairs:
         if outer is not None and inner is not None and outer != inner:
@@ -66,6 +68,9 @@ def block_size(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error("block_size", None, why, fix)
     elif size is not None and size < 2:
         yield error("block_size", size, "a block is an anchor and at least one draft.", "write 2 or more.")
+    elif size is not None and size > LARGEST_BLOCK:
+        why = f"no drafter has blocks of more than {LARGEST_BLOCK}, and a forward over this one takes all memory."
+        yield error("block_size", size, why, "write the block size of the training run.")
 
 
 def mask_token(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -245,6 +250,17 @@ def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error("sample_from_anchor", declared, why, fix, all_but("remote-code", *readers))
 
 
+def unused(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Fields that no reader here uses, which may change what the drafter computes."""
+    for name in dialects.unused_fields(checkpoint.config, checkpoint.form):
+        value = checkpoint.config
+        for part in name.split("."):
+            value = value[part]
+        why = "this library does not read it, and no engine is known to."
+        fix = "delete it if it only describes the training; else use the tool that wrote it."
+        yield warning(name, value, why, fix)
+
+
 def form(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Forms of config that some engines cannot read at all."""
     if checkpoint.form == SPECULATORS:
@@ -317,6 +333,8 @@ def _other_attention(checkpoint: Checkpoint, engines: tuple[str, ...], wanted: A
     whom = engine_names(engines)
     why = f"layer {index} is {_attention(ours)}, and {_attention(theirs)} in {whom}: fewer drafts are accepted."
     fix = "serve it with another engine; only full, bidirectional attention is read alike by all."
+    if checkpoint.nested.get("causal_head") is not None and checkpoint.config.get("is_causal") is None:
+        name, fix = "dflash_config.causal_head", f"{CONVERT}, which writes is_causal for vLLM and SGLang."
     return warning(name, checkpoint.fields.get(name), why, fix, engines)
 
 

@@ -159,6 +159,9 @@ def _meant_attention(config: Config) -> tuple[LayerAttention, ...]:
         return _attention(types, window, False)
     if kind == SPECULATORS:  # sliding layers are causal unless it says otherwise; full layers never are
         return _attention(types, window, False if config.get("sliding_window_non_causal", False) else None)
+    causal_head = nested_fields(config).get("causal_head")  # JetSpec's, which no engine reads
+    if causal_head is not None and config.get("is_causal") is None:
+        config = {**config, "is_causal": causal_head}
     return _vllm_attention(config, types, window)
 
 

@@ -2,9 +2,12 @@
 
 import ast
 from collections.abc import Iterator, Mapping
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
+import dflash.model
+from dflash import __version__
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
 from dflash.common.json_text import BYTE_ORDER_MARK
 from dflash.common.messages import first_line
@@ -13,7 +16,10 @@ from .checkpoint_files import Checkpoint, read_json
 from .findings import ALL, CONFIG, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
 
 
+OWN_CODE = Path(dflash.model.__file__).parent  # the files that are copied beside every drafter
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# How code that a folder carries becomes that of this package.
+RENEW = "write it again with this package: `dflash convert` for a drafter, `dflash pair` for a pair. The weights stay the same."
 SAMPLING_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "max_length", "max_new_tokens")
 
 
@@ -96,6 +102,20 @@ def code(checkpoint: Checkpoint) -> Iterator[Finding]:
         why = "it is code of its own, which may run on one version of transformers alone."
         fix = "load it with this package's DFlashDraftModel, or `dflash convert` it."
         yield warning("auto_map.AutoModel", entry, why, fix, ("remote-code",))
+    elif "cache" not in parameters:
+        why = f"this code is of an older version: the forward of {name} takes no cache, as transformers 5.24 calls it."
+        yield error(f"{module}.py", name, why, RENEW, TRANSFORMERS, f"{module}.py")
+    elif differing := _other_code(checkpoint.folder):
+        why = f"this code is not that of this version of the package ({__version__})."
+        yield note(differing[0], len(differing), why, RENEW, TRANSFORMERS, differing[0])
+
+
+def _other_code(folder: Path) -> list[str]:
+    """The code files beside the weights that are not those of this package."""
+    shipped = [path.name for path in sorted(folder.glob("*_dflash.py"))]
+    return [
+        name for name in shipped if not (OWN_CODE / name).is_file() or not cmp(OWN_CODE / name, folder / name, False)
+    ]
 
 
 def forward_parameters(path: Path, name: str) -> set[str] | None:

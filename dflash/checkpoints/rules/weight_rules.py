@@ -101,6 +101,11 @@ def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error(summary(broken), None, why, RETRAIN, file=checkpoint.tensors[broken[0]].file)
 
 
+def _is_quantised(name: str, dtype: str) -> bool:
+    """Whether a tensor is stored as integers, apart from the maps between vocabularies, which are."""
+    return dtype[0] in "IU" and name not in ("d2t", "t2d")
+
+
 def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One dtype, the one that the config names."""
     config = checkpoint.config
@@ -111,6 +116,10 @@ def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield note("quantization_config", "…", why, "use vLLM 0.33 or newer.", ("vllm",))
         yield error("quantization_config", "…", "MLX reads plain weights.", "convert from the plain ones.", ("mlx",))
         return
+    if integers := [name for name, tensor in checkpoint.tensors.items() if _is_quantised(name, tensor.dtype)]:
+        why = "these weights are stored as integers, and no quantization_config says what they mean."
+        fix = "save the weights that were trained, as bfloat16."
+        yield error(summary(integers), checkpoint.tensors[integers[0]].dtype, why, fix, ALL, WEIGHTS)
     if declared is None:
         why = "transformers 4.57 then loads float32, twice the memory."
         yield note("dtype", None, why, "write the stored dtype as dtype and torch_dtype.", TRANSFORMERS)
