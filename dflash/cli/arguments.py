@@ -1,16 +1,30 @@
 """Options that several commands have, and the panels that group them in the help."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
+from typer.models import OptionInfo
 
 
 def panel(title: str) -> Callable[..., Any]:
     """`typer.Option` for options that the help shows together under a title."""
     return partial(typer.Option, rich_help_panel=title)
+
+
+def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command`, whose help names the types of its options by a letter: whole names then have room on 80 columns."""
+    words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        hint, *notes = get_args(parameter.annotation)
+        kinds = {hint, *get_args(hint)}  # of a union, or of a list
+        for note in notes:
+            if isinstance(note, OptionInfo) and note.metavar is None:
+                note.metavar = next((word for kind, word in words.items() if kind in kinds), None)
+    return command
 
 
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")
