@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="plots are the extra `eval`")
 
 from matplotlib.colors import to_hex, to_rgb
 
-from dflash.evaluation import canvas, plots, results
+from dflash.evaluation import METHODS, NATIVE, OURS, PLAIN, PROMPT_LOOKUP, canvas, plots, results
 
 
 ROOT = Path(__file__).parent.parent
@@ -148,6 +148,22 @@ def test_sizes_get_shades_in_their_order_and_none_is_black():
         assert colours["target.generate"] == theme.plain
         assert not {"#000000", "#ffffff"} & {*colours.values(), *theme.others}
     assert canvas.colours_of(["dflash", "dflash, block 8"], canvas.LIGHT)["dflash, block 8"] == canvas.LIGHT.others[0]
+
+
+def test_every_method_has_a_colour_of_its_own():
+    """Bug: orange, pink, light blue and purple stood for two methods each in the figure of `dflash bench`."""
+    every = [
+        PLAIN,
+        PROMPT_LOOKUP,
+        NATIVE,
+        OURS,
+        *(name for name in METHODS if name not in (PLAIN, PROMPT_LOOKUP, NATIVE, OURS)),
+    ]
+    for theme in (canvas.LIGHT, canvas.DARK):
+        colours = canvas.colours_of(every, theme)
+        assert len(set(colours.values())) == len(every) == 12
+        bars = plots.speedups([row(method=name) for name in every], theme=theme).axes[0].patches
+        assert len({bar.get_facecolor() for bar in bars}) == 11  # plain decoding is a line
 
 
 @pytest.mark.parametrize("draw", [plots.acceptance_by_position, plots.acceptance_lengths, plots.speedups])

@@ -272,8 +272,8 @@ def test_sequences_shorter_than_a_block_are_left_out_and_counted() -> None:
 
 
 def test_data_without_a_supervised_token_is_refused() -> None:
-    for examples in ([], [with_response([3, 4, 5, 6, 7], [])]):
-        with pytest.raises(ValueError, match=rf"The data \({len(examples)} sequences\) holds no supervised token"):
+    for examples, number in ([], "0 sequences"), ([with_response([3, 4, 5, 6, 7], [])], "1 sequence"):
+        with pytest.raises(ValueError, match=rf"The data \({number}\) holds no supervised token"):
             chosen(examples)
 
 

@@ -20,7 +20,8 @@ def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
     words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         hint, *notes = get_args(parameter.annotation)
-        kinds = {hint, *get_args(hint)}  # of a union, or of a list
+        kinds = {hint, *get_args(hint)}
+        kinds |= {inner for kind in kinds for inner in get_args(kind)}  # of `list[Path] | None`
         for note in notes:
             if isinstance(note, OptionInfo) and note.metavar is None:
                 note.metavar = next((word for kind, word in words.items() if kind in kinds), None)

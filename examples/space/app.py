@@ -87,10 +87,7 @@ def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[s
     positions = max_positions(pair.target)
     if positions is not None:
         max_new_tokens = min(max_new_tokens, positions - input_ids.shape[1])
-    note = (
-        f"Greedy, batch 1, block size {pair.drafter.config.block_size}, {dtype_name(pair)}, {device_name(pair.target.device)}. "
-        "Where the text repeats itself, a step proposes what followed before, and may add more tokens than a block has."
-    )
+    note = view.setup(pair.drafter.config.block_size, dtype_name(pair), device_name(pair.target.device))
     plain, fast = view.Answer(pair.tokenizer), view.Answer(pair.tokenizer)
     generate = partial(timed_generate, pair.target, input_ids, max_new_tokens=max_new_tokens, **GREEDY)
     plain_run = yield from streamed(generate, plain, plain.add_tokens, lambda: view.page(plain, note=note))
