@@ -280,7 +280,7 @@ def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is no file: write one `name: value` a line, the names as the flags are called.")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8")
         found, tree = yaml.safe_load(text), yaml.compose(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: save the file in UTF-8.") from error
