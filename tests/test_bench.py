@@ -402,6 +402,21 @@ def test_bench_on_the_command_line(tmp_path):
     ]
 
 
+def test_bench_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
+    """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("Ann has 3 apples.\nTom has 2 pens and a very long desk.\nOne.\n")
+    options = ["--max-new-tokens", "4", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
+    outcome = CliRunner().invoke(cli.app, ["bench", *options, "--prompts", str(prompts)])
+    assert outcome.exit_code == 0, outcome.output
+    lines = [line for line in outcome.stderr.splitlines() if " of " in line]
+    warmed = [f"{done} of 6: Warming up" for done in range(1, 7)]  # two methods, three prompts
+    decoded = [f"{done} of 3: Decoding" for done in range(1, 4)]
+    timed = [f"{done} of 5: Timing widths" for done in range(1, 6)]
+    assert [line for line in lines if "Loading" not in line] == [*warmed, *decoded, "1 of 1: Profiling", *timed]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from transformers import DynamicCache
 
 from dflash.cli.loading import read_prompts
 from dflash.common import processes
+from dflash.common.files import check_output
 from dflash.common.processes import Processes
 from dflash.evaluation import (
     EvalPlan,
@@ -414,6 +416,32 @@ def test_command_ends_with_a_table_and_a_file(
     assert json.loads(out)["summary"] == [row for row in result["summary"] if row["task"] == "gsm8k"]
     assert "2 questions answered before." in err
     assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
+
+
+def test_command_says_in_a_log_how_far_it_is(
+    run: Any, folders: tuple[str, str], data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    error = run(*asked, "--limit", 2, "--max-new-tokens", 8)[2]
+    assert re.findall(r"^(\d of 2): gsm8k \d", error, re.MULTILINE) == ["1 of 2", "2 of 2"]
+
+
+def test_the_first_of_two_commands_holds_the_output_while_it_loads(
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a second command fails at once, as with `dflash regenerate`."""
+    output = tmp_path / "r.json"
+
+    def load_pair(*_: Any) -> Any:
+        with pytest.raises(ValueError, match=r"r\.json is being written by process"):
+            check_output(output)
+        raise ValueError("It was held.")
+
+    monkeypatch.setattr("dflash.cli.loading.load_pair", load_pair)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    assert run(*asked, "--output", output) == (1, "", "dflash: It was held.\n")
+    check_output(output)  # free again
 
 
 CHAT = [

@@ -33,6 +33,8 @@ SETTINGS, DRAFTER = "dflash.json", "drafter"
 # Names of the cache in `generate` and its outputs. transformers 5.24 renamed it.
 CACHE_NAMES = ("cache", "past_key_values")
 
+# Fields of the loop's output that `model.dflash_stats` holds.
+STATISTICS = ("tau", "tau_with_lookup", "tokens_per_step", "acceptance_lengths")
 # Keywords of the loop that plain `generate` does not know.
 OWN = (
     *("adaptive", "as_blocks", "block_size", "compile", "conversation", "draft_tree", "draft_window", "drafter"),
@@ -58,7 +60,7 @@ def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
     """The output of the model's own `generate`, in fewer forwards.
 
     A request that cannot be drafted exactly is generated plainly, and one warning for each reason says so. After each
-    drafted request, `model.dflash_stats` holds its tau, tokens per step and acceptance lengths.
+    drafted request, `model.dflash_stats` holds its tau, with looked-up tokens and without, tokens per step and acceptance lengths.
 
     Args:
         args: Those of `generate`, the prompts' token ids first.
@@ -128,7 +130,7 @@ def _drafted(drafter: Any, model: Any, asked: dict[str, Any]) -> Any:
     ids = asked.pop("inputs", None)
     asked["input_ids"] = asked.get("input_ids") if ids is None else ids
     output = drafter.spec_generate(target=model, return_dict_in_generate=True, **asked)
-    model.dflash_stats = {name: getattr(output, name) for name in ("tau", "tokens_per_step", "acceptance_lengths")}
+    model.dflash_stats = {name: getattr(output, name) for name in STATISTICS}
     if not wants_dict:
         return output.sequences
     kept = {"sequences": output.sequences, "scores": output.scores, "logits": output.logits}

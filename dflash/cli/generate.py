@@ -12,7 +12,7 @@ from rich.console import Console
 from dflash import __version__
 from dflash.common.messages import counted
 
-from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, decoding_option
+from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
 from .demo import show_comparison, warm_up
 from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once, standard_input
 from .terminal import BlockPrinter, number
@@ -27,6 +27,7 @@ def generate(
     drafter: Drafter,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     chat_template: ChatTemplate = True,
     thinking: Thinking = False,
     as_json: AsJson = False,
@@ -56,7 +57,7 @@ def generate(
     known_device(device)
     check_trace_file(trace)
     text = given(standard_input() if prompt == "-" else prompt)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, trust_remote_code)
     input_ids = encode(pair, text, chat_template, thinking)
     _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
     if compare:
@@ -74,9 +75,13 @@ def generate(
         run = decode(input_ids, on_block, generator=uniforms, **request)
     if not as_json:
         printer.end()
+        num_lookups, num_steps = len(run.lookup_steps), len(run.acceptance_lengths)
+        with_lookup = (
+            f" ({num_lookups} of {num_steps} steps proposed text that had occurred before)" if num_lookups else ""
+        )
         print(
             f"{counted(len(run.token_ids), 'token')}, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
-            f"{number(run.tokens_per_step)} tokens per step",
+            f"{number(run.tokens_per_step)} tokens per step{with_lookup}",
             file=sys.stderr,
         )
         return
@@ -87,6 +92,7 @@ def generate(
         "token_ids": run.token_ids,
         "acceptance_lengths": run.acceptance_lengths,
         "tau": None if math.isnan(run.tau) else run.tau,
+        "tau_with_lookup": None if math.isnan(run.tau_with_lookup) else run.tau_with_lookup,
         "tokens_per_step": None if math.isnan(run.tokens_per_step) else run.tokens_per_step,
         "tokens_per_second": run.tokens_per_second,
         "seconds": run.seconds,

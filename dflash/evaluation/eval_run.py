@@ -80,18 +80,20 @@ def run_eval(
     on_begin: Begun = lambda share, done: None,
     on_question: Done = lambda answers: None,
     overwrite: bool = False,
+    is_locked: bool = False,
 ) -> dict[str, Any]:
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
     `questions` are those of [`questions_of`], of [`questions_of_prompts`] or both; `backend` is a [`pair_backend`] or a
     [`server_backend`]. `processes` are by default those of the launcher's variables. `overwrite` begins anew where
-    `output` or its journal exists. ValueError if the journal was begun with other settings, or another process writes
-    `output`.
+    `output` or its journal exists. `is_locked` says that the caller has checked `output` ([`check_eval_output`]) and holds
+    its lock (`only_writer`), as who loads a model first should. ValueError if the journal was begun with other settings,
+    or another process writes `output`.
     """
     processes = processes or Processes()
     with ExitStack() as lock:
-        if output is not None and processes.is_first:
+        if output is not None and processes.is_first and not is_locked:
             check_eval_output(output, overwrite)
             lock.enter_context(only_writer(output))
         decoding = {

@@ -16,6 +16,10 @@ from .profiling import Profile
 from .timing import TimedRun, tau, tokens_per_step
 
 
+# A method and the index of a prompt that it decodes before it is measured.
+Warming = tuple[Method, int]
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of a task, as token ids [1, S] in the chat template."""
@@ -45,15 +49,17 @@ def compare(
     prompts: Sequence[Prompt],
     repeats: int = 3,
     progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] = iter,
+    warm_up: Callable[[Iterable[Warming]], Iterable[Warming]] = iter,
 ) -> list[Measurement]:
     """Every method on every prompt, `repeats` times, in turns; texts are compared with those of the first method.
 
-    Each method decodes the first, the shortest and the longest prompt once before, unmeasured.
+    Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` and `warm_up`
+    show bars over the prompts and over these runs, in which models are compiled.
     """
     by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].input_ids.shape[1])
-    for run in methods.values():
-        for index in dict.fromkeys([0, by_length[0], by_length[-1]]):
-            run(prompts[index].input_ids)
+    chosen = dict.fromkeys([0, by_length[0], by_length[-1]])
+    for run, index in warm_up([(run, index) for run in methods.values() for index in chosen]):
+        run(prompts[index].input_ids)
     measurements = []
     for index, prompt in enumerate(progress(prompts)):
         rounds = [take_turns(methods, prompt.input_ids, index + repeat) for repeat in range(repeats)]

@@ -357,7 +357,10 @@ class DFlashOutput(ModelOutput):
     Attributes:
         sequences (`torch.Tensor` of shape `(B, S + new)`): Prompts and new tokens, padded on the right after early stops.
         acceptance_lengths (`list[list[int]]`): Accepted proposals + 1, before cuts, for each sequence and verify step.
-        tau (`float`): Mean of `acceptance_lengths`, as the DFlash paper and the engines count it; NaN without a step.
+        tau (`float`): Mean acceptance length of the steps whose proposals are all the drafter's, as the DFlash paper and the
+            engines count it; NaN without such a step.
+        tau_with_lookup (`float`): Mean of all `acceptance_lengths`: those of steps with looked-up tokens
+            (`prompt_lookup_num_tokens`) count, too.
         tokens_per_step (`float`): Kept tokens, without the prompt's first one, per sequence and verify step.
         scores (`tuple[torch.Tensor]`, *optional*): With `output_scores=True`, processed scores of each new position, of shape
             `(B, V)` each; 0 after a sequence's end.
@@ -371,6 +374,7 @@ class DFlashOutput(ModelOutput):
     sequences: torch.Tensor | None = None
     acceptance_lengths: list[list[int]] | None = None
     tau: float | None = None
+    tau_with_lookup: float | None = None
     tokens_per_step: float | None = None
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
@@ -683,9 +687,21 @@ def _collect(blocks: Iterator[Block], request: Request, has_put_prompt: bool) ->
     for name in request.keeping:
         scores = [torch.cat([getattr(block, name) for block in one]) for one in of_sequences]  # [new, V] each
         by_position[name] = pad_sequence(scores).unbind(dim=0)
-    num_steps, num_new = sum(map(len, lengths)) or float("nan"), sum(map(len, new_ids))
-    tau, tokens_per_step = sum(map(sum, lengths)) / num_steps, (num_new - len(new_ids)) / num_steps
-    return DFlashOutput(sequences, lengths, tau, tokens_per_step, **by_position)
+    steps = [block for sequence in of_sequences for block in sequence if not block.is_prefill]
+    num_new = sum(map(len, new_ids))
+    return DFlashOutput(
+        sequences=sequences,
+        acceptance_lengths=lengths,
+        tau=_mean_length([block for block in steps if not block.is_lookup]),
+        tau_with_lookup=_mean_length(steps),
+        tokens_per_step=(num_new - len(new_ids)) / len(steps) if steps else float("nan"),
+        **by_position,
+    )
+
+
+def _mean_length(blocks: list[Block]) -> float:
+    """The mean acceptance length of verify steps; NaN of none."""
+    return sum(block.acceptance_length for block in blocks) / len(blocks) if blocks else float("nan")
 
 
 def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: Any) -> Any:

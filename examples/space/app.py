@@ -23,7 +23,7 @@ import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
-from dflash.common.messages import as_sentence
+from dflash.common.messages import OWN_CODE, as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 
@@ -79,7 +79,8 @@ def answer(prompt: str, target: str, drafter: str, max_new_tokens: int) -> Itera
         sentence = as_sentence(error)
         if sentence is None:
             raise
-        yield view.problem(sentence.removeprefix("--"))
+        refusal = "This page runs no code of a checkpoint: name a pair that holds none."
+        yield view.problem(refusal if OWN_CODE in sentence else sentence.removeprefix("--"))
 
 
 def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[str]:
