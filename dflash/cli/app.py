@@ -12,7 +12,7 @@ from dflash.common.name_clash import import_name_clash
 from dflash.training import ADAPTATION, DRAFTER
 
 from .adapt import adapt
-from .arguments import with_short_types
+from .arguments import WholeNames, with_short_types
 from .bench import bench
 from .canary import canary
 from .check import check
@@ -51,7 +51,7 @@ app = typer.Typer(
 )
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(with_short_types(command))
+        app.command(name, cls=WholeNames, rich_help_panel=panel)(with_short_types(command))
 
 
 def _print_version(is_asked: bool) -> None:

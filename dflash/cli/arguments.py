@@ -7,12 +7,28 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
+from typer.core import TyperCommand
 from typer.models import OptionInfo
+
+
+LONGEST_OPPOSITE = 16  # letters of a `--no-…` that has room beside its flag
 
 
 def panel(title: str) -> Callable[..., Any]:
     """`typer.Option` for options that the help shows together under a title."""
     return partial(typer.Option, rich_help_panel=title)
+
+
+class WholeNames(TyperCommand):
+    """A command whose help shows every name whole on 80 columns."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        """Writes the help. The opposite of a flag, if it is long and not its default's, is left out."""
+        for parameter in self.params:
+            is_long = any(len(name) > LONGEST_OPPOSITE for name in parameter.secondary_opts)
+            if is_long and parameter.default is not True:
+                parameter.secondary_opts = []
+        super().format_help(context, formatter)
 
 
 def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
