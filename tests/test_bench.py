@@ -214,6 +214,17 @@ def test_a_row_says_both_spreads_and_what_was_compiled():
     assert "profiled_ms_draft" not in ours
 
 
+def test_tau_leaves_out_steps_with_looked_up_tokens():
+    """Promise: with lookups tau is still the drafter's, and tokens per step count all steps."""
+    rows = [
+        Measurement("t", 0, PLAIN, 24, 24, [], True, [4.0], [1.0]),
+        Measurement("t", 0, OURS, 24, 4, [2, 17, 4], True, [2.0], [1.0], lookup_steps=[1]),
+    ]
+    ours = summarise(rows)[1]
+    assert (ours["tau_micro"], ours["tau_macro"], ours["tokens_per_step"]) == (3.0, 3.0, round(23 / 3, 4))
+    assert sum(ours["acceptance_histogram"]) == 3
+
+
 def test_tokens_per_step_leaves_out_the_first_token_of_every_prompt():
     """Each prompt has a prefill and its token: of 5 + 7 tokens and 3 + 4 forwards, 10 tokens took 5 steps."""
     rows = [Measurement("t", i, PLAIN, *counts, [], True, [2.0], [1.0]) for i, counts in enumerate([(5, 3), (7, 4)])]

@@ -27,6 +27,7 @@ from dflash.common.files import check_output
 from dflash.common.processes import Processes
 from dflash.evaluation import (
     EvalPlan,
+    Limits,
     PeakMemory,
     Question,
     TaskAnswer,
@@ -556,6 +557,47 @@ def test_command_refuses_in_a_sentence(
     assert message in err
     assert err.startswith("dflash: ")
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            (),
+            "cannot be confined here (no filter): leave the answers unscored with --no-score, or run it all the same",
+        ),
+        (("--no-score",), "holds no rows of humaneval"),
+        (("--unsafe-code",), "holds no rows of humaneval"),
+    ],
+)
+def test_code_that_cannot_be_confined_is_refused_before_anything_is_read(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("dflash.evaluation.scoring.why_unconfined", lambda: "no filter")
+    asked = ("--target", "org/t", "--drafter", "org/d", "--data-root", tmp_path, "--tasks", "humaneval")
+    status, out, err = run(*asked, *options)
+    assert (status, out) == (1, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("options", [(), ("--unsafe-code",)])
+def test_unsafe_code_is_allowed_by_its_flag_alone(
+    run: Any, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """Promise: the flag reaches the place where programs run, and nothing else allows them there."""
+    (tmp_path / "humaneval.jsonl").write_text(json.dumps({"prompt": "def f():", "test": "", "entry_point": "f"}))
+    allowed = []
+
+    def scored(scorer: str, answer: str, reference: Any, limits: Limits) -> bool:
+        allowed.append(limits.unsafe_code)
+        return True
+
+    monkeypatch.setattr("dflash.evaluation.task_answers.is_right", scored)
+    monkeypatch.setattr("dflash.evaluation.scoring.why_unconfined", lambda: None)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", tmp_path, "--tasks", "humaneval")
+    status, _, err = run(*asked, "--max-new-tokens", 8, *options)
+    assert status == 0, err
+    assert set(allowed) == {bool(options)}
 
 
 def test_the_default_length_is_what_the_target_has_room_for(

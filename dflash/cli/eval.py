@@ -39,6 +39,9 @@ def evaluate(
     chat_template: arguments.ChatTemplate = True,
     thinking: arguments.Thinking = False,
     score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True,
+    unsafe_code: Annotated[
+        bool, prompt_option("--unsafe-code", help="Run that code even where this system cannot confine it.")
+    ] = False,
     methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash",
     max_new_tokens: Annotated[
         int | None,
@@ -112,7 +115,9 @@ def evaluate(
     loading.known_device(device)
     wanted = () if tasks is None else loading.listed(tasks, "--tasks")
     pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
-    plan = EvalPlan(*pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score)
+    plan = EvalPlan(
+        *pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score, unsafe_code
+    )
     processes = Processes()
     if url is not None and processes.count > 1:
         raise ValueError(

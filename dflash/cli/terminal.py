@@ -184,9 +184,12 @@ def _figures(rows: Sequence[Comparison]) -> list[str]:
     tokens = sum(len(row.fast.token_ids) for row in rows)
     plain = sum(len(row.plain.token_ids) for row in rows) / sum(row.plain.seconds for row in rows)
     fast = tokens / sum(row.fast.seconds for row in rows)
-    lengths = [length for row in rows for length in row.fast.acceptance_lengths]
-    tau = sum(lengths) / len(lengths) if lengths else math.nan
-    per_step = (tokens - len(rows)) / len(lengths) if lengths else math.nan
+    drafted = [
+        length for row in rows for length in row.fast.draft_lengths
+    ]  # without looked-up tokens, as in the paper
+    tau = sum(drafted) / len(drafted) if drafted else math.nan
+    num_steps = sum(len(row.fast.acceptance_lengths) for row in rows)
+    per_step = (tokens - len(rows)) / num_steps if num_steps else math.nan
     return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
 
 

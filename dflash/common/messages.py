@@ -17,6 +17,7 @@ INSTALL_EXTRAS = "pip install '.[train,eval]'"
 # What transformers raises for a repository whose code nobody has trusted.
 UNTRUSTED_CODE = re.compile(r"custom (generation )?code.*trust_remote_code", re.DOTALL)
 OWN_CODE = "it holds code of its own, which runs only with --trust-remote-code: read that code first"
+INSTALL_EVAL = "pip install '.[eval]' in the checkout"  # the package is on no index yet
 
 
 def first_line(error: BaseException) -> str:

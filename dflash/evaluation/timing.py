@@ -35,10 +35,14 @@ class TimedRun:
         return len(self.token_ids) / self.seconds
 
     @property
+    def draft_lengths(self) -> list[int]:
+        """Acceptance lengths of the steps whose proposals are all the drafter's."""
+        return draft_lengths(self.acceptance_lengths, self.lookup_steps)
+
+    @property
     def tau(self) -> float:
-        """Mean acceptance length of the steps whose proposals are all the drafter's, as the DFlash paper counts it; NaN if none."""
-        others = set(self.lookup_steps)
-        return tau([length for step, length in enumerate(self.acceptance_lengths) if step not in others])
+        """Mean of `draft_lengths`, as the DFlash paper and the engines count it; NaN without such a step."""
+        return tau(self.draft_lengths)
 
     @property
     def tau_with_lookup(self) -> float:
@@ -49,6 +53,11 @@ class TimedRun:
     def tokens_per_step(self) -> float:
         """Tokens kept, without the prefill's, per forward of the target after the prefill; NaN if there is none."""
         return tokens_per_step(len(self.token_ids), self.num_forwards)
+
+
+def draft_lengths(acceptance_lengths: Sequence[int], lookup_steps: Sequence[int]) -> list[int]:
+    """The acceptance lengths of the steps that are not among `lookup_steps`."""
+    return [length for step, length in enumerate(acceptance_lengths) if step not in lookup_steps]
 
 
 def tau(acceptance_lengths: Sequence[int]) -> float:
