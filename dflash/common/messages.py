@@ -35,6 +35,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether this machine has no room for what was asked for, in the words of Python, torch and the system."""
+    is_other = isinstance(error, (RuntimeError, OSError))
+    return isinstance(error, MemoryError) or (is_other and bool(NO_MEMORY.search(str(error))))
+
+
 def as_sentence(error: Exception) -> str | None:
     """What an error says to a person, and what to do, on one line; `None` for one that is a bug."""
     kind, text = type(error).__name__, str(error)
@@ -45,7 +51,7 @@ def as_sentence(error: Exception) -> str | None:
         return f"Nothing more can be written ({full[0]}): free some space, or name a path on another disk."
     if kind == "OutOfMemoryError":
         return "The device is out of memory: use a smaller dtype or model, fewer new tokens or another device."
-    if isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(text)):
+    if is_out_of_memory(error):
         return _out_of_memory(text)
     if is_of_weights:
         return f"The weights cannot be read ({text}): the file is truncated or no safetensors file; fetch it again."

@@ -12,7 +12,7 @@ from typing import Any
 from dflash.checkpoints.dialects import dialect_of
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
-from dflash.common.messages import first_line
+from dflash.common.messages import first_line, is_out_of_memory
 
 from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
 
@@ -162,6 +162,8 @@ def is_finite(path: Path, name: str) -> bool:
     except SafetensorError:  # a dtype that only a newer version of the library knows
         return True
     except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         size = path.stat().st_size
         raise ValueError(
             f"{path.resolve()} says that it holds {size:,} bytes, which cannot be mapped into memory: fetch the file again, or check it "
