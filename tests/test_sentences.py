@@ -213,6 +213,17 @@ def test_a_folder_of_mixed_files_is_named(run: Run, originals: Path, tmp_path: P
     assert sentence.endswith("give files of one kind with the same columns, or one of them.")
 
 
+def test_rows_of_a_task_that_are_nested_too_deeply(run: Run, originals: Path, tmp_path: Path) -> None:
+    """Bug: a RecursionError of `datasets`."""
+    row = '{"question": "a", "answer": "#### 1", "more": ' + "[" * 3000 + "]" * 3000 + "}"
+    (tmp_path / "gsm8k.jsonl").write_text(row)
+    names = ["--target", originals / "target", "--drafter", originals / "tiny-DFlash"]
+    sentence = refusal(run("eval", *names, "--tasks", "gsm8k", "--data-root", tmp_path, "--no-score"))
+    assert sentence.startswith(f"{tmp_path / 'gsm8k.jsonl'} is not JSON, a row a line: get the data set")
+    done = run("train", "--target", originals / "target", "--data", tmp_path, "--output", tmp_path / "new")
+    assert refusal(done).startswith(f"{tmp_path} cannot be read as one table (")
+
+
 # Files as Windows writes them, and files that no reader takes.
 
 

@@ -88,7 +88,7 @@ def _prepare(builder: Any, source: str) -> None:
 
     try:
         builder.download_and_prepare()
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (RecursionError, datasets.exceptions.DatasetGenerationError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[-1].rstrip(".")  # before it stand all columns
         raise ValueError(
             f"{source} cannot be read as one table ({reason}): give files of one kind with the same columns, or one of them."
