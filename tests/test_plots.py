@@ -269,7 +269,7 @@ def test_a_png_is_as_wide_as_a_readme_at_double_density():
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"Plots need matplotlib: pip install .*\[eval\]"):
+    with pytest.raises(ValueError, match=r"Plots need matplotlib: run pip install .*eval\]' in the checkout"):
         plots.speedups([row()])
 
 

@@ -13,11 +13,10 @@ NUM_BYTES = re.compile(r"(\d+) bytes")
 UNREADABLE_CONFIG = re.compile(r"config file at '(.+)' is not a valid JSON file")
 # Modules of the extras `train` and `eval`.
 EXTRA_MODULES = ("datasets", "math_verify", "matplotlib", "tqdm", "yaml")
-INSTALL_EXTRAS = "pip install '.[train,eval]'"
+INSTALL_EXTRAS = "pip install '.[train,eval]'"  # in the checkout: the package is on no index yet
 # What transformers raises for a repository whose code nobody has trusted.
 UNTRUSTED_CODE = re.compile(r"custom (generation )?code.*trust_remote_code", re.DOTALL)
 OWN_CODE = "it holds code of its own, which runs only with --trust-remote-code: read that code first"
-INSTALL_EVAL = "pip install '.[eval]' in the checkout"  # the package is on no index yet
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from io import BytesIO
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash.common.messages import INSTALL_EVAL
+from dflash.common.messages import INSTALL_EXTRAS
 
 from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 
@@ -77,7 +77,7 @@ def _new_figure(note: str, theme: Theme, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(f"Plots need matplotlib: {INSTALL_EVAL}.") from error
+        raise ValueError(f"Plots need matplotlib: run {INSTALL_EXTRAS} in the checkout of dflash.") from error
     lines = textwrap.wrap(note, int(18 * theme.width))
     figure = Figure(figsize=(theme.width, height + 0.15 * len(lines)), layout="constrained", facecolor=theme.paper)
     if note:
