@@ -868,7 +868,7 @@ def test_each_row_of_a_batch_reads_as_alone_with_its_own_generator(target: Any) 
     for row, prompt in enumerate(prompts):
         alone = drafter.spec_generate(prompt[None], generator=seeded(row), **how)[0, len(prompt) :]
         assert torch.equal(both[row], alone)
-    with pytest.raises(ValueError, match="1 generators for 2 sequences"):
+    with pytest.raises(ValueError, match="generator holds 1 for 2 sequences"):
         drafter.spec_generate(prompts, generator=[seeded(0)], **how)
 
 

@@ -76,9 +76,24 @@ def _is_temperature(value: Any) -> bool:
     return is_number and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _are_generators(value: Any) -> bool:
     generators = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(generator, torch.Generator) for generator in generators)
+
+
+def _are_stop_ids(value: Any) -> bool:
+    ids = value if isinstance(value, list | tuple | torch.Tensor) else [value]
+    return all(
+        _whole(-1)(int(i) if isinstance(i, torch.Tensor) else i) for i in ids
+    )  # -1 stands for none in some configs
+
+
+def _are_callables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(callable, value))
 
 
 def _are_strings(value: Any) -> bool:
@@ -118,6 +133,11 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
     "adaptive": (lambda value: isinstance(value, bool), "use True or False"),
     "compile": (lambda value: isinstance(value, bool) or value == "auto", "use True, False or 'auto'"),
+    "stop_token_ids": (_are_stop_ids, "pass a token id, or a list of them"),
+    "eos_token_id": (_are_stop_ids, "pass a token id, or a list of them"),
+    "logits_processor": (_are_callables, "pass a list of processors of transformers"),
+    "stopping_criteria": (_are_callables, "pass a list of criteria of transformers"),
+    "max_time": (_is_positive, "use a number of seconds above 0"),
     "generator": (_are_generators, "pass a torch.Generator, or a list of one for each prompt"),
     "conversation": (lambda value: hasattr(value, "draft_window"), "pass a dflash.Conversation"),
     "stop_strings": (_are_strings, "pass a string, or a list of strings"),
@@ -226,7 +246,9 @@ def read_prompt(
         is_tensor = isinstance(input_ids, torch.Tensor)
         shown = type(input_ids).__name__
         if is_tensor:
-            shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}, {input_ids.layout}, on {input_ids.device}"
+            shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+            if input_ids.layout != torch.strided or input_ids.is_meta:
+                shown += f", {input_ids.layout} on {input_ids.device}"
         raise ValueError(
             f"input_ids is {shown}: pass a tensor of token ids [B, S] (int64), or a list of prompts' token ids."
         )

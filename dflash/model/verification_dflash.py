@@ -55,7 +55,9 @@ class PositionUniforms:
     def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
         generators, count = (generator, 1) if isinstance(generator, Sequence) else ([generator], batch_size)
         if len(generators) * count != batch_size:
-            raise ValueError(f"{len(generators)} generators for {batch_size} sequences: pass one for each or one.")
+            raise ValueError(
+                f"generator holds {len(generators)} for {batch_size} sequences: pass one for each, or one."
+            )
         seeds: list[int] = []
         for one in generators:
             seeds += torch.randint(2**63 - 1, (count,), generator=one, device=one.device if one else "cpu").tolist()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .data import (
         SEARCHED_ROWS,
         Example,
+        chat_messages,
         encode,
         encode_prompt,
         load_examples,
@@ -60,6 +61,7 @@ __all__ = [
     "adaptation_sources",
     "build_optimizers",
     "can_pack",
+    "chat_messages",
     "check_split",
     "chunked_loss",
     "claimed",

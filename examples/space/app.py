@@ -25,7 +25,7 @@ import view
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
 from dflash.common.hub import ask_hub_again
-from dflash.common.messages import OWN_CODE
+from dflash.common.messages import OWN_CODE, as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 
@@ -91,7 +91,7 @@ def fetch(target: str, drafter: str) -> Iterator[tuple[str, str]]:
     yield waiting, refusal
     try:
         load(target.strip(), drafter.strip())
-    except (ValueError, torch.OutOfMemoryError) as error:
+    except Exception as error:
         refusal = refusal_of(error)
     yield waiting, refusal
 
@@ -106,17 +106,20 @@ def answer(prompt: str, target: str, drafter: str, max_new_tokens: int, refusal:
         DECODER.submit(warm_up, pair).result()
         input_ids = read(pair, prompt)
         yield from race(pair, input_ids, max_new_tokens)
-    except (ValueError, torch.OutOfMemoryError) as error:
+    except Exception as error:
         yield view.problem(refusal_of(error))
 
 
 def refusal_of(error: Exception) -> str:
-    """What a visitor is told of an error."""
+    """What a visitor is told of an error, which is raised again if it is a bug."""
     if isinstance(error, torch.OutOfMemoryError):
         return "The device is out of memory: take a smaller pair or a shorter prompt."
-    if OWN_CODE in str(error):
+    sentence = as_sentence(error)
+    if sentence is None:
+        raise error
+    if OWN_CODE in sentence:
         return "This page runs no code of a checkpoint: name a pair that holds none."
-    return str(error).removeprefix("--")
+    return sentence.removeprefix("--")
 
 
 def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[str]:
@@ -124,7 +127,7 @@ def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[s
     positions = max_positions(pair.target)
     if positions is not None:
         max_new_tokens = min(max_new_tokens, positions - input_ids.shape[1])
-    note = f"Greedy, batch 1, block size {pair.drafter.config.block_size}, {dtype_name(pair)}, {device_name(pair.target.device)}."
+    note = view.setup(pair.drafter.config.block_size, dtype_name(pair), device_name(pair.target.device))
     plain, fast = view.Answer(pair.tokenizer), view.Answer(pair.tokenizer)
     generate = partial(timed_generate, pair.target, input_ids, max_new_tokens=max_new_tokens, **GREEDY)
     plain_run = yield from streamed(generate, plain, plain.add_tokens, lambda: view.page(plain, note=note))
@@ -213,14 +216,9 @@ with gr.Blocks(title="DFlash, side by side", analytics_enabled=False) as demo:
     line = gr.HTML(view.LINE, elem_id="line")  # under the place in the queue
     result = gr.HTML(view.page(), elem_id="result")
     refusal = gr.State("")
-    fetching = gr.on(
-        [write.click, prompt.submit],
-        fetch,
-        [target, drafter],
-        [result, refusal],
-        show_progress="hidden",
-        concurrency_limit=None,
-    )
+    asked = [write.click, prompt.submit]
+    loaded = {"show_progress": "hidden", "concurrency_limit": None}
+    fetching = gr.on(asked, fetch, [target, drafter], [result, refusal], **loaded)
     writing = fetching.then(
         answer,
         [prompt, target, drafter, max_new_tokens, refusal],
