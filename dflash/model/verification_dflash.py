@@ -325,16 +325,18 @@ def verify_tree(tree: DraftTree, choices: torch.Tensor, best: torch.Tensor) -> V
 class Verifier:
     """Processes logits as plain `generate` does and accepts proposals; "auto" is "block" for drawn ones, else "match"."""
 
-    def __init__(self, request: Any, processors: Any) -> None:
-        self.processors, self.batch_size = processors, len(request.input_ids)
+    def __init__(self, request: Any, processors: Sequence[Any]) -> None:
+        """`processors`: a list of them for each sequence. All lists do the same; some processors keep a state of a text."""
+        self._processors_of = processors
+        self.processors, self.batch_size = processors[0], len(request.input_ids)
         samples, self._keeps_scores = request.config.do_sample, "scores" in request.keeping
         self.uniforms_of: Any = PositionUniforms(self.batch_size, request.uniforms_generator) if samples else None
         self.verification = request.verification if samples else "match"
         self.ends: Any = lambda text_ids: False  # whether a text [1, S] stops at its end
-        self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
+        self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in self.processors)
         # Where it gives the same tokens as the processors of transformers, and these give no scores.
         device = request.input_ids.device
-        self.sampler = Sampler.of(processors, device) if samples and not self._keeps_scores else None
+        self.sampler = Sampler.of(self.processors, device) if samples and not self._keeps_scores else None
 
     @property
     def is_fusible(self) -> bool:
@@ -386,12 +388,12 @@ class Verifier:
         for sequence, tree, of_sequence, raw in zip(sequences, trees, processed, scores, strict=True):
             if sequence.is_done:
                 continue
-            reached = [(0, list[int]())]
+            processors, reached = self._processors_of[sequence.index], [(0, list[int]())]
             for column, path in reached:  # grows
                 # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
                 # the prefix is repeated for the whole batch, and the result of this sequence is taken.
                 text_ids = sequence.text(path).expand(count, -1)
-                of_sequence[column] = self.processors(text_ids, of_sequence[column].repeat(count, 1))[sequence.index]
+                of_sequence[column] = processors(text_ids, of_sequence[column].repeat(count, 1))[sequence.index]
                 if not of_sequence[column].max() > -torch.inf:  # false for NaN, too
                     if self.ends(sequence.text(path)) or not raw[column].max().isfinite():
                         of_sequence[column] = raw[column]  # never written, or not finite: reported when it is read
