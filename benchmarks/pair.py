@@ -266,9 +266,9 @@ def trees(args: argparse.Namespace) -> None:
 
 def drafter(args: argparse.Namespace) -> None:
     """A row per block size, and one of plain decoding."""
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32, trust_remote_code=False).eval()
     model = DFlashDraftModel.from_pretrained(args.drafter, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=False)
     prompts = [
         Prompt(Path(name).stem.replace("_", " "), torch.tensor([ids_to_continue(row, tokenizer)]))
         for name in args.prompts

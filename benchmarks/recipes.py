@@ -143,7 +143,8 @@ def main() -> None:
             made = args.base | {"base": args.base, "seeds": max(row["seed"] for row in rows) + 1}
             made["steps"] = ", ".join(map(str, sorted({row["budget"] for row in rows})))
             content = {"training": made, "targets": targets, "summary": summarise(rows), "measurements": rows}
-            pair = AutoModelForCausalLM.from_pretrained(target), DFlashDraftModel.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=False)
+            pair = model, DFlashDraftModel.from_pretrained(folder)
             write_result(args.output, record("training", environment(*pair), **content))
             print(f"{name}, {label}, {cell}, seed {seed}: tau {row['tau']:.3f}", flush=True)
     for table in tables_of(json.loads(args.output.read_text(encoding="utf-8"))):

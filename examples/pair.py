@@ -27,9 +27,15 @@ def load(arguments: argparse.Namespace) -> tuple[Any, DFlashDraftModel, Any]:
         raise SystemExit("--target and --drafter go together: a drafter is trained for one target.")
     if arguments.target is None:
         return load_embedded_pair(torch.float32)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype="auto", device_map="auto").eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.target, dtype="auto", device_map="auto", trust_remote_code=False
+    ).eval()
     drafter = DFlashDraftModel.from_pretrained(arguments.drafter, dtype="auto", device_map=target.device).eval()
-    return target, drafter, AutoTokenizer.from_pretrained(arguments.target, padding_side="left")
+    return (
+        target,
+        drafter,
+        AutoTokenizer.from_pretrained(arguments.target, padding_side="left", trust_remote_code=False),
+    )
 
 
 def chat(tokenizer: Any, question: str) -> str:

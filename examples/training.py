@@ -33,7 +33,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=8)
-    parser.add_argument("--output", default="my-DFlash")
+    parser.add_argument("--output", type=Path, default=Path("example-DFlash"))
+    parser.add_argument("--overwrite", action="store_true", help="begin anew in an --output that holds a run")
     parser.add_argument("--tiny", action="store_true", help="a few steps only, as the tests run it")
     return parser.parse_args()
 
@@ -43,12 +44,16 @@ def load_target(name: str | None) -> tuple[Any, Any]:
     if name is None:
         target, _, tokenizer = load_embedded_pair()
         return target, tokenizer
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), AutoTokenizer.from_pretrained(name)
+    return AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, trust_remote_code=False
+    ), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def main() -> None:
     """Regenerates, trains, and measures what was saved."""
     arguments = parse()
+    if arguments.output.exists() and not arguments.overwrite:
+        raise SystemExit(f"{arguments.output} exists: name another --output, or pass --overwrite to begin anew.")
     torch.manual_seed(0)
     target, tokenizer = load_target(arguments.target)
     texts = questions(100)
@@ -78,7 +83,8 @@ def main() -> None:
     def show(point: dict[str, Any]) -> None:
         print(f"step {point['step']}: loss {point['loss']:.3f}, tau {point['tau']:.2f}")
 
-    train(drafter, target, examples, held_out, settings, arguments.output, on_point=show, overwrite=True)
+    how = {"on_point": show, "overwrite": arguments.overwrite}
+    train(drafter, target, examples, held_out, settings, arguments.output, **how)
     loaded = DFlashDraftModel.from_pretrained(arguments.output, dtype=torch.float32).to(target.device).eval()
     acceptance = measure_acceptance(loaded, target, held_out, max_new_tokens=length)
     print(f"{arguments.output}: tau {acceptance.tau:.2f} over {acceptance.steps} verify steps")

@@ -227,7 +227,11 @@ def test_the_command_answers_adapts_and_says_before_and_after(run: Any, folder: 
     assert run(output, folder / "asked.jsonl", *words)[0] == 1  # it holds a run now
 
 
-def test_streamed_prompts_are_answered_as_far_as_they_are_asked_for(run: Any, folder: Path, tmp_path: Path) -> None:
+def test_streamed_prompts_are_answered_as_far_as_they_are_asked_for(
+    run: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: no more rows are read, and a log counts their answers."""
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
     output = tmp_path / "my-DFlash"
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text((folder / "asked.jsonl").read_text())
@@ -236,6 +240,7 @@ def test_streamed_prompts_are_answered_as_far_as_they_are_asked_for(run: Any, fo
     assert (status, "give samples (--samples) too" in err) == (1, True)
     status, _, err = run(output, tmp_path / "set", *words, "--samples", 12, "--overwrite")
     assert status == 0, err
+    assert "12 of 12: Answering" in err
     assert len((tmp_path / "my-DFlash.answers" / "set.trace.jsonl").read_text().splitlines()) == 12
 
 

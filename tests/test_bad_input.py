@@ -6,6 +6,7 @@ Bad configurations: `test_configuration.py`; bad checkpoints: `test_modeling.py`
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dflash import DFlashConfig, DFlashDraftModel, custom_generate, generate_blocks
+from dflash import DFlashConfig, DFlashDraftModel, custom_generate, generate_blocks, spec_generate
 
 
 BERT = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32)
@@ -252,6 +253,21 @@ def test_a_flat_list_of_ids_is_one_prompt(
         ({"temperature": float("nan")}, ["temperature=nan"]),
         ({"temperature": float("inf")}, ["temperature=inf", "finite"]),
         ({"temperature": 1e-38}, ["temperature=1e-38", "0 for greedy"]),
+        ({"temperature": 10**400}, ["temperature=1000", "finite number"]),
+        ({"temperature": True}, ["temperature=True", "0 for greedy"]),
+        ({"temperature": 0.0, "generator": 5}, ["generator=5", "torch.Generator"]),
+        ({"temperature": 0.0, "min_p": float("nan")}, ["min_p=nan", "0 to 1"]),
+        ({"temperature": 1.0, "top_p": True}, ["top_p=True", "up to 1"]),
+        ({"draft_window": (1, 10**30)}, ["draft_window=(1, 1000", "two numbers"]),
+        ({"generation_config": 5}, ["generation_config=5", "GenerationConfig"]),
+        ({"conversation": 5}, ["conversation=5", "dflash.Conversation"]),
+        ({"stop_strings": 5}, ["stop_strings=5", "a string"]),
+        ({"stop_token_ids": ["a"]}, ["stop_token_ids=['a']", "a list of them"]),
+        ({"eos_token_id": 1.5}, ["eos_token_id=1.5", "a token id"]),
+        ({"logits_processor": max}, ["logits_processor=", "a list of processors"]),
+        ({"logits_processor": ["x"]}, ["logits_processor=['x']", "a list of processors"]),
+        ({"stopping_criteria": 5}, ["stopping_criteria=5", "a list of criteria"]),
+        ({"max_time": "soon"}, ["max_time='soon'", "seconds above 0"]),
         ({"max_new_tokens": 1.5}, ["max_new_tokens=1.5", "whole number"]),
         ({"max_new_tokens": True}, ["max_new_tokens=True", "whole number"]),
         ({"block_size": 4.5}, ["block_size=4.5", "2 to 6"]),
@@ -282,6 +298,44 @@ def test_requests_that_cannot_be_run(
 ) -> None:
     """Promise: the value and the remedy."""
     assert_refused(tiny_target, tiny_drafter, phrases, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        (torch.ones(1, 3, dtype=torch.uint8), "torch.uint8"),
+        (torch.ones(1, 3, dtype=torch.long).to_sparse(), "torch.sparse_coo"),
+        (torch.ones(1, 3, dtype=torch.long, device="meta"), "on meta"),
+    ],
+    ids=["uint8", "sparse", "meta"],
+)
+def test_ids_that_no_target_can_embed(
+    tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel, ids: torch.Tensor, shown: str
+) -> None:
+    """Promise: one sentence, where torch has a raw error of its own for each."""
+    assert_refused(tiny_target, tiny_drafter, [shown, "pass a tensor of token ids"], ids)
+
+
+@pytest.mark.parametrize("drafter", [None, "some/drafter", torch.nn.Linear(2, 2)], ids=["none", "name", "module"])
+def test_a_drafter_that_is_none(tiny_target: PreTrainedModel, drafter: Any) -> None:
+    """Promise: one sentence through both doors; a target given as the drafter too."""
+    calls: list[Callable[..., Any]] = [
+        lambda drafter: spec_generate(drafter, tiny_target, make_prompt(), max_new_tokens=4),
+        lambda drafter: tiny_target.generate(make_prompt(), custom_generate=custom_generate, drafter=drafter),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"drafter=.* cannot draft: pass what DFlashDraftModel.from_pretrained"):
+            call(drafter)
+        with pytest.raises(ValueError, match=r"cannot draft|are the same object"):
+            call(tiny_target)
+    with pytest.raises(ValueError, match="drafter=None cannot draft"):
+        tiny_target.generate(make_prompt(), custom_generate=custom_generate)
+
+
+def test_a_drafter_without_values(tiny_target: PreTrainedModel) -> None:
+    """Promise: weights on the meta device are named before any forward."""
+    drafter = make_drafter().to("meta")
+    assert_refused(tiny_target, drafter, ["weights are on the meta device", "from_pretrained"])
 
 
 def test_a_streamer_that_is_none(tiny_target: PreTrainedModel, tiny_drafter: DFlashDraftModel) -> None:

@@ -214,6 +214,17 @@ def test_a_row_says_both_spreads_and_what_was_compiled():
     assert "profiled_ms_draft" not in ours
 
 
+def test_tau_leaves_out_steps_with_looked_up_tokens():
+    """Promise: with lookups tau is still the drafter's, and tokens per step count all steps."""
+    rows = [
+        Measurement("t", 0, PLAIN, 24, 24, [], True, [4.0], [1.0]),
+        Measurement("t", 0, OURS, 24, 4, [2, 17, 4], True, [2.0], [1.0], lookup_steps=[1]),
+    ]
+    ours = summarise(rows)[1]
+    assert (ours["tau_micro"], ours["tau_macro"], ours["tokens_per_step"]) == (3.0, 3.0, round(23 / 3, 4))
+    assert sum(ours["acceptance_histogram"]) == 3
+
+
 def test_tokens_per_step_leaves_out_the_first_token_of_every_prompt():
     """Each prompt has a prefill and its token: of 5 + 7 tokens and 3 + 4 forwards, 10 tokens took 5 steps."""
     rows = [Measurement("t", i, PLAIN, *counts, [], True, [2.0], [1.0]) for i, counts in enumerate([(5, 3), (7, 4)])]
@@ -400,6 +411,21 @@ def test_bench_on_the_command_line(tmp_path):
     assert [(row["task"], row["method"], row["identical"]) for row in summary] == [
         ("mine", m, 2) for m in (PLAIN, OURS)
     ]
+
+
+def test_bench_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
+    """Promise: each of its parts counts what it has done, the runs before the measurement too, which once took minutes in silence."""
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("Ann has 3 apples.\nTom has 2 pens and a very long desk.\nOne.\n")
+    options = ["--max-new-tokens", "4", "--repeats", "1", "--profiled", "1", "--methods", "dflash"]
+    outcome = CliRunner().invoke(cli.app, ["bench", *options, "--prompts", str(prompts)])
+    assert outcome.exit_code == 0, outcome.output
+    lines = [line for line in outcome.stderr.splitlines() if " of " in line]
+    warmed = [f"{done} of 6: Warming up" for done in range(1, 7)]  # two methods, three prompts
+    decoded = [f"{done} of 3: Decoding" for done in range(1, 4)]
+    timed = [f"{done} of 5: Timing widths" for done in range(1, 6)]
+    assert [line for line in lines if "Loading" not in line] == [*warmed, *decoded, "1 of 1: Profiling", *timed]
 
 
 @pytest.mark.parametrize(

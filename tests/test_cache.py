@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from devices import LateDevice
-from tiny_models import make_prompt, make_target
-from transformers import DynamicCache, PreTrainedModel
+from tiny_models import greedy, make_drafter, make_prompt, make_target
+from transformers import DynamicCache, PreTrainedModel, Qwen3ForCausalLM
 
-from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache, PreallocatedLayer
+from dflash import spec_generate
+from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache, PreallocatedLayer, cache_name
 
 
 NUM_LAYERS = 2
@@ -125,6 +127,27 @@ def test_batches_and_dtypes_are_taken_from_the_first_keys() -> None:
     got_keys, got_values = cache.update(keys, values, 0)
     assert got_keys.dtype == got_values.dtype == torch.bfloat16
     assert got_keys.shape == keys.shape
+
+
+class OfOlderCode(Qwen3ForCausalLM):
+    """A target with code of its own, which knows the cache by the name that it had before transformers 5.24."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        assert "cache" not in kwargs
+        return super().forward(input_ids, **{CACHE_NAME: past_key_values}, **kwargs)
+
+
+def test_a_target_is_called_by_the_name_of_the_cache_that_its_code_knows() -> None:
+    """Promise: `cache` or `past_key_values`, by the forward's own signature, also behind hooks of accelerate."""
+    target = make_target("qwen3")
+    older = OfOlderCode(target.config).eval()
+    older.load_state_dict(target.state_dict())
+    assert (cache_name(target), cache_name(older)) == (CACHE_NAME, "past_key_values")
+    asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0}
+    text = spec_generate(make_drafter(), older, make_prompt(), **asked)
+    assert torch.equal(text, greedy(target, make_prompt(), max_new_tokens=12))
+    add_hook_to_module(target, ModelHook())
+    assert cache_name(target) == CACHE_NAME
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_sliding", "llama"])

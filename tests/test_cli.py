@@ -28,7 +28,7 @@ from dflash import Block
 from dflash.checkpoints import embedded
 from dflash.cli import app as cli
 from dflash.cli import loading
-from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar
+from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar, show_table
 from dflash.evaluation import (
     HAS_NATIVE,
     METHODS,
@@ -375,11 +375,85 @@ def test_first_difference_names_place_and_margin(tiny_target: Any) -> None:
     assert first_difference(tiny_target, prompt_ids, ids, ids[:4]).index == 4
 
 
+def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: where standard error is no terminal a long command is not silent, and a short one says nothing."""
+    now = [0.0]
+
+    def stopwatch() -> Callable[[], float]:
+        began = now[0]
+        return lambda: now[0] - began
+
+    monkeypatch.setattr("dflash.cli.terminal.stopwatch", stopwatch)
+    for is_first in (True, False):
+        with counting_bar(is_first) as bar:
+            task = bar.add_task("Answering", total=2000, rate="9 tokens/s")
+            for _ in range(1500):
+                now[0] += 0.125
+                bar.advance(task)
+            bar.update(task, advance=1, description="gsm8k 2.00x")
+            now[0] += 60
+            bar.update(task, advance=1, description="gsm8k 2.00x")
+        lines = [
+            f"{done} of 2,000: {what}, 9 tokens/s"
+            for done, what in (
+                ("480", "Answering"),
+                ("960", "Answering"),
+                ("1,440", "Answering"),
+                ("1,502", "gsm8k 2.00x"),
+            )
+        ]
+        assert capsys.readouterr().err.splitlines() == (lines if is_first else [])
+
+
 def test_a_bar_is_silent_in_all_processes_but_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     for is_first, said in ((True, "5 rows\n"), (False, "")):
         with counting_bar(is_first) as bar:
             bar.console.print("5 rows")
         assert capsys.readouterr().err == said
+
+
+TABLE = (
+    ["method", "identical texts", "tokens/s", "10-90 %", "compilations"],
+    [
+        ["dflash with lookup", "16 of 16", "642", "3.0-7.0", "2"],
+        ["target.generate", "16 of 16", "135", "1.0-1.0", "0"],
+    ],
+)
+
+
+@pytest.mark.parametrize("width", [None, 200, 80, 40, 5])
+def test_no_figure_of_a_table_is_cut(
+    width: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: every cell is whole at any width, its method beside it. Figures once ended in an ellipsis ("1.…")."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    show_table(TABLE, "mine, 16 prompts")
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "…" not in out
+    if width is None or width >= 80:
+        assert [line.split()[-6:] for line in lines[-2:]] == [
+            ["16", "of", "16", "642", "3.0-7.0", "2"],
+            ["16", "of", "16", "135", "1.0-1.0", "0"],
+        ]
+        return
+    longest = max(map(len, TABLE[1][0][:2])) + 1
+    assert max(len(line.rstrip()) for line in lines) <= max(width, longest + len("compilations"))
+    for place in range(1, 5):
+        for name, *cells in TABLE[1]:
+            assert any(line.startswith(name) and cells[place - 1] in line for line in lines)
+
+
+def test_a_table_into_a_file_is_as_wide_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: a pipe has no width, so that no line is broken for one."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    headings = [f"figure {number}" for number in range(40)]
+    show_table((["method", *headings], [["dflash", *(["123.45"] * 40)]]))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["dflash", *(["123.45"] * 40)]
 
 
 def test_a_path_that_cannot_be_used_is_named_in_a_sentence(run: Any, tmp_path: Path) -> None:

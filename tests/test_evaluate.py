@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -22,9 +23,11 @@ from transformers import DynamicCache
 
 from dflash.cli.loading import read_prompts
 from dflash.common import processes
+from dflash.common.files import check_output
 from dflash.common.processes import Processes
 from dflash.evaluation import (
     EvalPlan,
+    Limits,
     PeakMemory,
     Question,
     TaskAnswer,
@@ -416,6 +419,32 @@ def test_command_ends_with_a_table_and_a_file(
     assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
 
 
+def test_command_says_in_a_log_how_far_it_is(
+    run: Any, folders: tuple[str, str], data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    error = run(*asked, "--limit", 2, "--max-new-tokens", 8)[2]
+    assert re.findall(r"^(\d of 2): gsm8k \d", error, re.MULTILINE) == ["1 of 2", "2 of 2"]
+
+
+def test_the_first_of_two_commands_holds_the_output_while_it_loads(
+    run: Any, folders: tuple[str, str], data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a second command fails at once, as with `dflash regenerate`."""
+    output = tmp_path / "r.json"
+
+    def load_pair(*_: Any) -> Any:
+        with pytest.raises(ValueError, match=r"r\.json is being written by process"):
+            check_output(output)
+        raise ValueError("It was held.")
+
+    monkeypatch.setattr("dflash.cli.loading.load_pair", load_pair)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", data_root, "--tasks", "gsm8k")
+    assert run(*asked, "--output", output) == (1, "", "dflash: It was held.\n")
+    check_output(output)  # free again
+
+
 CHAT = [
     {"role": "system", "content": "be short"},
     {"role": "user", "content": "say 1"},
@@ -528,6 +557,47 @@ def test_command_refuses_in_a_sentence(
     assert message in err
     assert err.startswith("dflash: ")
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            (),
+            "cannot be confined here (no filter): leave the answers unscored with --no-score, or run it all the same",
+        ),
+        (("--no-score",), "holds no rows of humaneval"),
+        (("--unsafe-code",), "holds no rows of humaneval"),
+    ],
+)
+def test_code_that_cannot_be_confined_is_refused_before_anything_is_read(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("dflash.evaluation.scoring.why_unconfined", lambda: "no filter")
+    asked = ("--target", "org/t", "--drafter", "org/d", "--data-root", tmp_path, "--tasks", "humaneval")
+    status, out, err = run(*asked, *options)
+    assert (status, out) == (1, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("options", [(), ("--unsafe-code",)])
+def test_unsafe_code_is_allowed_by_its_flag_alone(
+    run: Any, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """Promise: the flag reaches the place where programs run, and nothing else allows them there."""
+    (tmp_path / "humaneval.jsonl").write_text(json.dumps({"prompt": "def f():", "test": "", "entry_point": "f"}))
+    allowed = []
+
+    def scored(scorer: str, answer: str, reference: Any, limits: Limits) -> bool:
+        allowed.append(limits.unsafe_code)
+        return True
+
+    monkeypatch.setattr("dflash.evaluation.task_answers.is_right", scored)
+    monkeypatch.setattr("dflash.evaluation.scoring.why_unconfined", lambda: None)
+    asked = ("--target", folders[0], "--drafter", folders[1], "--data-root", tmp_path, "--tasks", "humaneval")
+    status, _, err = run(*asked, "--max-new-tokens", 8, *options)
+    assert status == 0, err
+    assert set(allowed) == {bool(options)}
 
 
 def test_the_default_length_is_what_the_target_has_room_for(

@@ -36,7 +36,7 @@ SAID = {
     "sampling.py": [r"the same in blocks of \d+: True"],
     "streaming.py": [r"\[.+\]", r"[1-9]\d* steps after the prompt"],
     "text_iterator_streamer.py": [r"[1-9]\d* pieces"],
-    "training.py": [r"step 2: loss \d+\.\d+, tau \d", r"my-DFlash: tau \d\.\d\d over [1-9]\d* verify steps"],
+    "training.py": [r"step 2: loss \d+\.\d+, tau \d", r"example-DFlash: tau \d\.\d\d over [1-9]\d* verify steps"],
     "vllm_serving.py": [
         r"# vLLM: works",
         r"vllm serve \S+/demo/tiny-target --speculative-config '.*\"num_speculative_tokens\": 15}' --port 8000",
@@ -98,6 +98,52 @@ def test_half_a_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: a drafter without its target is one sentence, not a wrong pair."""
     with pytest.raises(SystemExit, match="go together"):
         run("quickstart.py", monkeypatch, "--tiny", "--drafter", "some/drafter")
+
+
+def test_training_leaves_a_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: an example replaces a drafter only where `--overwrite` asks for it. It once replaced any of its name."""
+    monkeypatch.chdir(tmp_path)
+    name = "example-DFlash"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("mine")
+    with pytest.raises(SystemExit, match=f"{name} exists: .*--overwrite"):
+        run("training.py", monkeypatch, "--tiny")
+    assert (tmp_path / name / "config.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("script", ["train_drafter", "train_target"])
+def test_the_embedded_pair_s_scripts_leave_a_folder_that_is_there(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: as above, before anything is loaded."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "tiny_pair"))
+    parse = runpy.run_path(str(EXAMPLES / "tiny_pair" / f"{script}.py"))["parse_arguments"]
+    words = [script, "--output", str(tmp_path), *(["--target", "any"] * (script == "train_drafter"))]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        parse()
+    assert f"{tmp_path} exists" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "--overwrite"])
+    assert parse().output == tmp_path
+
+
+def test_nothing_that_is_run_as_it_stands_writes_over_a_reader_s_folder() -> None:
+    """Promise: no script or notebook overwrites unasked, nor takes by default a name that a command of the pages writes."""
+    root = EXAMPLES.parent
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    command = re.compile(r"^dflash (?:adapt|convert|export|pair|train) .*$", re.MULTILINE)
+    commands = "\n".join(line for page in pages for line in command.findall(page.read_text(encoding="utf-8")))
+    assert "my-DFlash" in commands
+    files = [path for name in ("examples", "notebooks", "benchmarks") for path in (root / name).rglob("*.*")]
+    for path in files:
+        if path.suffix not in (".py", ".ipynb"):
+            continue
+        source = path.read_text(encoding="utf-8").replace('\\"', '"').replace("\\n", "\n")
+        assert "overwrite=True" not in source, path
+        for name in re.findall(
+            r'"--output".*default=(?:Path\()?"([\w-]+)"|^OUTPUT = "([\w-]+)"', source, re.MULTILINE
+        ):
+            assert not any(part and re.search(rf"(?<!\S){part}(?!\S)", commands) for part in name), path
 
 
 def test_chat_reads_lines_until_an_empty_one(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash.checkpoints import written_aside
 from dflash.common.files import check_output, check_writable, only_writer, write_text
 
 
@@ -110,3 +111,46 @@ def test_an_old_name_of_a_room_still_works_and_warns():
 
     with pytest.warns(DeprecationWarning, match="dflash.evaluation.run_plan is now dflash.evaluation.run_eval"):
         assert dflash.evaluation.run_plan is dflash.evaluation.run_eval
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    """Promise: an output that is a link to another disk is written there. The link itself was once replaced."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "real.json").write_text("old")
+    link, dangling = tmp_path / "link.json", tmp_path / "new.json"
+    link.symlink_to(disk / "real.json")
+    dangling.symlink_to(disk / "made.json")
+    for path, real in ((link, disk / "real.json"), (dangling, disk / "made.json")):
+        check_writable(path)
+        write_text(path, "new")
+        assert path.is_symlink()
+        assert real.read_text() == "new"
+    with only_writer(link), pytest.raises(ValueError, match="is being written"), only_writer(disk / "real.json"):
+        pass
+    assert sorted(os.listdir(disk)) == ["made.json", "real.json"]
+
+
+def test_a_link_into_a_folder_that_is_not_there_is_refused(tmp_path):
+    """Promise: a disk that is not mounted is named, before any work."""
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "unmounted" / "real.json")
+    for write in (check_writable, check_output, lambda path: write_text(path, "x")):
+        with pytest.raises(ValueError, match=r"is a link to .*unmounted/real\.json, whose folder does not exist"):
+            write(link)
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_a_folder_that_is_a_link_is_replaced_where_it_leads(tmp_path):
+    """Promise: as above for a checkpoint, whose older one there is replaced in one rename."""
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    real.mkdir(parents=True)
+    (real / "old").touch()
+    link.symlink_to(real)
+    with written_aside(link) as aside:
+        assert aside.parent == real.parent  # on the same disk, or it could not be renamed
+        aside.mkdir()
+        (aside / "new").touch()
+    assert link.is_symlink()
+    assert os.listdir(real) == ["new"]
+    assert os.listdir(real.parent) == ["real"]

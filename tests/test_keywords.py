@@ -38,6 +38,7 @@ from tiny_models import (
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
@@ -547,6 +548,45 @@ def test_a_processor_that_leaves_no_choice_is_named(value: float, temperature: f
             make_drafter(**SHALLOW_DRAFTER), target(), make_prompt(),
             logits_processor=[Says(value)], temperature=temperature, max_new_tokens=6,
         )  # fmt: skip
+
+
+class Forbids(LogitsProcessor):
+    """Forbids the most probable token, and returns the scores in another shape."""
+
+    def __init__(self, reshape: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.reshape = reshape
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.reshape(scores.scatter(-1, scores.argmax(-1, keepdim=True), float("-inf")))
+
+
+def test_one_texts_scores_without_their_first_axis_are_those_of_generate() -> None:
+    """Known bug: of [V] a single number was taken, and the text was the stop token for ever."""
+    processors = LogitsProcessorList([Forbids(lambda scores: scores)])
+    text = target().generate(make_prompt(), do_sample=False, logits_processor=processors, **SHORT)
+    for reshape in (lambda scores: scores, lambda scores: scores[0]):
+        asked = {"logits_processor": [Forbids(reshape)], "temperature": 0.0, **SHORT}
+        assert torch.equal(spec_generate(make_drafter(**SHALLOW_DRAFTER), target(), make_prompt(), **asked), text)
+
+
+@pytest.mark.parametrize(
+    "reshape",
+    [
+        lambda scores: scores.repeat(2, 1),
+        lambda scores: scores[None],
+        lambda scores: scores[:, :50],
+        lambda scores: scores.amax(),
+    ],
+    ids=["more rows", "another axis", "fewer tokens", "a number"],
+)
+def test_scores_of_another_shape_are_refused(reshape: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Known bug: more rows and another axis were taken in silence, where `generate` raises."""
+    drafter, asked = make_drafter(**SHALLOW_DRAFTER), {"logits_processor": [Forbids(reshape)], "temperature": 0.0}
+    with pytest.raises(ValueError, match=r"Forbids.* returned \[.*return scores of the same shape"):
+        spec_generate(drafter, target(), make_prompt(), **asked, **SHORT)
+
+
+SHORT: dict[str, Any] = {"max_new_tokens": 6}
 
 
 def even_then_odd(row: int, input_ids: torch.Tensor) -> list[int]:

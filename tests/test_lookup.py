@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import generate_blocks, spec_generate
+from dflash.evaluation import timed_blocks
 from dflash.model.proposals_dflash import REACH, PromptLookup, TextSequence
 
 
@@ -123,6 +125,22 @@ def repeating(prompt_seed: int) -> tuple[PreTrainedModel, torch.Tensor, torch.Te
     target = make_target("qwen3", seed=11, num_hidden_layers=2)
     prompt = torch.cat([make_prompt(8, seed=prompt_seed)] * 2, dim=1)
     return target, prompt, greedy(target, prompt, max_new_tokens=60)
+
+
+def test_tau_is_the_drafters_and_what_lookups_add_has_a_name_of_its_own() -> None:
+    """Known bug: the default's tau counted looked-up tokens and stood beside the paper's, which has none."""
+    target, prompt, truth = repeating(1)
+    drafter = ScriptedDrafter(target, truth, [2], **SMALL)
+    asked = {"prompt_lookup_num_tokens": 20, "max_matching_ngram_size": 4, "max_new_tokens": 60, "temperature": 0.0}
+    blocks = [b for b in generate_blocks(drafter, target, prompt, **asked) if not b.is_prefill]
+    drafted = [block.acceptance_length for block in blocks if not block.is_lookup]
+    assert 0 < len(drafted) < len(blocks)
+    output = spec_generate(drafter, target, prompt, return_dict_in_generate=True, **asked)
+    assert output.tau == mean(drafted)
+    assert output.tau_with_lookup == mean(block.acceptance_length for block in blocks) > output.tau
+    run = timed_blocks(drafter, target, prompt, **asked)
+    assert (run.tau, run.tau_with_lookup) == (output.tau, output.tau_with_lookup)
+    assert len(run.lookup_steps) == len(blocks) - len(drafted)
 
 
 def test_a_text_that_repeats_is_looked_up_and_not_drafted() -> None:

@@ -23,6 +23,7 @@ from distributions import (
 )
 from tiny_models import (
     PAD_TOKEN_ID,
+    CollectingStreamer,
     ScriptedDrafter,
     greedy,
     make_drafter,
@@ -182,6 +183,28 @@ def streaming_thread(drafter: DFlashDraftModel, target: PreTrainedModel, prompt:
     thread = threading.Thread(target=spec_generate, args=(drafter, target, prompt), kwargs=options)
     thread.start()
     return thread
+
+
+def test_a_streamer_of_generate_streams_through_the_custom_loop() -> None:
+    """Known bug: `generate` keeps its streamer from a custom loop, so nothing was streamed and a reader waited forever."""
+    target, prompt = target_of(), make_prompt()
+    asked = {"custom_generate": custom_generate, "drafter": scripted(target, prompt), "do_sample": False}
+    asked["max_new_tokens"] = NEW_TOKENS
+    plain, ours = CollectingStreamer(), CollectingStreamer()
+    greedy(target, prompt, max_new_tokens=NEW_TOKENS, streamer=plain)
+    target.generate(prompt, streamer=ours, **asked)
+    assert ours.token_ids == plain.token_ids  # the prompt once, each token once, and the end
+    wrapped = CollectingStreamer()
+    through = {**asked, "custom_generate": wrapped_loop}
+    target.generate(prompt, streamer=wrapped, **through)
+    assert wrapped.token_ids == plain.token_ids
+    with pytest.raises(ValueError, match="streamer came with token_streamer"):
+        target.generate(prompt, streamer=ours, token_streamer=plain, **asked)
+
+
+def wrapped_loop(model: PreTrainedModel, input_ids: torch.Tensor, drafter: DFlashDraftModel, **kwargs: Any) -> Any:
+    """A loop of a user's own around the library's."""
+    return custom_generate(model, input_ids, drafter=drafter, **kwargs)
 
 
 def test_two_iterators_stream_from_one_target_at_once() -> None:

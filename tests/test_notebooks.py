@@ -42,8 +42,8 @@ SAID = {
     "03_train_a_drafter": [r"12 prompts to learn from", r"best after 2 steps: tau", r"the target's own text: True"],
     "04_measure": [r"target\.generate +1 of 1 identical", r"dflash +1 of 1 identical", r"blocks of 16 +tau"],
     "05_bring_your_own_target": [
-        r"my-llama: the same text: True",
-        r"my-qwen3: the same text: True",
+        r"random-llama: the same text: True",
+        r"random-qwen3: the same text: True",
         r"works +vLLM",
         r"num_target_layers is 8 and the target's is 12",
         r"target_layer_ids = \[1, 2, 3, 4, 7\]",

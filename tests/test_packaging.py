@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from contextlib import suppress
@@ -170,6 +171,58 @@ def test_a_release_is_published_after_ci_from_a_tag_alone() -> None:
     assert jobs["publish"]["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
     may_publish = [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})]
     assert may_publish == ["publish"]
+
+
+def test_ci_runs_what_people_install_and_both_ends_of_the_range() -> None:
+    """Known gap: the range admitted a release of transformers that no run had seen, and on it the library was broken."""
+    script = (ROOT / ".ci" / "run").read_text()
+    (wanted,) = [name for name in PROJECT["dependencies"] if name.startswith("transformers")]
+    oldest, above = re.fullmatch(r"transformers>=([\d.]+),<([\d.]+)", wanted).groups()  # type: ignore[union-attr]
+    (newest,) = [pin for pin in PINS if re.match(r"transformers==.*>=", pin)]
+    major, minor = newest.split("==")[1].split(".")[:2]
+    assert above == f"{major}.{int(minor) + 1}"
+    assert f"'transformers=={oldest}.*'" in script
+    assert re.search(
+        r"^\.venv-[\d.]+/bin/pytest </dev/null", script.replace("DFLASH_OTHER_PYTHON=$bin/python ", ""), re.M
+    )
+    assert f"'transformers=={major}.{int(minor) - 1}.*'" in script
+    assert re.search(r'\.venv-plain/bin/pip install -q "\$wheel" &&', script)  # no constraints
+    for environment in ("plain", oldest, f"{major}.{int(minor) - 1}"):
+        assert f'"$work/.venv-{environment}/bin/dflash" demo' in script
+
+
+def test_each_night_the_newest_transformers_is_tried() -> None:
+    """Promise: its newest release, beyond the range too, and its main branch; a release that passes opens a pull request."""
+    triggers, jobs = workflow("nightly.yml")
+    assert triggers["schedule"]
+    sources = [entry["transformers"] for entry in jobs["tests"]["strategy"]["matrix"]["include"]]
+    assert sources == ["transformers", "git+https://github.com/huggingface/transformers"]
+    for job in jobs.values():
+        commands = commands_of(job)
+        assert "--upgrade" in commands[0]
+        assert any("pytest" in command for command in commands[1:])
+    assert any("gh pr create" in command for command in commands_of(jobs["widen"]))
+
+
+@pytest.mark.parametrize(
+    ("version", "above", "pin"),
+    [
+        ("5.25.1", "5.26", "5.25.1"),
+        ("6.0.0", "6.1", "6.0.0"),
+        ("5.24.7", "5.25", "5.24.0"),
+        ("5.25.0rc1", "5.25", "5.24.0"),
+    ],
+)
+def test_the_range_is_widened_to_a_new_minor_release_alone(tmp_path: Path, version: str, above: str, pin: str) -> None:
+    (tmp_path / "pyproject.toml").write_text('dependencies = ["torch>=2.13", "transformers>=4.57,<5.25"]\n')
+    (tmp_path / "constraints.txt").write_text(
+        'transformers==5.24.0; python_version >= "3.11"\ntransformers==5.20.2; python_version < "3.11"\n'
+    )
+    widen = runpy.run_path(str(ROOT / ".ci" / "widen_range.py"))["widen"]
+    assert widen(tmp_path, version) == (above != "5.25")
+    assert f"transformers>=4.57,<{above}" in (tmp_path / "pyproject.toml").read_text()
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert lines == [f'transformers=={pin}; python_version >= "3.11"', 'transformers==5.20.2; python_version < "3.11"']
 
 
 def test_ci_runs_the_wheel_in_an_environment_that_holds_nothing_else() -> None:

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    GenerationMixin,
     PreTrainedModel,
     StoppingCriteria,
     TorchAoConfig,
@@ -131,6 +132,23 @@ def test_generate_writes_the_targets_text_in_fewer_forwards(
     assert model.dflash_stats["tau"] > 3
     assert torch.equal(model.generate(**inputs, **GREEDY), target.generate(**inputs, **GREEDY))
     assert len(model.dflash_stats["acceptance_lengths"]) == 2
+
+
+def test_continuous_batching_says_that_it_does_not_draft(
+    folder: Path, target: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known silence: `generate_batch` and servers that batch continuously write a pair's text plainly."""
+    started: list[Any] = []
+    whole = GenerationMixin.init_continuous_batching
+    monkeypatch.setattr(GenerationMixin, "init_continuous_batching", lambda self: started.append(self))
+    model = load(folder)
+    door_of(model)._warn_where_nothing_drafts()
+    for each in (target, model, model):
+        each.init_continuous_batching()
+    assert started == [target, model, model]
+    assert caplog.text.count("continuous batching (generate_batch) does not draft") == 1
+    monkeypatch.undo()
+    assert hasattr(whole, "warns_of_pairs")  # since a pair was loaded
 
 
 def test_pipelines_draft(folder: Path, target: Any, tokenizer: Any) -> None:

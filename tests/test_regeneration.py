@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import sys
@@ -24,6 +25,7 @@ from processes import dflash_process, forked
 from tiny_models import make_drafter, make_target, make_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from dflash.common.files import check_output
 from dflash.common.fingerprints import fingerprint
 from dflash.regeneration import (
     Answer,
@@ -846,8 +848,7 @@ def test_a_server_that_is_down_or_dies_is_one_sentence_and_the_rest_can_follow(
         )
         assert len(engine.asked) == len(CHATS) - 3
         assert len(read(output)) == len(CHATS)
-        with pytest.raises(ValueError, match="serves tiny and not big: name one of them"):
-            server_writer(engine.url, target, tokenizer, model="big")
+        assert server_writer(engine.url, target, tokenizer, model="unlisted").model == "unlisted"
         url = engine.url
     with pytest.raises(ValueError, match=r"/v1/models cannot be reached \(.*refused\): is the server running there\?"):
         server_writer(url, target, tokenizer)
@@ -867,7 +868,7 @@ def test_each_row_of_a_batch_reads_as_alone_with_its_own_generator(target: Any) 
     for row, prompt in enumerate(prompts):
         alone = drafter.spec_generate(prompt[None], generator=seeded(row), **how)[0, len(prompt) :]
         assert torch.equal(both[row], alone)
-    with pytest.raises(ValueError, match="1 generators for 2 sequences"):
+    with pytest.raises(ValueError, match="generator holds 1 for 2 sequences"):
         drafter.spec_generate(prompts, generator=[seeded(0)], **how)
 
 
@@ -1030,6 +1031,43 @@ def test_the_command_refuses_values_before_a_model_is_loaded(
         assert reason in run(output)[2]
     (tmp_path / "mine.jsonl").write_text("{}\n")
     assert "holds something else than a run" in run(tmp_path / "mine.jsonl")[2]
+
+
+def test_the_first_of_two_commands_holds_the_output_while_it_loads(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a second command fails at once. The lock was once taken after loading, and the later one could win."""
+
+    def load_writer(*_: Any) -> Any:
+        with pytest.raises(ValueError, match=r"r\.jsonl is being written by process"):
+            check_output(tmp_path / "r.jsonl")
+        raise ValueError("It was held.")
+
+    monkeypatch.setattr("dflash.cli.regenerate.load_writer", load_writer)
+    assert run(tmp_path / "r.jsonl") == (1, "", "dflash: It was held.\n")
+    check_output(tmp_path / "r.jsonl")  # free again
+
+
+def test_the_command_says_in_a_log_how_far_it_is(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash.cli.terminal.LINE_SECONDS", 0)
+    error = run(tmp_path / "r.jsonl")[2]
+    rows = len(read(tmp_path / "r.jsonl"))
+    counted = re.findall(r"^([\d,]+) of ([\d,]+): Answering, [\d,]+ tokens/s$", error, re.MULTILINE)
+    assert [(int(done), int(total)) for done, total in counted] == [(done, rows) for done in range(1, rows + 1)]
+
+
+def test_the_answers_go_where_a_link_leads(run: Any, tmp_path: Path) -> None:
+    """Promise: an output that is a link to no file yet is made there; it was once taken for another run."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "r.jsonl").symlink_to(tmp_path / "disk" / "real.jsonl")
+    status, out, error = run(tmp_path / "r.jsonl")
+    assert status == 0, error
+    assert (tmp_path / "r.jsonl").is_symlink()
+    assert len(read(tmp_path / "disk" / "real.jsonl")) > 1
+    assert run(tmp_path / "r.jsonl", "--resume")[1] == out
+    (tmp_path / "lost.jsonl").symlink_to(tmp_path / "unmounted" / "real.jsonl")
+    assert "whose folder does not exist" in run(tmp_path / "lost.jsonl")[2]
+    assert not list(tmp_path.glob("lost.manifest*"))
 
 
 def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import os
 import pickle
-import platform
-import signal
-import struct
+import sys
 import tempfile
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash.evaluation import Limits, check_scorers, extract_code, is_right, run_program, sandbox_child
+from dflash.evaluation import Limits, check_scorers, extract_code, is_right, scoring
 
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="code is scored under POSIX limits")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code is confined on Linux alone")
 
 SMALL = Limits(wall_seconds=1.5, cpu_seconds=1, memory_bytes=2**28, file_bytes=2**20)
-FILTERED = pytest.mark.skipif(
-    not Path("/proc/sys/kernel/seccomp").exists() or platform.machine() not in sandbox_child.REFUSED,
-    reason="no system-call filter here",
-)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +132,41 @@ def test_pickled_test_that_names_code_is_refused(tmp_path: Path) -> None:
 
     reference = livecodebench([{"input": "", "output": "", "testtype": "stdin"}])
     reference["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Bad()))).decode()
-    with pytest.raises(pickle.UnpicklingError, match="may not name"):
+    with pytest.raises(ValueError, match="may not name"):
         is_right("livecodebench", "print()", reference)
     assert not (tmp_path / "made").exists()
+
+
+JUNK = {
+    "no base64": "!",
+    "not compressed": base64.b64encode(b"junk").decode(),
+    "cut": base64.b64encode(zlib.compress(pickle.dumps("[]" * 999))[:-9]).decode(),
+    "no pickle": base64.b64encode(zlib.compress(b"junk")).decode(),
+    "no text": base64.b64encode(zlib.compress(pickle.dumps([1]))).decode(),
+    "no JSON": base64.b64encode(zlib.compress(pickle.dumps("["))).decode(),
+}
+
+
+@pytest.mark.parametrize("kind", JUNK)
+def test_tests_that_are_junk_are_said(kind: str) -> None:
+    reference = livecodebench([]) | {"private_test_cases": JUNK[kind]}
+    with pytest.raises(
+        ValueError, match=r"^The private tests of a row of LiveCodeBench cannot be read \(.*\): get the"
+    ):
+        is_right("livecodebench", "print()", reference)
+
+
+def test_tests_inflate_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a small row does not fill the memory. One of 10 MiB once became 8 GiB."""
+    monkeypatch.setattr(scoring, "MAX_INFLATED_BYTES", 2**16)
+    tests = [{"input": " " * length, "output": "", "testtype": "stdin"} for length in (1, 2**15)]
+    assert is_right("livecodebench", "print()", livecodebench(tests))
+    reference = livecodebench([*tests, {"input": " " * 2**24, "output": "", "testtype": "stdin"}])
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="inflate to more than 65536 bytes"):
+        is_right("livecodebench", "print()", reference)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_last_block_that_defines_what_is_asked_for_is_taken() -> None:
@@ -151,7 +177,7 @@ def test_last_block_that_defines_what_is_asked_for_is_taken() -> None:
 
 def test_missing_scorer_is_said_before_anything_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash.evaluation.scoring.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'dflash-transformers\[eval\]'.*--no-score"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[eval\]' in the checkout, .*--no-score"):
         check_scorers(["math", "mbpp"])
     check_scorers(["mbpp"])
 
@@ -168,17 +194,6 @@ HOSTILE = {
     "exits": "raise SystemExit(0)",
     "is no code": "Sure! Here is (",
 }
-HOSTILE_CALLS = {
-    "forks": "import os\nwhile True: os.fork()",
-    "forks away": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)",
-    "starts programs": "import subprocess\nsubprocess.run(['sleep', '60'])",
-    "kills the harness": "import os\nos.kill(os.getppid(), 9)",
-    "kills all": "import os\nos.kill(-1, 9)",
-    "writes a file": "open('a', 'w').write('x' * 10**9)",
-    "deletes": "import shutil, os\nshutil.rmtree(os.path.dirname(os.getcwd()))",
-    "lifts its limits": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (10**6, 10**6))",
-    "calls home": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
-}
 
 
 @pytest.mark.parametrize("snippet", HOSTILE)
@@ -191,81 +206,93 @@ def test_hostile_code_fails_and_the_harness_goes_on(snippet: str) -> None:
     assert not [name for name in left if name.startswith("dflash-")]
 
 
-@FILTERED
-@pytest.mark.parametrize("snippet", HOSTILE_CALLS)
-def test_calls_that_reach_beyond_the_process_are_refused(snippet: str) -> None:
-    """Promise: no process is started or killed, no file written or deleted, no limit lifted: for root neither."""
-    outcome = run_program(HOSTILE_CALLS[snippet] + "\nprint('done')", limits=SMALL)
-    assert outcome.status not in (0, None), outcome
-    assert "done" not in outcome.output
-    assert any(said in outcome.errors for said in ("PermissionError", "ValueError", "BlockingIOError")), outcome
+# What code does that wants to count as right without being so.
+BASE = "import atexit, builtins, gc, os, re, select, sys"
+SHOUT = """
+def shout(*words):
+    for number in range(1, 32):
+        for word in words:
+            try:
+                os.write(number, word if isinstance(word, bytes) else word.encode())
+            except OSError:
+                pass
+    os._exit(0)
+"""
+SEARCH = """
+def search():
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        found += frame.f_locals.values()
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        found += thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple, set)) else ()
+    return [word for word in found if isinstance(word, bytes) and len(word) == 16] or [b"none"]
+"""
+CHEATS = {
+    "leaves": "os._exit(0)",
+    "leaves at the end": "atexit.register(os._exit, 0)\nraise SystemExit(0)",
+    "reads its own file": "shout(*re.findall('[0-9a-f]{32}', open(__file__).read()), 'passed')",
+    "reads every file beside it": "shout(*(open('../' + n).read() for n in os.listdir('..') if os.path.isfile('../' + n)))",
+    "reads its arguments": "shout(*sys.argv, *sys.orig_argv, *os.environ.values())",
+    "says all that it finds": "shout(*search())",
+    "says all that it finds in its tests": "def f(x): shout(*search())",
+    "reads every descriptor": "shout(*(os.read(n, 99) for n in select.select(\n"
+    "    [n for n in range(32) if os.path.exists(f'/dev/fd/{n}') or n == 3], [], [], 0.1)[0]))",
+    "answers before it is asked": "shout(b'?', b'x' * 16)",
+    "replaces what runs the tests": "builtins.exec = builtins.compile = lambda *a, **k: None",
+    "replaces what prints": "builtins.print = lambda *a: os.write(1, b'passed')",
+    "replaces reads and writes": "os.read = lambda *a: b'x' * 16\nos.write = lambda *a: 16",
+    "replaces the errors": "builtins.AssertionError = type('Never', (BaseException,), {})",
+    "catches the error": "sys.excepthook = lambda *a: os._exit(0)",
+    "leaves when it is called": "def f(x): os._exit(0)",
+    "exits when it is called": "def f(x): raise SystemExit(0)",
+    "hangs up when it is called": "def f(x): os.closerange(3, 99)",
+    "threads": "import threading\nthreading.Timer(0.01, os._exit, [0]).start()\ndef f(x):\n    while True: pass",
+}
 
 
-def test_limits_kill_by_the_kernel_and_by_the_clock() -> None:
-    assert run_program(HOSTILE["ignores signals"], limits=Limits(60, cpu_seconds=1)).status == -signal.SIGKILL
-    assert run_program(HOSTILE["hangs"], limits=Limits(wall_seconds=0.3)).status is None
-    assert "MemoryError" in run_program(HOSTILE["eats memory"], limits=SMALL).errors
-    assert len(run_program(HOSTILE["writes a lot"], limits=SMALL).output) <= SMALL.file_bytes
+@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("scorer", ["humaneval", "mbpp"])
+def test_cheat_does_not_count_as_right(scorer: str, cheat: str) -> None:
+    """Promise: only code whose tests ran to their end is right. What says so is not in its process while it runs."""
+    code = f"{BASE}\n{SHOUT}{SEARCH}\ndef f(x): return 0\n{CHEATS[cheat]}\n"
+    humaneval = {"prompt": "", "test": "def check(f):\n    assert f(3) == 9 and f(4) == 16\n", "entry_point": "f"}
+    mbpp = {"setup": "", "tests": ["assert f(3) == 9", "assert f(4) == 16"]}
+    limits = Limits(wall_seconds=5, cpu_seconds=1)
+    assert not is_right(scorer, f"```python\n{code}```", {"humaneval": humaneval, "mbpp": mbpp}[scorer], limits)
 
 
-def test_program_starts_in_an_empty_folder_without_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "x")
-    source = (
-        "import os, sys\nprint(os.listdir('.'), 'SECRET' in os.environ, sys.flags.isolated, repr(sys.stdin.read()))"
-    )
-    assert run_program(source).output == "[] False 1 ''\n"
-    assert run_program("print(input())", stdin="given\n").output == "given\n"
+EQUAL_TO_ALL = "class Equal(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
 
 
-def test_honest_code_may_use_threads_and_large_numbers() -> None:
-    """Promise: what competition solutions do with right is not refused."""
-    source = (
-        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
-        "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\n"
-        "t = threading.Thread(target=lambda: print(deep(5000), len(open(__file__).read()) > 9))\nt.start()\nt.join()"
-    )
-    assert run_program(source).output == "5000 True\n"
+def test_results_of_livecodebench_are_compared_as_plain_values_outside_of_the_program() -> None:
+    """Promise: the right results are never in the program's process, and no class of its own decides."""
+    tests = [{"input": str(n), "output": str(n * n), "testtype": "functional"} for n in (3, 4)]
+    reference = livecodebench(tests, name="f")
+    code = "```python\n{}class Solution:\n    def f(self, x): return {}\n```"
+    assert is_right("livecodebench", code.format("", "x * x"), reference)
+    for cheat in (
+        code.format(EQUAL_TO_ALL, "Equal(0)"),
+        code.format("import json\njson.loads = lambda s: [[3], [4]]\n", "9"),
+        code.format("import os\n", "print('[9, 16') or os._exit(0)"),
+        code.format("import json\njson.dumps = lambda *a: '[' * 10**6\n", "0"),
+        code.format("import json\njson.dumps = lambda *a: '[' + '9' * 5000 + ']'\n", "0"),
+    ):
+        assert not is_right("livecodebench", cheat, reference)
 
 
-def filtered(machine: str, number: int, arguments: tuple[int, ...] = (), audit: int | None = None) -> int:
-    """What the kernel makes of a call, by the filter's program, interpreted naively."""
-    audit = sandbox_child.REFUSED[machine]["number"] if audit is None else audit
-    data = struct.pack("=IIQ6Q", number, audit, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
-    program, at, held = sandbox_child.call_filter(machine), 0, 0
-    assert len(program) < 256  # so that every skip fits
-    while True:
-        code, if_true, if_false, operand = program[at]
-        at += 1
-        if code == sandbox_child.RETURN:
-            return operand
-        if code == sandbox_child.LOAD:
-            held = struct.unpack_from("=I", data, operand)[0]
-            continue
-        holds = {
-            sandbox_child.EQUALS: held == operand, sandbox_child.AT_LEAST: held >= operand, sandbox_child.ANY_BIT: bool(held & operand)
-        }[code]  # fmt: skip
-        at += if_true if holds else if_false
+KNOWS_THE_SCORER = """
+import os, sys
+channel = int(sys.orig_argv[-2])
+os.write(channel, b"?")
+os.read(channel, int.from_bytes(os.read(channel, 8), "big"))
+os.write(channel, os.read(channel, 16))
+os._exit(0)
+"""
 
 
-@pytest.mark.parametrize("machine", sandbox_child.REFUSED)
-def test_filter_refuses_what_it_names_and_allows_the_rest(machine: str) -> None:
-    """Promise: on machines that the tests do not run on too."""
-    _, refused, opening, cloning = sandbox_child.REFUSED[machine].values()
-    for number in refused.values():
-        assert filtered(machine, number) == sandbox_child.REFUSE
-    for number, place in opening.values():
-        before = (0,) * place
-        assert filtered(machine, number, (*before, os.O_RDONLY)) == sandbox_child.ALLOW
-        for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT | os.O_WRONLY):
-            assert filtered(machine, number, (*before, flags)) == sandbox_child.REFUSE
-    assert (
-        filtered(machine, cloning["clone"], (0x3D0F00,)) == sandbox_child.ALLOW
-    )  # a thread, as the C library asks for it
-    assert filtered(machine, cloning["clone"], (signal.SIGCHLD,)) == sandbox_child.REFUSE
-    assert filtered(machine, cloning["clone3"]) == sandbox_child.UNKNOWN == 0x50000 | errno.ENOSYS
-    assert filtered(machine, 0x40000000 | 59) == sandbox_child.UNKNOWN
-    assert filtered(machine, 0, audit=0) == sandbox_child.KILL
-    assert filtered(machine, 63) == sandbox_child.ALLOW
-    assert len({*refused.values(), *(number for number, _ in opening.values()), *cloning.values()}) == len(
-        refused
-    ) + len(opening) + len(cloning)
+@pytest.mark.parametrize("code", [f"{EQUAL_TO_ALL}def f(x): return Equal(0)", KNOWS_THE_SCORER])
+def test_what_cannot_hold_where_tests_run_in_the_programs_process(code: str) -> None:
+    """SECURITY.md says so: an object may equal everything, and what the scorer's own code does, other code can do."""
+    assert is_right("mbpp", f"```python\n{code}\n```", {"setup": "", "tests": ["assert f(3) == 9"]})

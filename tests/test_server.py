@@ -83,7 +83,9 @@ class Handler(QuietHandler):
     server: Engine
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.path == "/v1/models" and "unlisted" in self.server.faults:  # as `transformers serve` without a cache
+            self.say("Internal Server Error", 500)
+        elif self.path == "/v1/models":
             self.say(self.server.faults.get("models", json.dumps({"data": [{"id": "org/model"}]})))
         elif self.path == "/version":
             self.say('{"version": "0.33.0"}')
@@ -306,6 +308,18 @@ def test_a_load_of_infinite_numbers_is_refused(field: str, value: float) -> None
         Load(**{field: value})
 
 
+@pytest.mark.parametrize(
+    "faults", [{"unlisted": True}, {"models": '{"data": []}'}, {"models": '{"data": [{"id": "cached"}]}'}]
+)
+def test_a_model_that_is_named_need_not_be_listed(run: Any, faults: dict[str, Any]) -> None:
+    """Promise: `transformers serve FOLDER`, which lists the cache of the Hub alone, is measured by `--model FOLDER`."""
+    with serving(num_tokens=2, **faults) as engine:
+        status, out, err = run("--url", engine.url, "--model", "my/pair", "--concurrency", 1)
+        assert (status, err) == (0, "")
+        assert "tokens/s" in out
+        assert {asked["model"] for asked in engine.requests} == {"my/pair"}
+
+
 def test_canary_refuses_before_anything_is_asked(run: Any, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("{}")
     with serving() as engine:
@@ -314,7 +328,6 @@ def test_canary_refuses_before_anything_is_asked(run: Any, tmp_path: Path) -> No
             (("--plot", tmp_path), "is a folder: name a file in it"),
             (("--temperature", "inf"), "temperature=inf: use a finite number"),
             (("--timeout", "inf"), "timeout=inf: use a number of seconds"),
-            (("--model", "other"), "serves org/model and not other: name one of them with --model."),
         ):
             assert said in run("--url", engine.url, *options)[2]
         assert engine.requests == []
@@ -545,11 +558,16 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
         bad.write_text(text, encoding="utf-8")
         assert message in run("--url", "http://x", "--prompts", bad)[2]
     with serving(models='{"data": [{"id": "a"}, {"id": "b"}]}') as engine:
-        assert "serves a, b: name one with --model." in run("--url", engine.url)[2]
+        assert "lists a, b: name the one that it serves with --model." in run("--url", engine.url)[2]
     with serving(models='{"data": []}') as engine:
-        assert "serves no model: start it with one." in run("--url", engine.url)[2]
+        assert "lists no model: name the one that it serves with --model." in run("--url", engine.url)[2]
     with serving(models='{"models": []}') as engine:
         assert '/v1/models lists no models but {"models": []}: is this a model server?' in run("--url", engine.url)[2]
+    with serving(unlisted=True) as engine:
+        assert (
+            "answered 500 Internal Server Error: Internal Server Error: name the model with --model."
+            in run("--url", engine.url)[2]
+        )
     with serving(models="hello") as engine:
         assert "/v1/models answered 200 with no JSON: hello." in run("--url", engine.url)[2]
 

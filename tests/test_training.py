@@ -228,6 +228,23 @@ def test_training_raises_true_acceptance_and_leaves_the_target_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
+@pytest.mark.parametrize(("longest", "is_noted"), [(24, True), (40, False)])
+def test_measuring_beyond_the_datas_answers_is_said(
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path, longest: int, is_noted: bool
+) -> None:
+    """Known trap: trained on answers of 160 tokens, tau was 2.73 on texts of 256 and 5.77 on texts of 160."""
+    prompts = [example.prompt_ids for example in written_by(target, 4)]
+    examples = [
+        Example([*prompt, *(4 + i % 30 for i in range(longest))], [0] * len(prompt) + [1] * longest)
+        for prompt in prompts
+    ]
+    lines: list[str] = []
+    few = settings(steps=1, eval_every=1, eval_new_tokens=40)
+    train(drafter, target, examples, prompts, few, tmp_path / "drafter", show_progress=False, announce=lines.append)
+    spoken = [line for line in lines if "eval_new_tokens" in line]
+    assert [f"longest answer of the data has {longest}" in line for line in spoken] == [True] * is_noted
+
+
 def test_the_same_seed_trains_the_same_drafter(target: PreTrainedModel, tmp_path: Path) -> None:
     examples = written_by(target, 3)
 

@@ -95,6 +95,17 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes]
     return written(folder), record
 
 
+def test_a_run_into_a_link_writes_where_it_leads(unbroken: tuple[dict[str, bytes], Any], tmp_path: Path) -> None:
+    """Promise: an `--output` that is a link to a folder on another disk is filled there, and stays a link."""
+    (tmp_path / "disk" / "drafter").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "drafter")
+    run(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert written(tmp_path / "disk" / "drafter") == unbroken[0]
+    left = [path.name for folder in (tmp_path, tmp_path / "disk") for path in folder.iterdir()]
+    assert sorted(left) == ["disk", "drafter", "link"]
+
+
 def run_counted(output: Path, on_change: Callable[[int, str], None]) -> None:
     """Runs; `on_change` is given the number and the kind of each change of a file before it is made, from the first state on."""
     state, numbers, has_begun = state_folder(output) / "state.json", count(), False

@@ -21,6 +21,7 @@ def convert_checkpoint(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> Path:
     """Reads a drafter of any dialect and writes it to `folder` in this library's form, its code beside its weights.
@@ -33,6 +34,7 @@ def convert_checkpoint(
         source: A local folder or an id on the Hub.
         folder: Where to; an older drafter there is replaced once the new one is complete.
         target: The drafter's target, whose config.json says what some dialects leave out (its depth, its vocabulary).
+        trust_remote_code: Run code that the target's repository holds, where its config needs it.
         kwargs: Passed on to `DFlashDraftModel.from_pretrained` (`revision`, `weights_only`, …).
 
     Raises:
@@ -41,7 +43,7 @@ def convert_checkpoint(
     """
     drafter = _read(source, Path(folder).expanduser().absolute(), **kwargs)
     if target is not None:
-        _complete(drafter.config, target)
+        _complete(drafter.config, target, trust_remote_code)
     if not drafter.config.vocab_size:
         raise ValueError(f"The config.json of {source} does not say vocab_size: pass target (--target).")
     licence, files = carried_licence(os.fspath(source), kwargs.get("revision"))
@@ -53,7 +55,11 @@ def convert_checkpoint(
 
 
 def export_checkpoint(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], target: str | os.PathLike[str], **kwargs: Any
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> Path:
     """As [`convert_checkpoint`], with a card, and only if [`check`] says of no engine that it fails.
 
@@ -73,7 +79,7 @@ def export_checkpoint(
     ):
         if value := getattr(drafter.config, name):
             raise ValueError(f"{name}={value}: this drafter has {what}. {CONVERT}.")
-    _complete(drafter.config, target)
+    _complete(drafter.config, target, trust_remote_code)
 
     def refuse_failing(written: Path) -> None:
         """Raises ValueError if some engine fails on the pair: the engines, the first reason, and which others read it as it is."""
@@ -109,13 +115,14 @@ def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlash
     return drafter
 
 
-def _complete(config: Any, target: str | os.PathLike[str]) -> None:
+def _complete(config: Any, target: str | os.PathLike[str], trust_remote_code: bool) -> None:
     """Completes a drafter's config from its target's; ValueError if they contradict each other."""
     from transformers import AutoConfig
 
     try:
-        known = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
-    except OSError as error:
+        loaded = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+        known = loaded.get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
         raise ValueError(f"The config of the target {target} cannot be read: {first_line(error)}") from error
     for name, mine, its in (
         ("hidden_size", config.hidden_size, known.hidden_size),

@@ -110,6 +110,7 @@ TOP_LEVEL_FIELDS = {
     *OBJECTS,
     "_attn_implementation", "attn_implementation", "dialect", "initial_context_length", "is_causal",
     "quantization_config", "rope_theta", "target_hidden_size",
+    "mlp_bias", "pretraining_tp",  # of Llama's layers: the tensors show the one, and the other changes nothing
 }  # fmt: skip
 # Of one dialect.
 DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash.common.files import followed
+
 
 if TYPE_CHECKING:  # the names of a checkpoint's files are asked for where nothing else needs torch
     from transformers.modeling_utils import PreTrainedModel
@@ -68,7 +70,11 @@ def save_checkpoint(
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `folder` after the body; if that raises, nothing of it is left."""
+    """A path to write to, which takes the place of `folder` after the body; if that raises, nothing of it is left.
+
+    A link to a folder stays one, and the folder that it leads to is replaced.
+    """
+    folder = followed(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)

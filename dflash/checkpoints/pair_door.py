@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModel, DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation import utils as generation_utils
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
@@ -33,6 +33,8 @@ SETTINGS, DRAFTER = "dflash.json", "drafter"
 # Names of the cache in `generate` and its outputs. transformers 5.24 renamed it.
 CACHE_NAMES = ("cache", "past_key_values")
 
+# Fields of the loop's output that `model.dflash_stats` holds.
+STATISTICS = ("tau", "tau_with_lookup", "tokens_per_step", "acceptance_lengths")
 # Keywords of the loop that plain `generate` does not know.
 OWN = (
     *("adaptive", "as_blocks", "block_size", "compile", "conversation", "draft_tree", "draft_window", "drafter"),
@@ -58,7 +60,7 @@ def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
     """The output of the model's own `generate`, in fewer forwards.
 
     A request that cannot be drafted exactly is generated plainly, and one warning for each reason says so. After each
-    drafted request, `model.dflash_stats` holds its tau, tokens per step and acceptance lengths.
+    drafted request, `model.dflash_stats` holds its tau, with looked-up tokens and without, tokens per step and acceptance lengths.
 
     Args:
         args: Those of `generate`, the prompts' token ids first.
@@ -128,7 +130,7 @@ def _drafted(drafter: Any, model: Any, asked: dict[str, Any]) -> Any:
     ids = asked.pop("inputs", None)
     asked["input_ids"] = asked.get("input_ids") if ids is None else ids
     output = drafter.spec_generate(target=model, return_dict_in_generate=True, **asked)
-    model.dflash_stats = {name: getattr(output, name) for name in ("tau", "tokens_per_step", "acceptance_lengths")}
+    model.dflash_stats = {name: getattr(output, name) for name in STATISTICS}
     if not wants_dict:
         return output.sequences
     kept = {"sequences": output.sequences, "scores": output.scores, "logits": output.logits}
@@ -220,6 +222,11 @@ def keep_pair(model: Any, folder: str | os.PathLike[str]) -> None:
         logger.warning(f"{folder} holds the target alone, because its pair cannot be copied ({error}).")
 
 
+def _keep_of(model: Any) -> Callable[..., None] | None:
+    """The `keep_pair` of a pair's model; `None` for another model."""
+    return getattr(getattr(vars(model).get("generate"), "func", None), "keep_pair", None)
+
+
 def _keeping(name: str, is_upload: bool) -> None:
     """Has `PreTrainedModel.<name>` keep pairs, once in a process; `__wrapped__` is what it was.
 
@@ -232,7 +239,7 @@ def _keeping(name: str, is_upload: bool) -> None:
 
     @functools.wraps(whole)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = getattr(getattr(vars(self).get("generate"), "func", None), "keep_pair", None)
+        keep = _keep_of(self)
         asked = inspect.signature(whole).bind(self, *args, **kwargs).arguments if keep else {}
         if keep is None or not asked.get("is_main_process", True):
             return whole(self, *args, **kwargs)
@@ -252,6 +259,25 @@ def _keeping(name: str, is_upload: bool) -> None:
     setattr(PreTrainedModel, name, method)
 
 
+def _warn_where_nothing_drafts() -> None:
+    """Has continuous batching warn once that it does not draft; it begins without a call of this folder's `generate`."""
+    whole: Callable[..., Any] = GenerationMixin.init_continuous_batching
+    if hasattr(whole, "warns_of_pairs"):
+        return
+
+    @functools.wraps(whole)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _keep_of(self) is not None:
+            _warn(
+                "Generated without drafts: continuous batching (generate_batch) does not draft yet, and generate does."
+            )
+        return whole(self, *args, **kwargs)
+
+    method.warns_of_pairs = True  # type: ignore[attr-defined]
+    GenerationMixin.init_continuous_batching = method  # type: ignore[method-assign]
+
+
 generate.keep_pair = keep_pair  # type: ignore[attr-defined]
+_warn_where_nothing_drafts()
 _keeping("save_pretrained", is_upload=False)
 _keeping("_upload_modified_files", is_upload=True)

@@ -35,6 +35,7 @@ def make_pair(
     copy: bool = False,
     settings: Mapping[str, Any] | None = None,
     on_error: Literal["raise", "plain"] = "raise",
+    trust_remote_code: bool = False,
 ) -> Path:
     """Writes a folder that is the target, with a `generate` that drafts, and returns its path.
 
@@ -52,6 +53,7 @@ def make_pair(
         settings: Keywords of `spec_generate` that every request starts from: `block_size`, `draft_tree`, `compile`, ….
         on_error: What the folder does once its drafter is gone or does not fit: "raise" a ValueError, or "plain" text
             with a warning.
+        trust_remote_code: Run code that the target's repository holds, where a drafter of another layout needs its config.
 
     Raises:
         ValueError: if one of the two cannot be read or is something else, they do not belong together, a setting cannot
@@ -89,7 +91,7 @@ def make_pair(
         elif is_ours:
             _place_drafter(drafter_folder, aside / "drafter", copy)
         else:
-            convert_checkpoint(drafter_folder, aside / "drafter", target_folder)
+            convert_checkpoint(drafter_folder, aside / "drafter", target_folder, trust_remote_code)
         (aside / "custom_generate").mkdir()
         shutil.copyfile(Path(__file__).with_name("pair_door.py"), aside / "custom_generate" / "generate.py")
         text = json.dumps({**said, "settings": dict(settings or {}), "on_error": on_error}, indent=2) + "\n"
@@ -172,5 +174,5 @@ def _check_fit(pair: Path, drafter: Path) -> None:
     from dflash.model.step_dflash import check_pair
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair, trust_remote_code=False))
         check_pair(model, DFlashDraftModel(DFlashConfig.from_pretrained(drafter)))

@@ -11,7 +11,7 @@ from dflash.training import ADAPTATION
 
 from . import loading
 from .arguments import Drafter, Target, panel
-from .regenerate import load_writer, summary
+from .regenerate import answer_bar, load_writer, summary
 from .train import announce, say_stopped
 
 
@@ -68,7 +68,8 @@ def adapt(
     with claimed(output, settings, resume, overwrite) as claim:  # refused now, and not after the answers
         sources = list(given.values())
         if claim.finished is None:
-            sources = _answered(given, answers, target, drafter, batch_size, overwrite, how)
+            place = batch_size, settings.trust_remote_code
+            sources = _answered(given, answers, target, drafter, *place, overwrite, how)
         keywords: dict[str, Any] = {"general": None if general is None else sources.pop(), "claim": claim}
         keywords |= {"general_share": general_share, "announce": announce, "on_point": _print_point}
         keywords |= {"provenance": facts, "show_progress": sys.stderr.isatty()}
@@ -87,6 +88,7 @@ def _answered(
     target: str,
     drafter: str,
     batch_size: int,
+    trust_remote_code: bool,
     overwrite: bool,
     how: dict[str, Any],
 ) -> list[str]:
@@ -105,7 +107,7 @@ def _answered(
         return list(sources.values())
     processes = Processes()
     place = loading.own_device(processes)
-    writer, tokenizer = load_writer(target, drafter, "auto", place, batch_size)
+    writer, tokenizer = load_writer(target, drafter, "auto", place, batch_size, trust_remote_code)
     for (name, source), row in zip(sources.items(), rows, strict=True):
         if "response_ids" in row:
             found.append(source)
@@ -117,9 +119,10 @@ def _answered(
         writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not again["resume"])
         rest = "what is left of " if again["resume"] else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
-        record = regenerate_data(
-            writer, tokenizer, source, answers, settings, target_name=target, processes=processes, **again
-        )
+        with answer_bar(processes.is_first) as progress:
+            watched: dict[str, Any] = {"on_begin": progress.begin, "on_row": progress.row}
+            how_to_write = {"target_name": target, "processes": processes, **again, **watched}
+            record = regenerate_data(writer, tokenizer, source, answers, settings, **how_to_write)
         if processes.is_first:
             writer.trace.join()
             announce(summary(answers, record, drop_cut=False))

@@ -41,6 +41,9 @@ Device = Annotated[
     str | None,
     model_option(metavar="NAME", help="cpu, cuda, cuda:1, auto … Default: CUDA if there is any, one GPU per process."),
 ]
+TrustRemoteCode = Annotated[
+    bool, model_option("--trust-remote-code", help="Run code that the target's repository holds. Read it first.")
+]
 ChatTemplate = Annotated[bool, prompt_option(help="Use the target's chat template.")]
 Thinking = Annotated[bool, prompt_option(help="Let the chat template ask for thinking.")]
 ApiKeyEnv = Annotated[str | None, server_option(metavar="NAME", help="Environment variable that holds the API key.")]

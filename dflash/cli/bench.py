@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.text import Text
 
 from dflash.common.files import check_output, only_writer
@@ -15,7 +14,7 @@ from dflash.common.files import check_output, only_writer
 from . import arguments
 from .arguments import decoding_option, model_option, prompt_option, result_option
 from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompt_files
-from .terminal import show_table
+from .terminal import counting_bar, show_table
 
 
 def bench(
@@ -25,6 +24,7 @@ def bench(
     drafter: Annotated[str | None, model_option(help="Its DFlash drafter: a folder or Hub id.")] = None,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
+    trust_remote_code: arguments.TrustRemoteCode = False,
     threads: Annotated[int | None, model_option(min=1, help="CPU threads. Default: all cores.")] = None,
     prompts: Annotated[
         list[Path] | None,
@@ -69,7 +69,7 @@ def bench(
         if threads is not None:
             torch.set_num_threads(threads)
         if target is not None and drafter is not None:
-            pair = load_pair(target, drafter, dtype, device)
+            pair = load_pair(target, drafter, dtype, device, trust_remote_code)
         else:
             pair = Pair(*load_embedded_pair("float32" if dtype == "auto" else dtype))
         if not asked:
@@ -110,10 +110,9 @@ RAW = ("measurements", "profiles")
 
 
 def bar(items: Iterable[Any], what: str) -> Iterable[Any]:
-    """A bar on standard error, gone at the end. No thread draws it, because that would disturb the measurement."""
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    return track(list(items), what, console=console, transient=True, auto_refresh=False, disable=hidden)
+    """The items, counted on standard error. No thread draws the bar, because that would disturb the measurement."""
+    with counting_bar(is_first=True, auto_refresh=False) as progress:
+        yield from progress.track(list(items), description=what)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def canary(
 def _show(result: dict[str, Any]) -> None:
     from dflash.evaluation import table_of
 
-    show_table(table_of(result["summary"]))
+    show_table(table_of(result["summary"]), num_names=2)  # a server at a level
     console = Console(highlight=False)
     for name, row in result["at_target"].items():
         best = "no level" if row is None else f"{row['tokens_per_second']:.0f} tokens/s, {row['concurrency']} at once"

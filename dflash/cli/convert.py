@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Source, TargetOfDrafter, WeightsOnly
+from .arguments import Source, TargetOfDrafter, TrustRemoteCode, WeightsOnly
 from .loading import checkpoint, hide_loading_bars
 
 
@@ -14,6 +14,7 @@ def convert(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
     target: TargetOfDrafter = None,
     weights_only: WeightsOnly = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Writes a drafter of any dialect in this library's form, its code beside its weights.
 
@@ -24,4 +25,4 @@ def convert(
 
     asked = {"weights_only": True} if weights_only else {}
     its_target = None if target is None else checkpoint(target, "--target")
-    print(convert_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, **asked))
+    print(convert_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, trust_remote_code, **asked))

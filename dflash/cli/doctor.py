@@ -30,6 +30,7 @@ def doctor(
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 128,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
+    trust_remote_code: arguments.TrustRemoteCode = False,
     output: arguments.Output = None,
     overwrite: arguments.Overwrite = False,
     as_json: arguments.AsJson = False,
@@ -42,7 +43,7 @@ def doctor(
     if output is not None:
         check_output(output, overwrite)
     asked = None if prompts is None else loading.read_prompts(prompts)[:limit]
-    pair = loading.load_pair(target, drafter, dtype, device)
+    pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
 
     from dflash.checkpoints import read_card
     from dflash.common.provenance import public_name, write_result

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from dflash.common.files import only_writer
+
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option, result_option, server_option
 from .terminal import counting_bar, show_table
@@ -36,6 +38,9 @@ def evaluate(
     chat_template: arguments.ChatTemplate = True,
     thinking: arguments.Thinking = False,
     score: Annotated[bool, prompt_option(help="Score the answers; runs code that the target wrote.")] = True,
+    unsafe_code: Annotated[
+        bool, prompt_option("--unsafe-code", help="Run that code even where this system cannot confine it.")
+    ] = False,
     methods: Annotated[str, decoding_option(help="Methods besides target.generate, with commas between.")] = "dflash",
     max_new_tokens: Annotated[
         int | None,
@@ -44,6 +49,7 @@ def evaluate(
     repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 1,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
+    trust_remote_code: arguments.TrustRemoteCode = False,
     url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang); loads no weights.")] = None,
     baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
     model: arguments.Model = None,
@@ -82,12 +88,14 @@ def evaluate(
     from dflash.evaluation import (
         OURS,
         EvalPlan,
+        Server,
         check_eval_output,
         check_methods,
         pair_backend,
         questions_of,
         questions_of_prompts,
         run_eval,
+        server_backend,
     )
 
     if tasks is None and not prompts:
@@ -106,7 +114,9 @@ def evaluate(
     loading.known_device(device)
     wanted = () if tasks is None else loading.listed(tasks, "--tasks")
     pair_names = loading.checkpoint(target, "--target"), loading.checkpoint(drafter, "--drafter")
-    plan = EvalPlan(*pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score)
+    plan = EvalPlan(
+        *pair_names, wanted, limit or None, seed, data_root, repeats, thinking, chat_template, score, unsafe_code
+    )
     processes = Processes()
     if url is not None and processes.count > 1:
         raise ValueError(
@@ -119,29 +129,32 @@ def evaluate(
                 raise ValueError(
                     f"--prompts {path} is a file that --output {output} writes: give --output another name."
                 )
-        if output is not None:
-            check_eval_output(output, overwrite)
         check_trace_file(trace, [*prompts, *written])
-    own = loading.read_prompt_files(prompts)
-    questions = [one for name in own for one in questions_of_prompts(name, own[name], plan.num_prompts, seed)]
-    questions = [*questions_of(plan), *questions]
-    pair = None
-    if url is not None and baseline_url is not None:
-        backend, tokenizer = _served(plan.target, url, baseline_url, max_new_tokens, model, hardware)
-    else:
-        pair = loading.load_pair(target, drafter, dtype, device or loading.own_device(processes))
-        backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
-        if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
-            cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
-            print(f"Answers are cut at {cut}.", file=sys.stderr)
-    # No thread draws the bar, because that would disturb the measurement.
     with ExitStack() as held:
-        if pair is not None:
+        # The lock is taken before anything is loaded: of two commands the first one writes.
+        if output is not None and processes.is_first:
+            check_eval_output(output, overwrite)
+            held.enter_context(only_writer(output))
+        own = loading.read_prompt_files(prompts)
+        questions = [one for name in own for one in questions_of_prompts(name, own[name], plan.num_prompts, seed)]
+        questions = [*questions_of(plan), *questions]
+        if url is not None and baseline_url is not None:
+            tokenizer = loading.load_tokenizer(plan.target, trust_remote_code)
+            servers = Server(url), Server(baseline_url)
+            backend = server_backend(*servers, tokenizer, max_new_tokens, model, hardware)
+        else:
+            place = device or loading.own_device(processes)
+            pair = loading.load_pair(target, drafter, dtype, place, trust_remote_code)
+            backend, tokenizer = pair_backend(pair.target, pair.drafter, max_new_tokens, chosen), pair.tokenizer
+            if max_new_tokens is None and backend.max_new_tokens < 2048 and processes.is_first:
+                cut = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
+                print(f"Answers are cut at {cut}.", file=sys.stderr)
             recorded = held.enter_context(recording(trace, pair, target, processes.rank))
             backend = replace(backend, begin=partial(_recorded, backend.begin, recorded))
+        # No thread draws the bar, because that would disturb the measurement.
         progress = _Bar(held.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
         watched = progress.begin, progress.done
-        result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite)
+        result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite, is_locked=True)
     if not processes.is_first:
         return
     if as_json:
@@ -156,20 +169,6 @@ SHOWN = (
     "task", "method", "identical", "score", "tokens_per_second", "speedup", "tau_micro", "ms_to_first_token",
     "ms_per_output_token", "peak_memory_bytes",
 )  # fmt: skip
-
-
-def _served(
-    target: str, url: str, baseline_url: str, max_new_tokens: int | None, model: str | None, hardware: str | None
-) -> tuple[Any, Any]:
-    """Two servers as a backend, and the target's tokenizer."""
-    from transformers import AutoTokenizer
-
-    from dflash.evaluation import Server, server_backend
-
-    servers = Server(url), Server(baseline_url)
-    with loading.named("--target", target):
-        tokenizer = AutoTokenizer.from_pretrained(target)
-    return server_backend(*servers, tokenizer, max_new_tokens, model, hardware), tokenizer
 
 
 def _recorded(begin: Callable[[], dict[str, Any]], recorded: Callable[[Decode], Decode]) -> dict[str, Any]:

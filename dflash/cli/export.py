@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Source, Target, WeightsOnly
+from .arguments import Source, Target, TrustRemoteCode, WeightsOnly
 from .loading import checkpoint, hide_loading_bars
 
 
@@ -14,10 +14,12 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it; its name contains DFlash.")],
     target: Target,
     weights_only: WeightsOnly = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Writes a drafter in the form that all engines load, with a card; refused if one fails by `dflash check`."""
     hide_loading_bars()
     from dflash.checkpoints import export_checkpoint
 
     asked = {"weights_only": True} if weights_only else {}
-    print(export_checkpoint(checkpoint(source, "SOURCE"), folder, checkpoint(target, "--target"), **asked))
+    its_target = checkpoint(target, "--target")
+    print(export_checkpoint(checkpoint(source, "SOURCE"), folder, its_target, trust_remote_code, **asked))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dflash import __version__
 
-from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, decoding_option
+from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
 from .demo import show_comparison, warm_up
 from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once
 from .terminal import BlockPrinter, number
@@ -26,6 +26,7 @@ def generate(
     drafter: Drafter,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     chat_template: ChatTemplate = True,
     thinking: Thinking = False,
     as_json: AsJson = False,
@@ -55,7 +56,7 @@ def generate(
     known_device(device)
     check_trace_file(trace)
     text = given(sys.stdin.read() if prompt == "-" else prompt)
-    pair = load_pair(target, drafter, dtype, device)
+    pair = load_pair(target, drafter, dtype, device, trust_remote_code)
     input_ids = encode(pair, text, chat_template, thinking)
     _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
     if compare:
@@ -73,9 +74,13 @@ def generate(
         run = decode(input_ids, on_block, generator=uniforms, **request)
     if not as_json:
         printer.end()
+        num_lookups, num_steps = len(run.lookup_steps), len(run.acceptance_lengths)
+        with_lookup = (
+            f" ({num_lookups} of {num_steps} steps proposed text that had occurred before)" if num_lookups else ""
+        )
         print(
             f"{len(run.token_ids)} tokens, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
-            f"{number(run.tokens_per_step)} tokens per step",
+            f"{number(run.tokens_per_step)} tokens per step{with_lookup}",
             file=sys.stderr,
         )
         return
@@ -86,6 +91,7 @@ def generate(
         "token_ids": run.token_ids,
         "acceptance_lengths": run.acceptance_lengths,
         "tau": None if math.isnan(run.tau) else run.tau,
+        "tau_with_lookup": None if math.isnan(run.tau_with_lookup) else run.tau_with_lookup,
         "tokens_per_step": None if math.isnan(run.tokens_per_step) else run.tokens_per_step,
         "tokens_per_second": run.tokens_per_second,
         "seconds": run.seconds,

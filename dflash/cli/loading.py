@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dflash.common.files import adapter_fault
 from dflash.common.messages import first_line
+from dflash.common.remote_code import refuse_own_generate
 
 from .terminal import progress_bar
 
@@ -23,8 +24,11 @@ class Pair(NamedTuple):
     tokenizer: Any
 
 
-def load_pair(target: str, drafter: str, dtype: str, device: str | None) -> Pair:
-    """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded."""
+def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_remote_code: bool = False) -> Pair:
+    """Both models and the tokenizer, by folder or Hub id; ValueError names the one that cannot be loaded.
+
+    Code of the target's repository runs only with `trust_remote_code`; nothing asks on standard input.
+    """
     target, drafter = checkpoint(target, "--target"), checkpoint(drafter, "--drafter")
     is_local = os.path.isdir(target) and os.path.isdir(drafter)
     with progress_bar("Loading the pair", num_steps=3, hidden=not is_local) as advance:
@@ -35,13 +39,15 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None) -> Pair
 
         from dflash.model.modeling_dflash import DFlashDraftModel
 
-        tokenizer = load_tokenizer(target)
+        tokenizer = load_tokenizer(target, trust_remote_code)
         advance()
         with named("--drafter", drafter):
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
         with named("--target", target):
-            pair = Pair(AutoModelForCausalLM.from_pretrained(target, **place).eval(), draft_model, tokenizer)
+            refuse_own_generate(target, trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
+            pair = Pair(model, draft_model, tokenizer)
     if os.environ.get("RANK", "0") == "0":
         _say_depth(draft_model.config)
     return pair
@@ -57,18 +63,18 @@ def _say_depth(config: Any) -> None:
         say_once(f"The drafter ({shape}) proposes {drafts} tokens at once: at most {drafts + 1} tokens a step.")
 
 
-def load_tokenizer(target: str) -> Any:
+def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a causal language model; ValueError for a model of another kind or without a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     with named("--target", target):
-        config = AutoConfig.from_pretrained(target)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
         # AutoModelForCausalLM takes these too, and their positions then see the ones after them.
         if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
             raise ValueError(f"a {config.model_type} model is no causal language model: give one that generates text.")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(target)
+            tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
             is_empty = not tokenizer("a", add_special_tokens=False)["input_ids"]
         except TypeError:  # transformers 4.57, of files that are not there
             is_empty = True

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from .arguments import TrustRemoteCode
 from .loading import checkpoint, hide_loading_bars
 
 
@@ -25,6 +26,7 @@ def pair(
         Literal["raise", "plain"],
         typer.Option(metavar="NAME", help="Without a drafter that fits: raise an error, or write plain text."),
     ] = "raise",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Writes a folder that is the target, with a `generate` that drafts, for every tool that calls `generate`.
 
@@ -43,6 +45,6 @@ def pair(
     hide_loading_bars()
     from dflash.checkpoints import licence_lines, make_pair
 
-    folder = make_pair(target, drafter, out, copy, chosen, on_error)
+    folder = make_pair(target, drafter, out, copy, chosen, on_error, trust_remote_code)
     print(*licence_lines("pair", drafter, target), sep="\n", file=sys.stderr)
     print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)')

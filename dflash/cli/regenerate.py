@@ -1,15 +1,29 @@
 """`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress, TextColumn
 
-from dflash.common.files import check_output
+from dflash.common.files import check_output, only_writer
+from dflash.common.remote_code import refuse_own_generate
 
 from . import loading
-from .arguments import ApiKeyEnv, Device, Dtype, Model, Target, model_option, panel, result_option, server_option
+from .arguments import (
+    ApiKeyEnv,
+    Device,
+    Dtype,
+    Model,
+    Target,
+    TrustRemoteCode,
+    model_option,
+    panel,
+    result_option,
+    server_option,
+)
 from .terminal import counting_bar
 
 
@@ -54,6 +68,7 @@ def regenerate(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     url: Annotated[str | None, server_option(help="An OpenAI-compatible server of the target.")] = None,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -98,42 +113,47 @@ def regenerate(
     )
     loading.known_device(device)
     processes = Processes()
-    if processes.is_first:
-        check_answer_file(output, resume, overwrite)
-        check_output(output)
-        if trace is not None:
-            check_output(trace, overwrite or resume)
-    target = loading.checkpoint(target, "--target")
-    if url is not None:
-        writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64)
-    else:
-        place = device or loading.own_device(processes)
-        writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8)
-    if trace is not None:
-        writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
+    with ExitStack() as locks:  # before anything is loaded: of two commands the first one writes
         if processes.is_first:
-            loading.say_once(f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace).")
-    with counting_bar(processes.is_first, TextColumn("{task.fields[rate]}")) as bar:
-        progress = _Bar(bar)
-        record = regenerate_data(
-            writer,
-            tokenizer,
-            data,
-            output,
-            settings,
-            target_name=target,
-            license=license,
-            provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
-            resume=resume,
-            overwrite=overwrite,
-            processes=processes,
-            on_begin=progress.begin,
-            on_row=progress.row,
-        )
-    if processes.is_first:
+            check_answer_file(output, resume, overwrite)
+            check_output(output)
+            locks.enter_context(only_writer(output))
+            if trace is not None:
+                check_output(trace, overwrite or resume)
+                locks.enter_context(only_writer(trace))
+        target = loading.checkpoint(target, "--target")
+        if url is not None:
+            writer, tokenizer = _server(target, url, model, api_key_env, batch_size or 64, trust_remote_code)
+        else:
+            place = device or loading.own_device(processes)
+            writer, tokenizer = load_writer(target, drafter, dtype, place, batch_size or 8, trust_remote_code)
         if trace is not None:
-            writer.trace.join()
-        print(summary(output, record, drop_cut))
+            writer.trace = Trace(trace, writer.target, tokenizer, target, processes.rank, begin=not resume)
+            if processes.is_first:
+                loading.say_once(
+                    f"Prompts, answers and the places of rejected drafts are recorded in {trace} (--trace)."
+                )
+        with answer_bar(processes.is_first) as progress:
+            record = regenerate_data(
+                writer,
+                tokenizer,
+                data,
+                output,
+                settings,
+                target_name=target,
+                license=license,
+                provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
+                resume=resume,
+                overwrite=overwrite,
+                processes=processes,
+                is_locked=True,
+                on_begin=progress.begin,
+                on_row=progress.row,
+            )
+        if processes.is_first:
+            if trace is not None:
+                writer.trace.join()
+            print(summary(output, record, drop_cut))
 
 
 def summary(output: Path, record: Any, drop_cut: bool) -> str:
@@ -149,22 +169,33 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
     return ", ".join(parts)
 
 
-def load_writer(target: str, drafter: str | None, dtype: str, device: str | None, batch_size: int) -> tuple[Any, Any]:
+def load_writer(
+    target: str,
+    drafter: str | None,
+    dtype: str,
+    device: str | None,
+    batch_size: int,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
     """The target in this process, with a drafter if there is one, and its tokenizer."""
     from dflash.regeneration import TargetWriter
 
     if drafter is not None:
-        pair = loading.load_pair(target, drafter, dtype, device)
+        pair = loading.load_pair(target, drafter, dtype, device, trust_remote_code)
         return TargetWriter(pair.target, pair.drafter, batch_size), pair.tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with loading.named("--target", target):
+        refuse_own_generate(target, trust_remote_code)
         place = {"dtype": dtype, "device_map": loading.known_device(device)}
-        model = AutoModelForCausalLM.from_pretrained(target, **place).eval()
-        return TargetWriter(model, None, batch_size), AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **place).eval()
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    return TargetWriter(model, None, batch_size), tokenizer
 
 
-def _server(target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int) -> tuple[Any, Any]:
+def _server(
+    target: str, url: str, model: str | None, api_key_env: str | None, batch_size: int, trust_remote_code: bool
+) -> tuple[Any, Any]:
     """The target on a server, and its tokenizer; no weights are loaded here."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -172,7 +203,8 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
 
     key = loading.api_key(api_key_env)
     with loading.named("--target", target):
-        tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
         try:
             generation_config = GenerationConfig.from_pretrained(target)
         except OSError:  # what the config says of it then counts
@@ -180,7 +212,14 @@ def _server(target: str, url: str, model: str | None, api_key_env: str | None, b
     return ServerWriter(url, model, tokenizer, config, generation_config, batch_size, key), tokenizer
 
 
-class _Bar:
+@contextmanager
+def answer_bar(is_first: bool) -> Iterator["AnswerBar"]:
+    """Shows on standard error, in the first process, how many rows are answered."""
+    with counting_bar(is_first, TextColumn("{task.fields[rate]}")) as progress:
+        yield AnswerBar(progress)
+
+
+class AnswerBar:
     """Progress over one process's share."""
 
     def __init__(self, progress: Progress) -> None:
@@ -189,6 +228,7 @@ class _Bar:
         self._tokens = 0
 
     def begin(self, share: int, record: Any) -> None:
+        """Says what is left out or done already, and counts `share` rows from here on."""
         for reason, count in (record.left_out or {}).items():
             self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
         if record.was_finished:
@@ -197,6 +237,7 @@ class _Bar:
         self._progress.reset(self._task, total=share)
 
     def row(self, tokens: int) -> None:
+        """Counts a row of so many new tokens."""
         self._tokens += tokens
         seconds = next(task.elapsed for task in self._progress.tasks if task.id == self._task)
         rate = f"{self._tokens / seconds:,.0f} tokens/s" if seconds else ""  # as of the last batch

@@ -1,7 +1,9 @@
 """Terminal output: progress bars, text with its accepted drafts marked, and the table of a comparison."""
 
 import math
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +16,15 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
+
+from dflash.common.stopwatch import LINE_SECONDS, stopwatch
 
 
 if TYPE_CHECKING:  # for annotations alone: importing these takes seconds
@@ -40,9 +45,10 @@ def progress_bar(what: str, num_steps: int, hidden: bool = False) -> Iterator[Ca
 
 @contextmanager
 def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = True) -> Iterator[Progress]:
-    """Shows a bar on standard error, if that is a terminal, that counts items, with `more` columns and the time left.
+    """Shows a bar on standard error that counts items, with `more` columns and the time left.
 
-    In all processes but the first its console is silent.
+    Where standard error is no terminal, a line a minute says how many are done. In all processes but the first there is
+    neither, and the bar's console is silent.
     """
     console = Console(stderr=True, highlight=False, quiet=not is_first)
     columns = (
@@ -50,8 +56,33 @@ def counting_bar(is_first: bool, *more: ProgressColumn, auto_refresh: bool = Tru
         TimeRemainingColumn(),
     )  # fmt: skip
     hidden = not (is_first and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
+    with _LoggedBar(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh) as progress:
         yield progress
+
+
+class _LoggedBar(Progress):
+    """A bar, or where it is not drawn a line a minute: a log of nohup, SLURM or docker shows that the work goes on."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self._since_line = stopwatch()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._print_line(task_id)
+
+    def update(self, task_id: TaskID, **values: Any) -> None:
+        super().update(task_id, **values)
+        self._print_line(task_id)
+
+    def _print_line(self, task_id: TaskID) -> None:
+        if not self.disable or self._since_line() < LINE_SECONDS:
+            return
+        self._since_line = stopwatch()
+        task = next(task for task in self.tasks if task.id == task_id)
+        done = f"{task.completed:,.0f} of {task.total:,.0f}" if task.total else f"{task.completed:,.0f}"
+        notes = [task.description, task.fields.get("rate", "")]
+        self.console.print(": ".join([done, ", ".join(filter(None, notes))]), soft_wrap=True)
 
 
 class TextStream:
@@ -153,22 +184,68 @@ def _figures(rows: Sequence[Comparison]) -> list[str]:
     tokens = sum(len(row.fast.token_ids) for row in rows)
     plain = sum(len(row.plain.token_ids) for row in rows) / sum(row.plain.seconds for row in rows)
     fast = tokens / sum(row.fast.seconds for row in rows)
-    lengths = [length for row in rows for length in row.fast.acceptance_lengths]
-    tau = sum(lengths) / len(lengths) if lengths else math.nan
-    per_step = (tokens - len(rows)) / len(lengths) if lengths else math.nan
+    drafted = [
+        length for row in rows for length in row.fast.draft_lengths
+    ]  # without looked-up tokens, as in the paper
+    tau = sum(drafted) / len(drafted) if drafted else math.nan
+    num_steps = sum(len(row.fast.acceptance_lengths) for row in rows)
+    per_step = (tokens - len(rows)) / num_steps if num_steps else math.nan
     return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
 
 
-def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None) -> None:
-    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells."""
+def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:
+    """Prints headings and cells, figures to the right; a heading is wrapped to the width of its cells.
+
+    Nothing is cut. Where a terminal is too narrow, the columns that do not fit follow in a second table with the same
+    first columns, `num_names` of them or those without figures; in a pipe or a file every line is as long as it is.
+    """
     headings, rows = table
-    shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
-    for place, heading in enumerate(headings):
-        cells = [row[place] for row in rows]
-        width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
-        is_figure = any(cell[:1].isdigit() for cell in cells)
-        broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
-        shown.add_column(broken, justify="right" if is_figure else "left", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
-    Console(highlight=False, markup=False).print(shown)
+    columns = [_column(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
+    num_names = num_names or next((place for place, column in enumerate(columns) if column.is_figure), 0) or 1
+    console = Console()
+    is_bounded = console.is_terminal or "COLUMNS" in os.environ
+    for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
+        shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+        for column in part:
+            shown.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
+        for cells in zip(*(column.cells for column in part), strict=True):
+            shown.add_row(*cells)
+        whole = max(_width(part), len(title or ""))
+        Console(width=whole, highlight=False, markup=False).print(shown)
+        title = None
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A heading, broken into lines, above its cells."""
+
+    heading: str
+    cells: list[str]
+    is_figure: bool
+
+    @property
+    def width(self) -> int:
+        """Letters of its longest line, and the space after it."""
+        return max(map(len, [*self.cells, *self.heading.splitlines()]), default=0) + 1
+
+
+def _column(heading: str, cells: list[str]) -> _Column:
+    width = max(map(len, [*cells, *re.split(r"[ -]", heading)]))
+    broken = textwrap.fill(heading, width + heading.count("-"), break_long_words=False)
+    return _Column(broken, cells, any(cell[:1].isdigit() for cell in cells))
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns)
+
+
+def _parts(columns: Sequence[_Column], num_names: int, width: int) -> Iterator[list[_Column]]:
+    """The columns in tables of at most `width` letters, if that can be, each with the `num_names` first ones."""
+    names = list(columns[:num_names])
+    part = list(names)
+    for column in columns[num_names:]:
+        if len(part) > num_names and _width([*part, column]) > width:
+            yield part
+            part = list(names)
+        part.append(column)
+    yield part

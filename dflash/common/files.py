@@ -10,12 +10,26 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 
+def followed(path: Path) -> Path:
+    """`path`, or where it leads if it is a symbolic link: what is written there in one rename leaves the link.
+
+    ValueError for a link into a folder that is not there, as on a disk that is not mounted.
+    """
+    path = path.expanduser().absolute()
+    if not path.is_symlink():
+        return path
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir():
+        raise ValueError(f"{path} is a link to {place}, whose folder does not exist: make it, or name another path.")
+    return place
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes `path` aside and then renames it: a reader or an interruption never meets half a file; folders are made.
 
     OSError with its name if it cannot be written; what was at `path` before stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    followed(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         with replaced(path) as aside:
             aside.write_text(text, encoding="utf-8")
@@ -25,7 +39,11 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path to write: its file replaces `path` at the end of the body, and is deleted after an error."""
+    """A path to write: its file replaces `path` at the end of the body, and is deleted after an error.
+
+    A link stays one, and the file that it leads to is replaced.
+    """
+    path = followed(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield aside
@@ -50,7 +68,7 @@ def check_writable(path: Path) -> None:
     """Raises OSError or ValueError if a file cannot be written at `path`: asked before minutes of work, not after."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file in it.")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    folder = next(parent for parent in followed(path).parents if parent.exists())
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder, so {path} cannot be written: name another path.")
     if not os.access(path if path.exists() else folder, os.W_OK):
@@ -73,7 +91,7 @@ def only_writer(path: Path) -> Iterator[None]:
     The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with
     the number of the process that holds it.
     """
-    path = path.expanduser().absolute()
+    path = followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = path.with_name(f".{path.name}.writer.json")
     lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)

@@ -85,16 +85,22 @@ class OpenAIClient:
             raise ValueError(f"{said}: is this a model server?") from error
 
     def only_model(self, name: str | None = None) -> str:
-        """The model `name`, or the only one; ValueError with the names that are served if there is no such model."""
-        names = self.models()
-        served = f"{self.url} serves {', '.join(names) or 'no model'}"
-        if not names:
-            raise ValueError(f"{served}: start it with one.")
-        if name is None and len(names) > 1:
-            raise ValueError(f"{served}: name one with --model.")
-        if name is not None and name not in names:
-            raise ValueError(f"{served} and not {name}: name one of them with --model.")
-        return name or names[0]
+        """`name`, or the only model that the server lists; ValueError with the names of several.
+
+        A name is not looked up: `transformers serve` answers for a folder that it does not list.
+        """
+        if name is not None:
+            return name
+        try:
+            names = self.models()
+        except TransientError as error:
+            if " answered " not in str(error):  # it cannot be reached
+                raise
+            raise ValueError(f"{str(error).rstrip('.')}: name the model with --model.") from error
+        if len(names) == 1:
+            return names[0]
+        listed = f"{self.url} lists {', '.join(names)}" if names else f"{self.url} lists no model"
+        raise ValueError(f"{listed}: name the one that it serves with --model.")
 
     def json(self, method: str, path: str, content: Any = None) -> Any:
         """What the server answers to a request, read as JSON."""

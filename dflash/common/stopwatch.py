@@ -4,6 +4,10 @@ import time
 from collections.abc import Callable
 
 
+# Seconds between the lines that say in a log how far a command has come.
+LINE_SECONDS = 60
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """Seconds that `work()` takes; it must end by reading a value, so that the device has finished."""
     began = time.perf_counter()

@@ -45,7 +45,13 @@ def run_bench(
     more = dict(decoding or {})
     more |= {role: public_name(more[role]) for role in ("target", "drafter") if more.get(role)}
     ways = decoding_methods(target, drafter, max_new_tokens, methods)
-    measurements = compare(ways, prompts, repeats, lambda todo: progress(todo, "Decoding"))
+    measurements = compare(
+        ways,
+        prompts,
+        repeats,
+        progress=lambda todo: progress(todo, "Decoding"),
+        warm_up=lambda todo: progress(todo, "Warming up"),
+    )
     tasks = dict.fromkeys(prompt.task for prompt in prompts)
     chosen = [p for task in tasks for p in [q for q in prompts if q.task == task][:num_profiled]]
     profiles = profile(ways, chosen, target, drafter, lambda todo: progress(todo, "Profiling"))
@@ -54,25 +60,30 @@ def run_bench(
         environment(target, drafter),
         decoding={"temperature": 0.0, "batch_size": 1, "max_new_tokens": max_new_tokens, "repeats": repeats, **more},
         summary=summarise(measurements, profiles),
-        widths=step_times(target, drafter, chosen, max_new_tokens, repeats),
+        widths=step_times(target, drafter, chosen, max_new_tokens, repeats, progress),
         measurements=[asdict(measurement) for measurement in measurements],
         profiles=[asdict(one) for one in profiles],
     )
 
 
 def step_times(
-    target: PreTrainedModel, drafter: PreTrainedModel, prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 3
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    repeats: int = 3,
+    progress: Progress = lambda items, what: items,
 ) -> list[dict[str, Any]]:
     """Milliseconds of a step's two forwards, by the number of tokens verified at once, in the eager loop."""
     block_size = drafter.config.block_size
     widths = [width for width in (1, 2, 4, 8, 16, 32) if width < block_size] + [block_size]
     seen: dict[int, list[dict[str, float]]] = {width: [] for width in widths}
-    for repeat in range(repeats if prompts else 0):
+    turns = [(repeat, width) for repeat in range(repeats if prompts else 0) for width in widths]
+    for repeat, width in progress(turns, "Timing widths"):
         prompt = prompts[repeat % len(prompts)]
-        for width in widths:
-            options = {**EAGER, "max_draft_tokens": width - 1, "max_new_tokens": max_new_tokens, "temperature": 0.0}
-            run = partial(timed_blocks, drafter, target, **options)
-            seen[width].append(step_split(run, prompt.input_ids, target, drafter)[1])
+        options = {**EAGER, "max_draft_tokens": width - 1, "max_new_tokens": max_new_tokens, "temperature": 0.0}
+        run = partial(timed_blocks, drafter, target, **options)
+        seen[width].append(step_split(run, prompt.input_ids, target, drafter)[1])
     return [
         {
             "width": width,

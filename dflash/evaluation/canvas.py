@@ -13,6 +13,8 @@ from io import BytesIO
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
+from dflash.common.messages import INSTALL_EVAL
+
 from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 
 
@@ -72,7 +74,7 @@ def _new_figure(note: str, theme: Theme, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError('Plots need matplotlib: pip install "dflash-transformers[eval]".') from error
+        raise ValueError(f"Plots need matplotlib: {INSTALL_EVAL}.") from error
     lines = textwrap.wrap(note, int(18 * theme.width))
     figure = Figure(figsize=(theme.width, height + 0.15 * len(lines)), layout="constrained", facecolor=theme.paper)
     if note:

@@ -31,7 +31,8 @@ class EvalPlan:
     repeats: int = 1  # answers of each method to each question
     thinking: bool = False  # whether the chat template asks for thinking
     chat_template: bool = True
-    score: bool = True  # whether answers are scored; code that the target wrote runs then, under limits
+    score: bool = True  # whether answers are scored; code that the target wrote runs then, confined
+    unsafe_code: bool = False  # whether it runs even where this system cannot confine it
 
 
 # Fields of the environment that a kept answer depends on.
@@ -49,7 +50,7 @@ def questions_of(plan: EvalPlan) -> list[Question]:
     """All questions of a plan, task by task; raises as [`load_questions`] does, before any model is needed."""
     scorers = {known_task(name).scorer for name in plan.tasks}
     if plan.score:
-        check_scorers(scorer for scorer in scorers if scorer is not None)
+        check_scorers((scorer for scorer in scorers if scorer is not None), plan.unsafe_code)
     return [
         question if plan.score else replace(question, reference=None)
         for name in plan.tasks
@@ -80,18 +81,20 @@ def run_eval(
     on_begin: Begun = lambda share, done: None,
     on_question: Done = lambda answers: None,
     overwrite: bool = False,
+    is_locked: bool = False,
 ) -> dict[str, Any]:
     """Answers the questions and returns the result, the same in every process; the first one writes it to `output`.
 
     A journal (`.jsonl`) beside `output` keeps finished questions and their texts; they are not measured again.
     `questions` are those of [`questions_of`], of [`questions_of_prompts`] or both; `backend` is a [`pair_backend`] or a
     [`server_backend`]. `processes` are by default those of the launcher's variables. `overwrite` begins anew where
-    `output` or its journal exists. ValueError if the journal was begun with other settings, or another process writes
-    `output`.
+    `output` or its journal exists. `is_locked` says that the caller has checked `output` ([`check_eval_output`]) and holds
+    its lock (`only_writer`), as who loads a model first should. ValueError if the journal was begun with other settings,
+    or another process writes `output`.
     """
     processes = processes or Processes()
     with ExitStack() as lock:
-        if output is not None and processes.is_first:
+        if output is not None and processes.is_first and not is_locked:
             check_eval_output(output, overwrite)
             lock.enter_context(only_writer(output))
         decoding = {
@@ -127,7 +130,7 @@ def run_eval(
         on_begin(len(share), len(questions) - len(left))
         encode = chat_encoder(tokenizer, plan.thinking, plan.chat_template)
         limits = backend.memory, plan.repeats, backend.max_prompt_tokens
-        answered = answer_questions(share, backend.begin, encode, tokenizer, *limits)
+        answered = answer_questions(share, backend.begin, encode, tokenizer, *limits, unsafe_code=plan.unsafe_code)
         made = []
         for question, answers in zip(share, answered, strict=True):
             if journal is not None:

@@ -5,7 +5,7 @@ Machines are shared and noisy, so a speed is always a ratio of two methods that 
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -13,7 +13,11 @@ import torch
 
 from .methods import Method
 from .profiling import Profile
-from .timing import TimedRun, tau, tokens_per_step
+from .timing import TimedRun, draft_lengths, tau, tokens_per_step
+
+
+# A method and the index of a prompt that it decodes before it is measured.
+Warming = tuple[Method, int]
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,12 @@ class Measurement:
     seconds: list[float]
     seconds_to_first_token: list[float]
     num_compilations: int = 0
+    lookup_steps: list[int] = field(default_factory=list)  # indices of the verify steps with looked-up proposals
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """Acceptance lengths of the steps whose proposals are all the drafter's, of which tau is the mean."""
+        return draft_lengths(self.acceptance_lengths, self.lookup_steps)
 
 
 def compare(
@@ -45,15 +55,17 @@ def compare(
     prompts: Sequence[Prompt],
     repeats: int = 3,
     progress: Callable[[Iterable[Prompt]], Iterable[Prompt]] = iter,
+    warm_up: Callable[[Iterable[Warming]], Iterable[Warming]] = iter,
 ) -> list[Measurement]:
     """Every method on every prompt, `repeats` times, in turns; texts are compared with those of the first method.
 
-    Each method decodes the first, the shortest and the longest prompt once before, unmeasured.
+    Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` and `warm_up`
+    show bars over the prompts and over these runs, in which models are compiled.
     """
     by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].input_ids.shape[1])
-    for run in methods.values():
-        for index in dict.fromkeys([0, by_length[0], by_length[-1]]):
-            run(prompts[index].input_ids)
+    chosen = dict.fromkeys([0, by_length[0], by_length[-1]])
+    for run, index in warm_up([(run, index) for run in methods.values() for index in chosen]):
+        run(prompts[index].input_ids)
     measurements = []
     for index, prompt in enumerate(progress(prompts)):
         rounds = [take_turns(methods, prompt.input_ids, index + repeat) for repeat in range(repeats)]
@@ -84,6 +96,7 @@ def measured(task: str, prompt_index: int, rounds: Sequence[Mapping[str, TimedRu
             seconds=[runs[name].seconds for runs in rounds],
             seconds_to_first_token=[runs[name].seconds_to_first_token for runs in rounds],
             num_compilations=sum(runs[name].num_compilations for runs in rounds),
+            lookup_steps=list(first.lookup_steps),
         )
         for name, first in rounds[0].items()
     ]
@@ -94,7 +107,7 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
 
     A prompt counts with the median of its repeats; speeds are total tokens over total seconds. The speed-up has two
     spreads: over prompts (10th and 90th percentile of the per-prompt ratios), and over repeats of the whole task. Both
-    means of tau are given: over verify steps (micro) and over prompts (macro). The time of a step or token counts
+    means of tau are given: over verify steps (micro) and over prompts (macro). Neither counts steps with looked-up tokens. The time of a step or token counts
     everything after the first token, the drafter's share included. Fields from `profiles` begin with `profiled_`.
     """
     rows = []
@@ -109,7 +122,8 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
             to_first = sum(median(m.seconds_to_first_token) for m in chosen)
             tokens, forwards = sum(m.num_tokens for m in chosen), sum(m.num_forwards for m in chosen)
             lengths = [length for m in chosen for length in m.acceptance_lengths]
-            taus = [tau(m.acceptance_lengths) for m in chosen if m.acceptance_lengths]
+            drafted = [m.draft_lengths for m in chosen if m.draft_lengths]
+            taus = [tau(of_prompt) for of_prompt in drafted]
             # The task's seconds in each repeat, of plain decoding and of this method.
             totals = [
                 [sum(each) for each in zip(*(m.seconds for m in of), strict=True)] for of in (plain.values(), chosen)
@@ -130,7 +144,7 @@ def summarise(measurements: Sequence[Measurement], profiles: Sequence[Profile] =
                     "ms_per_step": _ratio(1e3 * (sum(seconds) - to_first), forwards - len(chosen)),
                     "ms_per_output_token": _ratio(1e3 * (sum(seconds) - to_first), tokens - len(chosen)),
                     "ms_to_first_token": _ratio(1e3 * to_first, len(chosen)),
-                    "tau_micro": rounded(tau(lengths)),
+                    "tau_micro": rounded(tau([length for of_prompt in drafted for length in of_prompt])),
                     "tau_macro": _ratio(sum(taus), len(taus)),
                     # The number of verify steps that gave 1, 2, 3, … tokens.
                     "acceptance_histogram": [lengths.count(n) for n in range(1, max(lengths) + 1)]

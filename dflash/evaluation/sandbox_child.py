@@ -1,93 +1,210 @@
-"""Runs one Python program under limits that it cannot lift; started as `python -I -B sandbox_child.py LIMITS PROGRAM`.
+"""Confines this process and becomes one Python program; started as `python -I -B sandbox_child.py LIMITS CHANNEL PROGRAM`.
 
-It imports only the standard library, so it starts in milliseconds. On every POSIX system it limits CPU seconds,
-address space and the size of a file, and forbids core dumps and new processes. On Linux a system-call filter, which
-binds root too and allows threads, forbids processes, programs, signals to others, files opened for writing, and
-sockets.
+It imports only the standard library, so it starts in milliseconds. Besides limits it uses three means of the kernel:
+
+- A filter that allows system calls by a list and refuses all others. libseccomp makes it: that library comes with every
+  usual Linux distribution and knows the numbers of the calls on each machine. Its packages on PyPI only wrap it.
+- Landlock, which denies all files but the program's own, Python's modules and the system's libraries.
+- Another user without capabilities, where root started it.
+
+The filter is required. The other two are used where the kernel has them. Namespaces (unshare, bubblewrap) are not used,
+because many systems and containers do not permit them.
 """
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import platform
 import resource
-import runpy
 import struct
 import sys
+import types
+from builtins import compile, exec  # a program may replace those of `builtins` before its tests run
+from collections.abc import Sequence
 
 
-# By machine: its number in the kernel, and those of the system calls that are refused: always, if they open a file for writing
-# (by flags in the argument of that place), if they clone more than a thread.
-with open(os.path.join(os.path.dirname(__file__), "system_calls.json"), encoding="ascii") as _file:
-    REFUSED = json.load(_file)
-WRITING = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
-THREAD = 0x00010000  # CLONE_THREAD
-OTHER_ABI = 0x40000000  # x86_64's 32-bit twins of the calls above have numbers from here on
+# What CPython and its extension modules ask of the kernel. Names that this machine does not know are skipped.
+ALLOWED = [
+    "read", "readv", "pread64", "write", "writev", "lseek", "close", "dup", "dup2", "dup3", "pipe", "pipe2", "poll",
+    "ppoll", "select", "pselect6", "stat", "lstat", "fstat", "newfstatat", "statx", "statfs", "fstatfs", "access",
+    "faccessat", "readlink", "readlinkat", "getcwd", "chdir", "fchdir", "getdents64", "mmap", "munmap", "mremap",
+    "mprotect", "madvise", "brk", "futex", "set_robust_list", "rseq", "sched_yield", "sched_getaffinity", "getcpu",
+    "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "pause", "alarm", "getitimer",
+    "setitimer", "clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday", "time", "getrandom",
+    "getpid", "getppid", "gettid", "getuid", "geteuid", "getgid", "getegid", "getgroups", "uname", "sysinfo",
+    "getrusage", "times", "getrlimit", "exit", "exit_group",
+]  # fmt: skip
+# The C library and CPython fall back on other calls, but only after these errors.
+FALLBACKS = {"clone3": errno.ENOSYS, "openat2": errno.ENOSYS, "faccessat2": errno.ENOSYS, "ioctl": errno.ENOTTY}
+MACHINES = ("x86_64", "aarch64")  # elsewhere `clone` may take its arguments in another order
+WHOLE = 0xFFFFFFFF  # all bits of an `int`
+WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
+CLONE_THREAD = 0x00010000
+THREAD_FLAGS = 0x007D0F00  # all that a C library sets for a thread
+PR_SET_NAME, PR_GET_NAME, PR_SET_NO_NEW_PRIVS = 15, 16, 38
 
-# The kernel's filter: instructions, actions, and where a call's number and arguments are.
-LOAD, EQUALS, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
-NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
-PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
+# libseccomp.
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+FOREIGN_CALLS = 2  # the attribute that says what happens to calls in another machine's numbering
+MASKED_EQUAL = 7
 
+# Landlock. Its calls have the same numbers on every machine.
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+NUM_RIGHTS = (13, 14, 15, 15, 16)  # of files, in version 1 and after
+READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
 
-def limit(limits: dict[str, int], may_have_threads: bool) -> None:
-    """Sets the kernel's limits; beyond them the program is killed or a call fails."""
-    wanted = [
-        (resource.RLIMIT_CPU, limits["cpu_seconds"]),
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_CORE, 0),
-    ]
-    if not may_have_threads:  # the count is over all processes of the user, so 0 is exceeded already
-        wanted.append((resource.RLIMIT_NPROC, 0))
-    for kind, value in wanted:
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
-
-
-def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """The filter's program: instruction, steps to skip if true and if false, operand."""
-    calls = REFUSED[machine]
-    cloning = calls["cloning"]
-    program = [(LOAD, 0, 0, MACHINE_AT), (EQUALS, 1, 0, calls["number"]), (RETURN, 0, 0, KILL)]
-    program += [(LOAD, 0, 0, NUMBER_AT), (AT_LEAST, 0, 1, OTHER_ABI), (RETURN, 0, 0, UNKNOWN)]
-    for number in calls["refused"].values():
-        program += [(EQUALS, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    for number, place in calls["opening"].values():
-        flags = ARGUMENTS_AT + 8 * place
-        program += [(EQUALS, 0, 4, number), (LOAD, 0, 0, flags), (ANY_BIT, 0, 1, WRITING), (RETURN, 0, 0, REFUSE)]
-        program.append((RETURN, 0, 0, ALLOW))
-    # The C library asks for a thread by clone where there is no clone3, whose flags no filter can read.
-    program += [(EQUALS, 0, 1, cloning["clone3"]), (RETURN, 0, 0, UNKNOWN), (EQUALS, 0, 3, cloning["clone"])]
-    program += [(LOAD, 0, 0, ARGUMENTS_AT), (ANY_BIT, 1, 0, THREAD), (RETURN, 0, 0, REFUSE)]
-    return [*program, (RETURN, 0, 0, ALLOW)]
+NOBODY = 65534
+CAPABILITY_VERSION = 0x20080522
+SYSTEM_FILES = (
+    "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime",
+    "/dev/null", "/dev/urandom",
+)  # fmt: skip
 
 
-def filter_calls() -> bool:
-    """Refuses those calls from now on; False if this kernel or machine has no such filter."""
-    if sys.platform != "linux" or platform.machine() not in REFUSED:
-        return False
-    program = call_filter(platform.machine())
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
-    prctl = ctypes.CDLL(None).prctl
-    prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
-    if prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
-    return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0) == 0
+def limit(kind: int, value: int) -> None:
+    """Sets a limit of the kernel, which the process cannot raise."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def confine(program: str) -> None:
+    """Takes from this process all that a program does not need; OSError with the reason where that cannot be."""
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        raise OSError(f"{sys.platform} on {platform.machine()} has no filter for system calls that is known here")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    paths = readable_paths(program)
+    deny_other_files(libc, paths)
+    drop_root(libc, paths)
+    filter_calls()
+
+
+def readable_paths(program: str) -> list[str]:
+    """The program's folder, Python's modules and the libraries that they load."""
+    libraries = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
+    paths = [os.path.dirname(program), *sys.path, *libraries, *SYSTEM_FILES]
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+
+
+def deny_other_files(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
+    """Denies all files but those at and below `paths`, and changes of any file; does nothing on a kernel without Landlock."""
+    version = libc.syscall(CREATE_RULESET, None, 0, 1)
+    if version < 1:
+        return
+    rights = (1 << NUM_RIGHTS[min(version, len(NUM_RIGHTS)) - 1]) - 1
+    ruleset = libc.syscall(CREATE_RULESET, struct.pack("Q", rights), 8, 0)
+    for path in paths:
+        granted = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
+        place = os.open(path, os.O_PATH)
+        libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", granted, place), 0)
+        os.close(place)
+    if libc.syscall(RESTRICT_SELF, ruleset, 0) != 0:
+        raise OSError(f"Landlock cannot be used here: {os.strerror(ctypes.get_errno())}")
+    os.close(ruleset)
+
+
+def drop_root(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
+    """Gives up all capabilities, and the user root for one that owns nothing.
+
+    Where that user cannot read `paths`, as with an interpreter below /root, the user stays root, without capabilities.
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # a container may know no other user
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, 0, 0)  # `access` answers for the first of the three
+            user = NOBODY if all(os.access(path, os.R_OK) for path in paths) else 0
+            os.setresuid(user, user, user)
+    if libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)) != 0:
+        raise OSError(f"capabilities cannot be dropped here: {os.strerror(ctypes.get_errno())}")
+
+
+def filter_calls() -> None:
+    """Refuses all system calls but those of [`add_rules`]."""
+    try:
+        seccomp = ctypes.CDLL("libseccomp.so.2")
+    except OSError as error:
+        raise OSError("libseccomp.so.2 is not installed (Debian, Ubuntu: apt install libseccomp2)") from error
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(seccomp.seccomp_init(REFUSE | errno.EPERM))
+    add_rules(seccomp, rules)
+    if seccomp.seccomp_load(rules) != 0:
+        raise OSError("the kernel takes no filter for system calls")
+
+
+def add_rules(seccomp: ctypes.CDLL, rules: ctypes.c_void_p) -> None:
+    """Fills libseccomp's `rules`: calls that are allowed, some of them only with certain arguments."""
+    seccomp.seccomp_attr_set(rules, FOREIGN_CALLS, KILL)
+    for name in ALLOWED:
+        _add_rule(seccomp, rules, ALLOW, name)
+    for name, error in FALLBACKS.items():
+        _add_rule(seccomp, rules, REFUSE | error, name)
+    # After the name: an argument's place, those of its bits that count, and what they must be.
+    _add_rule(seccomp, rules, ALLOW, "open", (1, WRITING, os.O_RDONLY))
+    _add_rule(seccomp, rules, ALLOW, "openat", (2, WRITING, os.O_RDONLY))
+    _add_rule(seccomp, rules, ALLOW, "clone", (0, WHOLE ^ THREAD_FLAGS | CLONE_THREAD, CLONE_THREAD))
+    _add_rule(seccomp, rules, ALLOW, "tgkill", (0, WHOLE, os.getpid()))  # abort()
+    _add_rule(seccomp, rules, ALLOW, "prlimit64", (0, WHOLE, 0), (2, 2**64 - 1, 0))  # getrlimit() of its own
+    for option in (PR_SET_NAME, PR_GET_NAME):
+        _add_rule(seccomp, rules, ALLOW, "prctl", (0, WHOLE, option))
+    for command in (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL):
+        _add_rule(seccomp, rules, ALLOW, "fcntl", (1, WHOLE, command))
+
+
+def _add_rule(
+    seccomp: ctypes.CDLL, rules: ctypes.c_void_p, action: int, name: str, *conditions: tuple[int, int, int]
+) -> None:
+    number = seccomp.seccomp_syscall_resolve_name(name.encode())
+    if number == -1:  # newer than this libseccomp
+        return
+    compared = b"".join(struct.pack("IIQQ", place, MASKED_EQUAL, bits, value) for place, bits, value in conditions)
+    error = seccomp.seccomp_rule_add_array(rules, action, number, len(conditions), compared)
+    if error != 0:
+        raise OSError(f"libseccomp takes no rule for {name}: {os.strerror(-error)}")
+
+
+def run(path: str, channel: int) -> None:
+    """Runs a program; then asks for its tests, runs them in its names, and sends the word that comes after them.
+
+    Neither the tests nor the word are in this process while the program runs, and the word waits in the kernel until the
+    tests have ended.
+    """
+    with open(path, "rb") as file:
+        source = file.read()
+    program = types.ModuleType("__main__")
+    program.__file__ = path
+    sys.modules["__main__"] = program
+    exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
+    os.write(channel, b"?")
+    size = int.from_bytes(os.read(channel, 8), "big")
+    tests = b""
+    while len(tests) < size:
+        tests += os.read(channel, size - len(tests))
+    exec(compile(tests, "tests", "exec", dont_inherit=True), program.__dict__)
+    os.write(channel, os.read(channel, 16))
 
 
 def main() -> None:
-    """Reads both arguments, confines this process and becomes the program."""
-    limits, path = json.loads(sys.argv[1]), sys.argv[2]
+    """Reads the arguments, confines this process and becomes the program."""
+    limits, channel, path = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     sys.argv = [path]
-    limit(limits, may_have_threads=True)
-    if not filter_calls():
-        limit(limits, may_have_threads=False)
-    runpy.run_path(path, run_name="__main__")
+    limit(resource.RLIMIT_CPU, limits["cpu_seconds"])
+    limit(resource.RLIMIT_AS, limits["memory_bytes"])
+    limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
+    limit(resource.RLIMIT_CORE, 0)
+    try:
+        confine(path)
+    except OSError as problem:
+        if not limits["unsafe_code"]:
+            sys.exit(str(problem))
+        # No new process, and no thread either. The count is over all processes of the user, so 0 is exceeded already.
+        limit(resource.RLIMIT_NPROC, 0)
+    run(path, channel)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ import json
 import os
 import pickle
 import re
-import secrets
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from .sandbox import Limits, run_program
+from dflash.common.messages import INSTALL_EVAL, first_line
+
+from .sandbox import Limits, run_program, why_unconfined
 
 
 # Names that competition solutions expect, as in LiveCodeBench's own runner.
@@ -23,6 +25,9 @@ PREAMBLE = (
     "sys.setrecursionlimit(50000)\n"
 )
 
+# Of a LiveCodeBench row's private tests, which are some ten megabytes on average.
+MAX_INFLATED_BYTES = 2**29
+
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
     """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]; no answer raises."""
@@ -32,17 +37,24 @@ def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = N
     return SCORERS[scorer](final, reference, limits or Limits())
 
 
-def check_scorers(scorers: Iterable[str]) -> None:
-    """Raises ValueError with the remedy if one of these scorers cannot work here."""
-    for scorer in scorers:
-        said = None
-        if scorer == "math" and find_spec("math_verify") is None:
-            install = "pip install 'dflash-transformers[eval]'"
-            said = f"Mathematics is scored by math-verify, which is not installed: {install}"
-        if scorer != "math" and os.name != "posix":
-            said = "Code is run under limits that this system lacks: use Linux or macOS"
-        if said is not None:
-            raise ValueError(f"{said}, or leave the answers unscored with --no-score.")
+def check_scorers(scorers: Iterable[str], unsafe_code: bool = False) -> None:
+    """Raises ValueError with the remedy if one of these scorers cannot work here.
+
+    Those of code cannot where a program cannot be confined, unless `unsafe_code` runs it all the same.
+    """
+    wanted = set(scorers)
+    unscored = "leave the answers unscored with --no-score"
+    if "math" in wanted and find_spec("math_verify") is None:
+        said = f"Mathematics is scored by math-verify, which is not installed: {INSTALL_EVAL}"
+        raise ValueError(f"{said}, or {unscored}.")
+    if not wanted - {"math"}:
+        return
+    if os.name != "posix":
+        raise ValueError(f"Code is run under limits that {sys.platform} lacks: use Linux or macOS, or {unscored}.")
+    problem = None if unsafe_code else why_unconfined()
+    if problem is not None:
+        said = f"Code that the target writes cannot be confined here ({problem})"
+        raise ValueError(f"{said}: {unscored}, or run it all the same with --unsafe-code.")
 
 
 def _math(answer: str, reference: str, limits: Limits) -> bool:
@@ -63,29 +75,24 @@ def _humaneval(answer: str, reference: Mapping[str, str], limits: Limits) -> boo
     code = extract_code(answer, f"def {name}")
     # The prompt's imports and helpers come first; its unfinished function is valid with its docstring alone.
     program = f"{prompt}\n{code}" if f"def {name}" in code else f"{prompt}{code}"
-    return _runs_to_the_end(f"{program}\n\n{reference['test']}\n\ncheck({name})", limits)
+    return _passes(program, f"{reference['test']}\n\ncheck({name})", limits)
 
 
 def _mbpp(answer: str, reference: Mapping[str, Any], limits: Limits) -> bool:
     tests = "\n".join(reference["tests"])
     # The set-up comes after the answer: in some rows it uses what the answer defines.
-    return _runs_to_the_end(f"{extract_code(answer)}\n\n{reference['setup']}\n{tests}", limits)
+    return _passes(extract_code(answer), f"{reference['setup']}\n{tests}", limits)
 
 
 def _livecodebench(answer: str, reference: Mapping[str, str], limits: Limits) -> bool:
-    code, tests = extract_code(answer), _livecodebench_tests(reference)
-    name = (json.loads(reference["metadata"] or "{}") or {}).get("func_name")
+    program, tests = f"{PREAMBLE}{extract_code(answer)}", _livecodebench_tests(reference)
     if any(test["testtype"] == "functional" for test in tests):
-        calls = [([json.loads(line) for line in t["input"].split("\n")], json.loads(t["output"])) for t in tests]
-        return _runs_to_the_end(
-            f"{PREAMBLE}{code}\n\nimport json as _json\n"
-            f"for _given, _wanted in _json.loads({json.dumps(calls)!r}):\n"
-            f"    _got = Solution().{name}(*_given)\n"
-            "    assert _json.loads(_json.dumps(_got)) == _wanted",
-            limits,
-        )
+        name = (json.loads(reference["metadata"] or "{}") or {}).get("func_name", "")
+        arguments = [[json.loads(line) for line in test["input"].split("\n")] for test in tests]
+        results = _results(program, name, arguments, limits)
+        return results == [json.loads(test["output"]) for test in tests]
     for test in tests:
-        outcome = run_program(f"{PREAMBLE}{code}", test["input"], limits)
+        outcome = run_program(program, test["input"], limits)
         if outcome.status != 0 or _lines(outcome.output) != _lines(test["output"]):
             return False
     return True
@@ -102,11 +109,29 @@ def extract_code(answer: str, wanted: str = "") -> str:
     return (holding or blocks or [answer])[-1]
 
 
-def _runs_to_the_end(program: str, limits: Limits) -> bool:
-    """Whether the program reaches its last line: one that exits with status 0 before its tests has not passed them."""
-    word = secrets.token_hex(16)
-    outcome = run_program(f"{program}\n\nprint()\nprint({word!r})\n", limits=limits)
-    return outcome.status == 0 and outcome.output.rstrip().endswith(word)
+def _passes(program: str, tests: str, limits: Limits) -> bool:
+    """Whether the program and then its tests run to the end: one that exits with status 0 before has not passed."""
+    outcome = run_program(program, limits=limits, tests=tests)
+    return outcome.status == 0 and outcome.passed
+
+
+def _results(program: str, name: str, arguments: Sequence[Sequence[Any]], limits: Limits) -> Any:
+    """What a solution's method returns for each of `arguments`, as plain values; `None` if it does not return.
+
+    They are compared in this process: what is right never enters the program's.
+    """
+    calls = (
+        "import json as _json\n"
+        f"_results = [Solution().{name}(*_call) for _call in _json.loads({json.dumps(arguments)!r})]\n"
+        "print()\n"
+        "print(_json.dumps(_results))"
+    )
+    outcome = run_program(program, limits=limits, tests=calls)
+    last_line = outcome.output.rstrip("\n").rsplit("\n", 1)[-1]
+    try:
+        return json.loads(last_line) if outcome.status == 0 and outcome.passed else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _lines(text: str) -> list[list[str]]:
@@ -120,8 +145,21 @@ def _livecodebench_tests(reference: Mapping[str, str]) -> list[dict[str, str]]:
     try:
         hidden = json.loads(private)
     except json.JSONDecodeError:
-        hidden = json.loads(_StringUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(private)))).load())
+        hidden = _unpacked(private)
     return [*json.loads(reference["public_test_cases"]), *hidden]
+
+
+def _unpacked(private: str) -> list[dict[str, str]]:
+    """Tests that are JSON, pickled as a string, compressed and in base64."""
+    try:
+        inflater = zlib.decompressobj()
+        pickled = inflater.decompress(base64.b64decode(private), MAX_INFLATED_BYTES)
+        if inflater.unconsumed_tail:
+            raise ValueError(f"they inflate to more than {MAX_INFLATED_BYTES} bytes")
+        return json.loads(_StringUnpickler(io.BytesIO(pickled)).load())
+    except Exception as error:  # a pickle of junk raises anything
+        said = f"The private tests of a row of LiveCodeBench cannot be read ({first_line(error)})"
+        raise ValueError(f"{said}: get the data set again.") from error
 
 
 class _StringUnpickler(pickle.Unpickler):
@@ -129,4 +167,4 @@ class _StringUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Refuses."""
-        raise pickle.UnpicklingError(f"A test may not name {module}.{name}.")
+        raise pickle.UnpicklingError(f"a test may not name {module}.{name}")

@@ -12,6 +12,7 @@ from .backends import Begin
 from .measurements import Measurement, measured, summarise, take_turns
 from .memory import PeakMemory
 from .methods import Method
+from .sandbox import Limits
 from .scoring import is_right
 from .tasks import TASKS, Question
 from .timing import TimedRun
@@ -55,13 +56,15 @@ def answer_questions(
     memory: PeakMemory | None = None,
     repeats: int = 1,
     max_prompt_tokens: int | None = None,
+    unsafe_code: bool = False,
 ) -> Iterator[list[TaskAnswer]]:
     """The answers to each question, of all turns and methods, as soon as the question is done.
 
     The first question is answered once before, unmeasured. The order of the methods rotates from question to question.
     Every method gets the same prompt: later turns contain the first method's answers. Each method answers `repeats`
     times; texts and scores are those of the first time. A dialogue ends before a turn whose prompt is longer than
-    `max_prompt_tokens`; if that is the first, it has no answers.
+    `max_prompt_tokens`; if that is the first, it has no answers. Answers that are programs run confined, or raise where
+    this system cannot confine them, unless `unsafe_code` runs them all the same.
     """
     is_warm = False
     for number, question in enumerate(questions):
@@ -86,7 +89,9 @@ def answer_questions(
             texts = {
                 name: tokenizer.decode(run.token_ids, skip_special_tokens=True) for name, run in rounds[0].items()
             }
-            scores = _scores(question, texts) if turn == len(question.turns) - 1 else {}
+            scores: dict[str, bool] = {}
+            if turn == len(question.turns) - 1:
+                scores = _scores(question, texts, Limits(unsafe_code=unsafe_code))
             for one in measured(question.task, turn, rounds):
                 score, peak, text = scores.get(one.method), peaks.get(one.method), texts[one.method]
                 known: dict[str, Any] = {"row": question.index, "turn": turn, "category": question.category}
@@ -105,12 +110,12 @@ def _watched(
     return run
 
 
-def _scores(question: Question, texts: dict[str, str]) -> dict[str, bool]:
+def _scores(question: Question, texts: dict[str, str], limits: Limits) -> dict[str, bool]:
     """Whether each method's text is right, equal texts scored once; empty without a reference."""
     scorer = TASKS[question.task].scorer if question.task in TASKS else None
     if scorer is None or question.reference is None:
         return {}
-    right = {text: is_right(scorer, text, question.reference) for text in set(texts.values())}
+    right = {text: is_right(scorer, text, question.reference, limits) for text in set(texts.values())}
     return {name: right[text] for name, text in texts.items()}
 
 

@@ -26,6 +26,7 @@ class TimedRun:
     seconds_to_first_token: float
     num_forwards: int  # of the target, the prompt's included
     acceptance_lengths: list[int]  # per verify step, accepted proposals + 1, before stop and length cuts; else empty
+    lookup_steps: tuple[int, ...] = ()  # indices of the verify steps that have looked-up proposals
     num_compilations: int = 0  # graphs that `torch.compile` made meanwhile: 0 after a warm-up
 
     @property
@@ -34,14 +35,29 @@ class TimedRun:
         return len(self.token_ids) / self.seconds
 
     @property
+    def draft_lengths(self) -> list[int]:
+        """Acceptance lengths of the steps whose proposals are all the drafter's."""
+        return draft_lengths(self.acceptance_lengths, self.lookup_steps)
+
+    @property
     def tau(self) -> float:
-        """Mean acceptance length, as the DFlash paper and the engines count it; NaN without a verify step."""
+        """Mean of `draft_lengths`, as the DFlash paper and the engines count it; NaN without such a step."""
+        return tau(self.draft_lengths)
+
+    @property
+    def tau_with_lookup(self) -> float:
+        """Mean acceptance length of all verify steps, looked-up tokens included; NaN without a step."""
         return tau(self.acceptance_lengths)
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens kept, without the prefill's, per forward of the target after the prefill; NaN if there is none."""
         return tokens_per_step(len(self.token_ids), self.num_forwards)
+
+
+def draft_lengths(acceptance_lengths: Sequence[int], lookup_steps: Sequence[int]) -> list[int]:
+    """The acceptance lengths of the steps that are not among `lookup_steps`."""
+    return [length for step, length in enumerate(acceptance_lengths) if step not in lookup_steps]
 
 
 def tau(acceptance_lengths: Sequence[int]) -> float:
@@ -74,7 +90,8 @@ def timed_generate(
     sequences = generate(prompt_ids.to(target.device), attention_mask=mask, streamer=clock, **kwargs)
     token_ids = sequences[:, prompt_ids.shape[1] :].flatten().tolist()  # waits for the device
     seconds = time.perf_counter() - clock.began - clock.seconds_outside
-    return TimedRun(token_ids, seconds, clock.seconds_to_first_token, clock.num_forwards, [], _num_graphs() - compiled)
+    seconds_to_first_token, num_compilations = clock.seconds_to_first_token, _num_graphs() - compiled
+    return TimedRun(token_ids, seconds, seconds_to_first_token, clock.num_forwards, [], (), num_compilations)
 
 
 def timed_blocks(
@@ -92,6 +109,7 @@ def timed_blocks(
     texts: dict[int, list[int]] = {}
     num_steps: Counter[int] = Counter()
     lengths: list[int] = []
+    lookup_steps: list[int] = []
     compiled = _num_graphs()
     seconds = seconds_to_first_token = 0.0
     began = time.perf_counter()
@@ -102,13 +120,16 @@ def timed_blocks(
             seconds_to_first_token = seconds_to_first_token or seconds
         else:
             num_steps[block.sequence] += 1
+            if block.is_lookup:
+                lookup_steps.append(len(lengths))
             lengths.append(block.acceptance_length)
         if on_block is not None:
             on_block(block)
         began = time.perf_counter()
     token_ids = [token_id for sequence in sorted(texts) for token_id in texts[sequence]]
     num_forwards = 1 + max(num_steps.values(), default=0)
-    return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, _num_graphs() - compiled)
+    steps, num_compilations = tuple(lookup_steps), _num_graphs() - compiled
+    return TimedRun(token_ids, seconds, seconds_to_first_token, num_forwards, lengths, steps, num_compilations)
 
 
 class _StreamClock:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
@@ -61,11 +62,48 @@ OTHER_DECODING = (
 )
 MOST_LOOKED_UP = WIDTH_CLASSES[-1] - 1  # tokens: compiled steps have no wider class
 MOST_NODES = 1024  # of a draft tree: its mask grows with their square
-COLDEST = 1e-30  # logits divided by a lower temperature may be infinite in float32
+COLDEST, HOTTEST = 1e-30, 1e30  # logits divided by another temperature may be infinite, or all equal, in float32
+
+
+MOST_TOKENS = 2**31  # of a window; any number that is larger than a text means the whole text
 
 
 def _whole(least: int, most: float = float("inf")) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_temperature(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and (value == 0 or COLDEST <= value <= HOTTEST)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _are_generators(value: Any) -> bool:
+    generators = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(generator, torch.Generator) for generator in generators)
+
+
+def _are_stop_ids(value: Any) -> bool:
+    ids = value if isinstance(value, list | tuple | torch.Tensor) else [value]
+    return all(
+        _whole(-1)(int(i) if isinstance(i, torch.Tensor) else i) for i in ids
+    )  # -1 stands for none in some configs
+
+
+def _are_callables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(callable, value))
+
+
+def _are_strings(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return isinstance(strings, list | tuple) and all(isinstance(string, str) for string in strings)
 
 
 # For each setting: whether a value is valid, and the remedy.
@@ -73,13 +111,14 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (_whole(1), "ask for at least one new token, as a whole number"),
     "max_length": (_whole(1), "ask for at least one new token, as a whole number"),
     "temperature": (
-        lambda value: isinstance(value, Real) and (value == 0 or COLDEST <= float(value) < float("inf")),
-        f"use 0 for greedy decoding, or a finite number from {COLDEST} on to sample",
+        _is_temperature,
+        f"use 0 for greedy decoding, or a finite number from {COLDEST} to {HOTTEST} to sample",
     ),
     "top_p": (
-        lambda value: isinstance(value, float | int) and 0 < value <= 1,
+        lambda value: _is_probability(value) and value > 0,
         "use a probability above 0 and up to 1 (1 keeps every token)",
     ),
+    "min_p": (_is_probability, "use a probability from 0 to 1 (0 keeps every token)"),
     "top_k": (_whole(0), "use the number of tokens to keep, or 0 to keep every token"),
     "prefill_chunk_size": (_whole(1), "use a number of tokens from 1 on, or leave it out"),
     "prompt_lookup_num_tokens": (_whole(0, MOST_LOOKED_UP), f"use 1 to {MOST_LOOKED_UP}, or 0 to look nothing up"),
@@ -90,13 +129,27 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"use a number of nodes up to {MOST_NODES}, or True for as many as pay",
     ),
     "draft_window": (
-        lambda value: isinstance(value, tuple | list) and [*map(_whole(0), value)] == [True] * 2 and value[1] > 0,
+        lambda value: (
+            isinstance(value, tuple | list) and [*map(_whole(0, MOST_TOKENS), value)] == [True] * 2 and value[1] > 0
+        ),
         "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
     "token_streamer": (lambda value: hasattr(value, "put"), "pass a streamer of transformers"),
     "verification": (VERIFICATIONS.__contains__, f"use one of {', '.join(VERIFICATIONS)}"),
     "adaptive": (lambda value: isinstance(value, bool), "use True or False"),
     "compile": (lambda value: isinstance(value, bool) or value == "auto", "use True, False or 'auto'"),
+    "stop_token_ids": (_are_stop_ids, "pass a token id, or a list of them"),
+    "eos_token_id": (_are_stop_ids, "pass a token id, or a list of them"),
+    "logits_processor": (_are_callables, "pass a list of processors of transformers"),
+    "stopping_criteria": (_are_callables, "pass a list of criteria of transformers"),
+    "max_time": (_is_positive, "use a number of seconds above 0"),
+    "generator": (_are_generators, "pass a torch.Generator, or a list of one for each prompt"),
+    "conversation": (lambda value: hasattr(value, "draft_window"), "pass a dflash.Conversation"),
+    "stop_strings": (_are_strings, "pass a string, or a list of strings"),
+    "generation_config": (
+        lambda value: isinstance(value, GenerationConfig),
+        "pass a GenerationConfig of transformers",
+    ),
     "latency_curve": (lambda value: hasattr(value, "verify_ms"), "pass what LatencyCurve.from_json returns"),
 }
 
@@ -105,7 +158,9 @@ def _check_settings(given: Mapping[str, Any]) -> None:
     for name, (is_meant, remedy) in SETTINGS.items():
         value = given.get(name)
         if value is not None and not is_meant(value):
-            raise ValueError(f"{name}={value!r}: {remedy}.")
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+            raise ValueError(f"{name}={shown}: {remedy}.")
 
 
 def _check_masks(request: Request) -> None:
@@ -239,8 +294,14 @@ def read_prompt(
         input_ids, attention_mask = _pad_prompts(input_ids, mask, target)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not _are_ids(input_ids):
         is_tensor = isinstance(input_ids, torch.Tensor)
-        shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}" if is_tensor else type(input_ids).__name__
-        raise ValueError(f"input_ids is {shown}: pass a tensor of token ids [B, S] or a list of prompts' token ids.")
+        shown = type(input_ids).__name__
+        if is_tensor:
+            shown = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+            if input_ids.layout != torch.strided or input_ids.is_meta:
+                shown += f", {input_ids.layout} on {input_ids.device}"
+        raise ValueError(
+            f"input_ids is {shown}: pass a tensor of token ids [B, S] (int64), or a list of prompts' token ids."
+        )
     shape = tuple(input_ids.shape)
     if 0 in shape:
         raise ValueError(f"The prompt is empty (input_ids is {list(shape)}): give a token, such as bos_token_id.")
@@ -279,7 +340,8 @@ def _pad_prompts(
 
 
 def _are_ids(tensor: torch.Tensor) -> bool:
-    return tensor.dtype != torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
+    """Whether a target can embed them: other integers are too small for a vocabulary, and a meta tensor has no values."""
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _first_given(*values: Any) -> Any:
@@ -367,7 +429,10 @@ class DFlashOutput(ModelOutput):
     Attributes:
         sequences (`torch.Tensor` of shape `(B, S + new)`): Prompts and new tokens, padded on the right after early stops.
         acceptance_lengths (`list[list[int]]`): Accepted proposals + 1, before cuts, for each sequence and verify step.
-        tau (`float`): Mean of `acceptance_lengths`, as the DFlash paper and the engines count it; NaN without a step.
+        tau (`float`): Mean acceptance length of the steps whose proposals are all the drafter's, as the DFlash paper and the
+            engines count it; NaN without such a step.
+        tau_with_lookup (`float`): Mean of all `acceptance_lengths`: those of steps with looked-up tokens
+            (`prompt_lookup_num_tokens`) count, too.
         tokens_per_step (`float`): Kept tokens, without the prompt's first one, per sequence and verify step.
         scores (`tuple[torch.Tensor]`, *optional*): With `output_scores=True`, processed scores of each new position, of shape
             `(B, V)` each; 0 after a sequence's end.
@@ -381,6 +446,7 @@ class DFlashOutput(ModelOutput):
     sequences: torch.Tensor | None = None
     acceptance_lengths: list[list[int]] | None = None
     tau: float | None = None
+    tau_with_lookup: float | None = None
     tokens_per_step: float | None = None
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
@@ -476,8 +542,19 @@ GENERATES_OWN = {
 }
 
 
+def _check_drafter(drafter: Any) -> None:
+    """Raises ValueError for anything that is not a drafter, and for one without weights."""
+    if not hasattr(drafter, "spec_generate"):
+        shown = repr(drafter) if isinstance(drafter, str | None) else type(drafter).__name__
+        raise ValueError(f"drafter={shown} cannot draft: pass what DFlashDraftModel.from_pretrained returns.")
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in drafter.modules())  # weights come for each forward
+    if not is_offloaded and any(parameter.is_meta for parameter in drafter.parameters()):
+        raise ValueError("The drafter's weights are on the meta device, without values: load it by from_pretrained.")
+
+
 def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, asked: dict[str, Any]) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
+    _check_drafter(drafter)
     check_pair(target, drafter)
     prompt_ids, attention_mask = read_prompt(input_ids, asked.pop("attention_mask", None), target)
     _check_request(target, prompt_ids, attention_mask, asked)
@@ -542,6 +619,8 @@ class Request:
     def of(cls, target: PreTrainedModel, input_ids: torch.Tensor, config: Any, asked: dict[str, Any]) -> Request:
         """The request that `generate` has prepared. Raises ValueError if it cannot be run exactly."""
         own: dict[str, Any] = {name: value for name in KEYWORDS if (value := asked.pop(name, None)) is not None}
+        _check_drafter(own.get("drafter"))
+        check_pair(target, own["drafter"])
         request = cls(**own)
         request.target, request.input_ids, request.config = target, input_ids, config
         request.attention_mask = asked.get("attention_mask")
@@ -553,6 +632,7 @@ class Request:
         its_window = getattr(request.drafter.config, "draft_window", None)
         request.draft_window = _first_given(request.draft_window, its_window)
         own |= {"prefill_chunk_size": request.chunk_size, "temperature": temperature}
+        own["generator"] = request.uniforms_generator
         _check_settings({**own, "draft_window": request.draft_window})
         _check_prepared(config, request)
         request.prompt_inputs = _read_prompt_inputs(request, asked)
@@ -588,14 +668,19 @@ def custom_generate(
 ) -> torch.Tensor | DFlashOutput | Iterator[Block]:
     """The decoding loop for the target's own `generate`. Output and errors are those of [`spec_generate`].
 
-    `generate` does not pass on `streamer`, `generator`, `tokenizer` and `stop_strings`: use `token_streamer` and
-    `uniforms_generator`, and [`spec_generate`] for stop strings. It passes the target and what it has prepared: prompts [B, S],
+    `generate` does not pass on `generator`, `tokenizer` and `stop_strings`: use `uniforms_generator`, and [`spec_generate`] for
+    stop strings. A `streamer` is found, and gets the tokens as blocks are committed. `generate` passes the target and what it has prepared: prompts [B, S],
     processors, criteria and generation config. `asked` holds the keywords of a [`Request`], of which `drafter` is required, and
     the prepared inputs of the target's forward.
 
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
     """
+    streamer = _streamer_of_generate()
+    if streamer is not None:
+        if asked.get("token_streamer") is not None or asked.get("as_blocks"):
+            raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
+        asked["token_streamer"] = streamer
     request = Request.of(target, input_ids, generation_config, asked)
     _check_processors(request, logits_processor)
     processors = [_processors_of(index, len(input_ids), logits_processor) for index in range(len(input_ids))]
@@ -609,7 +694,20 @@ def custom_generate(
     conversation.draft_window = request.draft_window
     decoder = Decoder(request, pair, verifier, make_cutter(stopping_criteria, request.max_new_tokens), conversation)
     blocks = _guarded(decode_blocks(decoder), request, conversation)
-    return blocks if request.as_blocks else _collect(blocks, request)
+    return blocks if request.as_blocks else _collect(blocks, request, has_put_prompt=streamer is not None)
+
+
+def _streamer_of_generate() -> Any:
+    """The `streamer` of the `generate` that calls this loop; `None` if it has none.
+
+    `generate` gives it the prompt and hands it to no custom loop. It is read from the frame of `generate`: without it, whoever
+    reads the stream would wait forever.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
 
 
 # `generate` passes a custom loop the keywords in its signature.
@@ -636,10 +734,10 @@ def _guarded(blocks: Iterator[Block], request: Request, conversation: Conversati
             conversation.close(has_failed)
 
 
-def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlashOutput:
+def _collect(blocks: Iterator[Block], request: Request, has_put_prompt: bool) -> torch.Tensor | DFlashOutput:
     """Collects the blocks into the output of `generate`, and streams them."""
     input_ids, streamer = request.input_ids, request.token_streamer
-    if streamer is not None:
+    if streamer is not None and not has_put_prompt:
         streamer.put(input_ids.cpu())
     of_sequences: list[list[Block]] = [[] for _ in input_ids]
     for block in blocks:
@@ -661,9 +759,21 @@ def _collect(blocks: Iterator[Block], request: Request) -> torch.Tensor | DFlash
     for name in request.keeping:
         scores = [torch.cat([getattr(block, name) for block in one]) for one in of_sequences]  # [new, V] each
         by_position[name] = pad_sequence(scores).unbind(dim=0)
-    num_steps, num_new = sum(map(len, lengths)) or float("nan"), sum(map(len, new_ids))
-    tau, tokens_per_step = sum(map(sum, lengths)) / num_steps, (num_new - len(new_ids)) / num_steps
-    return DFlashOutput(sequences, lengths, tau, tokens_per_step, **by_position)
+    steps = [block for sequence in of_sequences for block in sequence if not block.is_prefill]
+    num_new = sum(map(len, new_ids))
+    return DFlashOutput(
+        sequences=sequences,
+        acceptance_lengths=lengths,
+        tau=_mean_length([block for block in steps if not block.is_lookup]),
+        tau_with_lookup=_mean_length(steps),
+        tokens_per_step=(num_new - len(new_ids)) / len(steps) if steps else float("nan"),
+        **by_position,
+    )
+
+
+def _mean_length(blocks: list[Block]) -> float:
+    """The mean acceptance length of verify steps; NaN of none."""
+    return sum(block.acceptance_length for block in blocks) / len(blocks) if blocks else float("nan")
 
 
 def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: Any) -> Any:

@@ -55,7 +55,9 @@ class PositionUniforms:
     def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
         generators, count = (generator, 1) if isinstance(generator, Sequence) else ([generator], batch_size)
         if len(generators) * count != batch_size:
-            raise ValueError(f"{len(generators)} generators for {batch_size} sequences: pass one for each or one.")
+            raise ValueError(
+                f"generator holds {len(generators)} for {batch_size} sequences: pass one for each, or one."
+            )
         seeds: list[int] = []
         for one in generators:
             seeds += torch.randint(2**63 - 1, (count,), generator=one, device=one.device if one else "cpu").tolist()
@@ -377,6 +379,18 @@ class Verifier:
             return scores.argmax(dim=-1)
         return (self.sampler or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
 
+    def _call_processors(self, sequence: TextSequence, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] after the processors of a sequence. Raises ValueError if these return another shape."""
+        processed = self._processors_of[sequence.index](text_ids, scores)
+        # Plain `generate` decodes this form of one text, too.
+        if len(scores) == 1 and processed.shape == scores.shape[1:]:
+            processed = processed[None]
+        if processed.shape != scores.shape:
+            names = ", ".join(type(processor).__name__ for processor in self.processors)
+            given = f"The logits processors ({names}) returned {list(processed.shape)} for scores {list(scores.shape)}"
+            raise ValueError(f"{given}: return scores of the same shape.")
+        return processed
+
     def _process(
         self, scores: torch.Tensor, sequences: list[TextSequence], proposals: Proposals, rule: str
     ) -> torch.Tensor:
@@ -388,12 +402,13 @@ class Verifier:
         for sequence, tree, of_sequence, raw in zip(sequences, trees, processed, scores, strict=True):
             if sequence.is_done:
                 continue
-            processors, reached = self._processors_of[sequence.index], [(0, list[int]())]
+            reached = [(0, list[int]())]
             for column, path in reached:  # grows
                 # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
                 # the prefix is repeated for the whole batch, and the result of this sequence is taken.
                 text_ids = sequence.text(path).expand(count, -1)
-                of_sequence[column] = processors(text_ids, of_sequence[column].repeat(count, 1))[sequence.index]
+                of_all = self._call_processors(sequence, text_ids, of_sequence[column].repeat(count, 1))
+                of_sequence[column] = of_all[sequence.index]
                 if not of_sequence[column].max() > -torch.inf:  # false for NaN, too
                     if self.ends(sequence.text(path)) or not raw[column].max().isfinite():
                         of_sequence[column] = raw[column]  # never written, or not finite: reported when it is read

@@ -60,6 +60,7 @@ def regenerate_data(
     processes: Any = None,
     on_begin: Callable[[int, RegenerationRecord], None] = lambda share, record: None,
     on_row: Callable[[int], None] = lambda tokens: None,
+    is_locked: bool = False,
 ) -> RegenerationRecord:
     """Writes `data` with the target's own answers to `output`.
 
@@ -70,7 +71,8 @@ def regenerate_data(
     `data` is a file, folder or Hub id as in [`load_examples`], or rows. `output` ends in `.jsonl`, for `dflash train
     --data`: `resume` goes on with the run in it, `overwrite` begins anew. `processes` are by default those of the
     launcher's variables. `on_begin` is called with the number of rows to answer here and the record so far, `on_row`
-    with the number of new tokens of each finished row.
+    with the number of new tokens of each finished row. `is_locked` says that the caller holds the lock of `output`
+    (`only_writer`) already, as who loads a model first should.
 
     Raises:
         ValueError: for data without a question, settings that changed, an output that holds something else or that
@@ -101,7 +103,7 @@ def regenerate_data(
         }
         facts |= {"drop_cut": settings.drop_cut, "versions": versions(), **(provenance or {})}
         check_answer_file(Path(output), resume, overwrite)
-        if processes.is_first:
+        if processes.is_first and not is_locked:
             lock.enter_context(only_writer(Path(output)))
         file = AnswerFile(Path(output), _depends_on(settings, writer, tokenizer, seen), processes.rank)
         if resume:

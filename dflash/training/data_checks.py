@@ -72,6 +72,21 @@ def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]],
         raise ValueError(f"A held-out prompt has {prompt} {there}: give a smaller max_length, or shorter prompts.")
 
 
+SAMPLED_ANSWERS = 1000  # of which the longest is looked for
+
+
+def measured_length_note(examples: Sequence[Example], eval_new_tokens: int) -> str | None:
+    """What to know of `eval_new_tokens` where the answers of the data are shorter; `None`: nothing."""
+    every = max(1, len(examples) // SAMPLED_ANSWERS)
+    longest = max((sum(examples[i].mask_array) for i in range(0, len(examples), every)), default=eval_new_tokens)
+    if longest >= eval_new_tokens:
+        return None
+    return (
+        f"Acceptance is measured on texts of up to {eval_new_tokens} tokens, and the longest answer of the data has {longest}: "
+        f"a drafter accepts less beyond the length that it was trained on. eval_new_tokens={longest} measures up to there."
+    )
+
+
 def check_mask_token(
     mask_token_id: int, vocab_size: int, pad_token_id: int | None, eos_token_ids: Iterable[int]
 ) -> None:

@@ -16,7 +16,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
-from dflash.common.messages import first_line
+from dflash.common.messages import OWN_CODE, first_line
+from dflash.common.remote_code import refuse_own_generate
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 from dflash.model.step_dflash import check_pair
@@ -78,7 +79,10 @@ def prepare(
     _check_device_map(settings.device_map)
     sources, weights = zip(*parts_of(data), strict=True)
     with _named_target(target):
-        tokenizer = ready.tokenizer if ready else AutoTokenizer.from_pretrained(target)
+        if ready is None:
+            tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
+        else:
+            tokenizer = ready.tokenizer
     begun = ready.drafter if ready else _drafter_to_begin_with(settings)
     begun_weights = ready.init_weights if ready else None if begun is None else model_fingerprint(begun)
     wanted = _wanted(settings, begun)
@@ -167,7 +171,9 @@ def _load_models(
     with _named_target(target):
         is_free = settings.target_dtype == "auto" and settings.mixed_precision != "bf16"
         dtype = "float32" if is_free and not computes_in_bf16() else settings.target_dtype
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=settings.device_map)
+        place: dict[str, Any] = {"dtype": dtype, "device_map": settings.device_map}
+        refuse_own_generate(os.fspath(target), settings.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=settings.trust_remote_code, **place)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     check_tokenizer(tokenizer, vocab_size)
     with torch.random.fork_rng():
@@ -196,9 +202,11 @@ def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        said = first_line(error).rstrip(".")
+        reason = first_line(error).rstrip(".")
+        if reason == OWN_CODE:
+            raise ValueError(f"The target {target}: {reason}.") from error
         raise ValueError(
-            f"The target {target} cannot be loaded ({said}): give a local folder, or an id on the Hub that can be reached."
+            f"The target {target} cannot be loaded ({reason}): give a local folder, or an id on the Hub that can be reached."
         ) from error
 
 

@@ -15,17 +15,17 @@ from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.checkpoints import check_replaceable, read_licence
-from dflash.common.files import check_writable, only_writer
+from dflash.common.files import check_writable, followed, only_writer
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
-from dflash.common.stopwatch import stopwatch
+from dflash.common.stopwatch import LINE_SECONDS, stopwatch
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
 from .data import Example, Source, parts_of
-from .data_checks import check_lengths, usable
+from .data_checks import check_lengths, measured_length_note, usable
 from .device import is_cpu_alone
 from .loading import answers_of, prepare
 from .settings import TrainingSettings
@@ -35,8 +35,6 @@ from .training_state import clear_leftovers, find_run, read_tensors, refuse_chan
 from .uploading import Uploads, check_upload
 
 
-# Without a bar, a line of progress is shown after so long.
-LINE_SECONDS = 60
 # Tau is called flat if the last `FLAT_POINTS` points are below `LEARNED_TAU` and differ by less than `FLAT_TAU`.
 FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
 
@@ -170,6 +168,9 @@ def train(
         state = None if saved is None else read_tensors(state_folder(output))
         examples = usable(examples, drafter, target, announce)
         check_lengths(examples, held_out, max_positions(target))
+        length_note = measured_length_note(examples, settings.eval_new_tokens)
+        if length_note is not None and held_out and announce is not None:
+            announce(length_note)
         inputs = describe_inputs(target, drafter, examples, held_out)
         if settings.init is not None:
             inputs["init"] = {"fingerprint": model_fingerprint(drafter)}
@@ -241,7 +242,7 @@ def claimed(
     output: str | os.PathLike[str], settings: TrainingSettings, resume: bool, overwrite: bool
 ) -> Iterator[Claim]:
     """The claim on `output`, made by the first process under the lock; what it finds, or why it refuses, is told to all."""
-    folder, found = Path(output).expanduser().absolute(), list[Any]([None])
+    folder, found = followed(Path(output)), list[Any]([None])
     _trackers(settings, folder)
     with ExitStack() as held:
         # The first process may write features for hours while the others wait.

@@ -110,6 +110,9 @@ class TrainingSettings:
         "auto", TARGET, "dtype of its weights; auto: as it is stored, fp32 on a CPU without bf16."
     )
     device_map: str | None = _setting(None, TARGET, "auto: spread it over all devices.", is_free=True)
+    trust_remote_code: bool = _setting(
+        False, TARGET, "Run code that the target's repository holds. Read it first.", is_free=True
+    )
     loss: LossName = _setting("ce", LOSS, "ce: the data's tokens; forward_kl: the target's distribution.")
     position_weights: PositionWeights = _setting(
         None, LOSS, "Along a block: exponential or D-PACE. Default: by recipe."

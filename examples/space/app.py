@@ -23,6 +23,7 @@ import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
+from dflash.common.messages import OWN_CODE
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 
@@ -73,7 +74,8 @@ def answer(prompt: str, target: str, drafter: str, max_new_tokens: int) -> Itera
         input_ids = read(pair, prompt)
         yield from race(pair, input_ids, max_new_tokens)
     except ValueError as error:
-        yield view.problem(str(error).removeprefix("--"))
+        refusal = "This page runs no code of a checkpoint: name a pair that holds none."
+        yield view.problem(refusal if OWN_CODE in str(error) else str(error).removeprefix("--"))
     except torch.OutOfMemoryError:
         yield view.problem("The device is out of memory: take a smaller pair or a shorter prompt.")
 

@@ -95,8 +95,8 @@ def main() -> None:
     parser.add_argument("--gsm8k-count", type=int, default=300, help="problems of GSM8K test, 0 for none")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32, trust_remote_code=False).eval()
     sets = generated_sets(arguments.count)
     if arguments.gsm8k_count:
         sets["gsm8k_test"] = load_gsm8k(arguments.gsm8k, "test")[: arguments.gsm8k_count]

@@ -198,6 +198,7 @@ def parse_arguments() -> argparse.Namespace:
         "--gsm8k", default="openai/gsm8k", help="Hub id, folder that holds train.jsonl, or .jsonl file"
     )
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--overwrite", action="store_true", help="begin anew in an --output that exists")
     parser.add_argument(
         "--responses", type=Path, help="the target's answers: written here, or read if the file exists"
     )
@@ -214,6 +215,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.init and (arguments.layers or arguments.intermediate or arguments.loss):
         parser.error("--layers, --intermediate and --loss are of a new drafter: leave them out, or leave out --init.")
+    if arguments.output.exists() and not arguments.overwrite:
+        parser.error(f"{arguments.output} exists: name another --output, or pass --overwrite to begin anew.")
     return arguments
 
 
@@ -225,10 +228,12 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     began = time.monotonic()
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target, trust_remote_code=False)
     # The answers are written and the figures measured in fp32; the features that are trained on come from a bf16 target,
     # where the CPU computes in bf16.
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.target, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     questions = [row.question for row in gsm8k][: scale.questions]
     training, choosing = questions[: -scale.choice_prompts], questions[-scale.choice_prompts :]
@@ -282,7 +287,7 @@ def train_drafter(rank: int, arguments: argparse.Namespace) -> None:
         },
         show_progress=sys.stderr.isatty(),
         on_point=lambda point: print(json.dumps(point), flush=True),
-        overwrite=True,
+        overwrite=arguments.overwrite,
     )
     trained = time.monotonic()
 

@@ -178,6 +178,7 @@ def parse_arguments() -> argparse.Namespace:
         "--gsm8k", default="openai/gsm8k", help="Hub id, folder that holds train.jsonl, or .jsonl file"
     )
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--overwrite", action="store_true", help="replace folders that exist")
     parser.add_argument("--steps", type=int, help=f"optimiser steps, {FULL.steps} by default")
     parser.add_argument("--minutes", type=float, help="a budget by the clock instead of --steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -189,7 +190,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-weight", type=float, default=0.1, help="loss weight of the question's tokens")
     parser.add_argument("--early", type=Path, help="also save here after each scoring on the way")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps through the same code")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for folder in filter(None, (arguments.output, arguments.early)):
+        if folder.exists() and not arguments.overwrite:
+            parser.error(f"{folder} exists: name another folder, or pass --overwrite to replace it.")
+    return arguments
 
 
 def train(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
@@ -204,9 +209,9 @@ def train(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
     gsm8k = load_gsm8k(arguments.gsm8k, "train")
     # Plain attention is the faster one here: rows are short, and CPU kernels for heads this small are not.
     if arguments.resume:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.resume)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.resume, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            arguments.resume, dtype=torch.bfloat16, attn_implementation="eager"
+            arguments.resume, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
         ).train()
     else:
         made = generate(scale.tokenizer_problems, arguments.seed)

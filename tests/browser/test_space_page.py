@@ -26,7 +26,7 @@ from dflash.evaluation import Difference
 
 
 pytestmark = pytest.mark.browser
-gr = pytest.importorskip("gradio", reason="needs gradio: pip install 'dflash-transformers[space]'")
+gr = pytest.importorskip("gradio", reason="needs gradio: pip install '.[space]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, the Python client")
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:

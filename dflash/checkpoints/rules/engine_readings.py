@@ -4,7 +4,7 @@ A reading is compared with what the checkpoint means; where the two differ, that
 one that was trained. Dictionaries in, values out: nothing here opens a file or imports a model.
 
 Versions that the rules were read from: vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM 1.4.0rc1, dflash-mlx 0.1.8,
-transformers 5.23.
+transformers 5.23 and 5.24.
 """
 
 from collections.abc import Callable, Mapping
