@@ -436,7 +436,7 @@ def test_bench_says_in_a_log_how_far_it_is(tmp_path, monkeypatch):
         ("", [], "is empty: write one prompt a line"),
         ("x", ["--prompts", "none.txt"], "--prompts none.txt cannot be read (No such file or directory): name a file"),
         (b"\xff", [], "is no text in UTF-8: name a file of one prompt a line"),
-        ('{"question"\n', [], "line 1 is no prompt: write a text, or a JSON object"),
+        ('{"question"\n', [], "line 1 is no prompt: write a text in UTF-8, or a JSON object"),
         ('{"answer": "4"}\n', [], "line 1 is no prompt"),
         ('{"messages": [{"role": "assistant", "content": "4"}]}\n', [], "line 1 is no prompt"),
         ("x", ["--target", "t"], "--target and --drafter go together"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from processes import forked
 from rich.console import Console
 from safetensors import SafetensorError
@@ -618,6 +619,24 @@ def test_help_shows_whole_names_and_required_ones_first(
     assert not re.search(r"--[\w-]*…", shown)
     marks = ["*" in line.split("--")[0] for line in shown.splitlines() if re.match(r"│[ *]+--", line)]
     assert marks == sorted(marks, reverse=True)
+
+
+@pytest.mark.parametrize("command", sorted(name for commands in cli.PANELS.values() for name in commands))
+def test_help_cuts_no_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on 80 columns `--pure-draft-prefix-len`, `--no-chat-template` and others ended in an ellipsis."""
+    shown = help_of(command, width=80, monkeypatch=monkeypatch)
+    assert re.findall(r"--[\w-]*…", shown) == []
+    for parameter in typer.main.get_command(cli.app).commands[command].params:
+        assert getattr(parameter, "hidden", False) or all(name in shown for name in parameter.opts if name[0] == "-")
+
+
+def test_the_opposite_of_a_long_flag_is_taken_though_the_help_has_no_room_for_it() -> None:
+    with (
+        typer.main.get_command(cli.app)
+        .commands["train"]
+        .make_context("train", ["--no-gradient-checkpointing"]) as asked
+    ):
+        assert asked.params["gradient_checkpointing"] is False
 
 
 @pytest.mark.parametrize("command", ["eval", "bench"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from families import FAMILIES
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import dflash
@@ -199,6 +200,14 @@ def test_links_lead_somewhere(name: str) -> None:
         assert target.exists(), f"{name}: {link}"
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{name}: {link}"
+
+
+def test_the_number_of_families_is_that_of_the_table() -> None:
+    """Bug: README said "more than 50" of 50."""
+    text = {family.kind for family in FAMILIES.values() if family.images is None}
+    with_images = {family.kind for family in FAMILIES.values() if family.images is not None}
+    said = f"{len(text)} families, from Qwen3, Llama and Gemma to gpt-oss, DeepSeek-V3 and Qwen3.5, and {len(with_images - text)} more that"
+    assert said in text_of("README.md")
 
 
 def test_every_public_name_has_an_entry() -> None:

@@ -415,7 +415,7 @@ def test_command_ends_with_a_table_and_a_file(
 
     status, out, err = run(*asked, "gsm8k", "--json")
     assert json.loads(out)["summary"] == [row for row in result["summary"] if row["task"] == "gsm8k"]
-    assert "2 questions were answered before." in err
+    assert "2 questions answered before." in err
     assert run(*asked, "gsm8k", "--max-new-tokens", 9)[0] == 1
 
 
@@ -490,7 +490,7 @@ def test_prompts_of_ones_own_are_compared_and_shown_under_their_files_name(
 
     status, out, err = run(*asked, *alone, "--data-root", data_root, "--tasks", "gsm8k", "--limit", 2, "--json")
     assert status == 0, err
-    assert "3 questions were answered before." in err  # two of the three, and the one of the other file
+    assert "3 questions answered before." in err  # two of the three, and the one of the other file
     found = {(row["task"], row["prompts"], row["scored"]) for row in json.loads(out)["summary"]}
     assert found == {("gsm8k", 2, 2), ("more", 1, 0), ("support desk", 2, 0)}
 

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="plots are the extra `eval`")
 
 from matplotlib.colors import to_hex, to_rgb
 
-from dflash.evaluation import canvas, plots, results
+from dflash.evaluation import METHODS, NATIVE, OURS, PLAIN, PROMPT_LOOKUP, canvas, plots, results
 
 
 ROOT = Path(__file__).parent.parent
@@ -150,6 +150,22 @@ def test_sizes_get_shades_in_their_order_and_none_is_black():
     assert canvas.colours_of(["dflash", "dflash, block 8"], canvas.LIGHT)["dflash, block 8"] == canvas.LIGHT.others[0]
 
 
+def test_every_method_has_a_colour_of_its_own():
+    """Bug: orange, pink, light blue and purple stood for two methods each in the figure of `dflash bench`."""
+    every = [
+        PLAIN,
+        PROMPT_LOOKUP,
+        NATIVE,
+        OURS,
+        *(name for name in METHODS if name not in (PLAIN, PROMPT_LOOKUP, NATIVE, OURS)),
+    ]
+    for theme in (canvas.LIGHT, canvas.DARK):
+        colours = canvas.colours_of(every, theme)
+        assert len(set(colours.values())) == len(every) == 12
+        bars = plots.speedups([row(method=name) for name in every], theme=theme).axes[0].patches
+        assert len({bar.get_facecolor() for bar in bars}) == 11  # plain decoding is a line
+
+
 @pytest.mark.parametrize("draw", [plots.acceptance_by_position, plots.acceptance_lengths, plots.speedups])
 def test_a_narrow_figure_cuts_nothing(draw):
     methods = ["native dflash", "dflash", "dflash compiled", "random drafter adaptive"]
@@ -253,7 +269,7 @@ def test_a_png_is_as_wide_as_a_readme_at_double_density():
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"Plots need matplotlib: pip install .*\[eval\]"):
+    with pytest.raises(ValueError, match=r"Plots need matplotlib: run pip install .*eval\]' in the checkout"):
         plots.speedups([row()])
 
 

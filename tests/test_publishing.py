@@ -191,7 +191,7 @@ def test_what_does_not_load_is_refused(folder: Path, run: Any, no_connection: No
     assert err == (
         "dflash: auto_map.AutoModel keeps this checkpoint from working in transformers (remote code) (there is no class "
         "DFlashDraftModel in modeling_dflash.py beside the weights): save the drafter again with this package, its code "
-        "beside it; `dflash check my-DFlash` says all.\n"
+        f"beside it; `dflash check {folder}` says all.\n"
     )
 
 

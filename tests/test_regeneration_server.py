@@ -134,6 +134,8 @@ def test_a_date_to_come_back_is_read_by_the_servers_own_clock(monkeypatch: pytes
         (failed(404), "answered 404 Not Found: busy"),
         (failed(200, b"no JSON"), "answered 200 with no JSON: no JSON"),
         (failed(200, b"{}"), "answered no completion"),
+        (failed(200, b'{"choices": [{"text": null, "finish_reason": "stop"}]}'), "answered no completion"),
+        (failed(200, b"[" * 100_000), "answered 200 with no JSON"),
         (failed(501), "answered 501 Not Implemented: busy"),
         (failed(505), "answered 505"),
         (failed(503, Retry_After="3601"), r"answered 503 .*: busy; it asks to wait 3601 seconds: begin again then\."),

@@ -134,6 +134,25 @@ def test_a_phone_gets_figures_of_its_own_and_a_table_of_few_columns(run: Any, tm
 
 
 @pytest.mark.usefixtures("_undrawn")
+def test_a_run_states_what_an_evaluation_states(run: Any, tmp_path: Path) -> None:
+    """Bug: its hardware was "x86_64" beside an evaluation's "AMD EPYC, 2 threads", its dtype and thinking "not recorded"."""
+    machine = {"cpu": "AMD EPYC", "threads": 2, "device": "cpu", "target_dtype": "bfloat16", "attention": "sdpa"}
+    (tmp_path / "my-DFlash").mkdir()
+    facts = {**RUN, **machine, "settings": {"seed": 3, "thinking": False}}
+    for content in (facts, RUN):  # the second as an older version wrote it
+        (tmp_path / "my-DFlash" / "training.json").write_text(json.dumps(content))
+        run(tmp_path / "my-DFlash" / "training.json", "--output", tmp_path / "out")
+        page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+        stated = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+        if content is facts:
+            expected = {"hardware": "AMD EPYC, 2 threads", "dtype": "bfloat16", "attention": "sdpa", "thinking": "off"}
+            assert stated.items() >= expected.items()
+            assert "not recorded" not in stated
+        else:
+            assert stated["not recorded"] == "dtype, attention, thinking"
+
+
+@pytest.mark.usefixtures("_undrawn")
 def test_what_a_file_does_not_say_is_said_to_be_missing_in_one_line(run: Any, tmp_path: Path) -> None:
     run(written(tmp_path, {**RESULT, "environment": {}, "decoding": {}}), "--output", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -263,8 +282,8 @@ def test_a_figure_that_no_row_has_anything_for_is_a_sentence(tmp_path: Path) -> 
         ({**RESULT, "schema_version": 7}, "has schema version 7, and this version of dflash reads 1: measure again."),
         ({"model_type": "qwen3"}, "is no result: it has no schema_version; give one of `dflash bench`"),
         ([1, 2], "is no result: it has no schema_version"),
-        ("# notes", "is no JSON ("),
-        ("", "is no JSON ("),
+        ("# notes", "is not JSON ("),
+        ("", "is not JSON ("),
         (
             {**RESULT, "summary": [{"task": "t"}]},
             "is no whole result: a row of its summary has no method; measure again.",
@@ -301,7 +320,7 @@ def test_a_lone_file_without_rows_is_named(run: Any, tmp_path: Path, content: An
 def test_bytes_and_missing_files_are_named(run: Any, tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(range(256)))
-    assert f"{weights} is no JSON" in run(weights, "--output", tmp_path / "out")[2]
+    assert f"{weights} is not UTF-8" in run(weights, "--output", tmp_path / "out")[2]
     missing = tmp_path / "none.json"
     for unreadable, reason in (
         (missing, "cannot be read (No such file or directory): give a result of `dflash bench`"),

@@ -177,7 +177,7 @@ def test_last_block_that_defines_what_is_asked_for_is_taken() -> None:
 
 def test_missing_scorer_is_said_before_anything_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash.evaluation.scoring.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install '\.\[eval\]' in the checkout, .*--no-score"):
+    with pytest.raises(ValueError, match=r"run pip install '.*eval\]' in the checkout of dflash, .*--no-score"):
         check_scorers(["math", "mbpp"])
     check_scorers(["mbpp"])
 

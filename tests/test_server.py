@@ -489,12 +489,14 @@ def test_a_failed_request_is_counted_and_the_rest_measured() -> None:
         ({"raw": b'data: {"hello": 1}\n\n'}, 'answered 200 and streamed no chat completion: {"hello": 1}.'),
         ({"raw": b"data: [1]\n\n"}, "answered 200 and streamed no chat completion: [1]."),
         ({"raw": b'data: {"choices": [{"delta": null}]}\n\n'}, "answered 200 and streamed no chat completion:"),
+        ({"raw": b'data: {"choices": [{"delta": {"content": 5}}]}\n\n'}, "answered 200 and streamed no chat completion:"),
+        ({"raw": b"data: " + b"[" * 100_000 + b"\n\n"}, "answered 200 and streamed no JSON:"),
         ({"raw": b'data: {"error": {"message": "CUDA error"}}\n\n'}, "answered 200 and then an error in its stream: CUDA error."),
         ({"raw": b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'}, "and stopped in the middle of its stream, after 1 pieces"),
         ({"raw": b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n'}, "and no count of its tokens"),
         ({"raw": b""}, "and stopped in the middle of its stream, after 0 pieces"),
     ],
-    ids=["500", "400", "404", "401", "html", "no-json", "bytes", "other-json", "list", "null", "error", "cut", "usage", "empty"],
+    ids=["500", "400", "404", "401", "html", "no-json", "bytes", "other-json", "list", "null", "number", "deep", "error", "cut", "usage", "empty"],
 )  # fmt: skip
 def test_a_server_that_fails_is_named_in_one_sentence(run: Any, faults: dict[str, Any], message: str) -> None:
     with serving(**faults) as engine:
@@ -548,7 +550,7 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
     for text, message in (
         (
             '{"prompt": "a"}\n{"prompt": 3}\n',
-            "line 2 is no prompt: write a text, or a JSON object with messages, prompt or question",
+            "line 2 is no prompt: write a text in UTF-8, or a JSON object with messages, prompt or question",
         ),
         ('{"text": "a"}\n', "line 1 is no prompt"),
         ('{"prompt": " "}\n', "line 1 is no prompt"),
@@ -563,6 +565,8 @@ def test_requests_that_make_no_sense_are_refused(run: Any, tmp_path: Path) -> No
         assert "lists no model: name the one that it serves with --model." in run("--url", engine.url)[2]
     with serving(models='{"models": []}') as engine:
         assert '/v1/models lists no models but {"models": []}: is this a model server?' in run("--url", engine.url)[2]
+    with serving(models='{"data": [{"id": 7}]}') as engine:
+        assert '/v1/models lists no models but {"data": [{"id": 7}]}: is this a' in run("--url", engine.url)[2]
     with serving(unlisted=True) as engine:
         assert (
             "answered 500 Internal Server Error: Internal Server Error: name the model with --model."

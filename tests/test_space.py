@@ -105,6 +105,17 @@ def test_figures_are_those_of_the_blocks(view: Any) -> None:
     )  # 4 times as fast at 3 tokens a step
 
 
+def test_a_step_longer_than_a_block_is_explained(view: Any) -> None:
+    """Bug: "block size 16" stood under bars up to 32, without a word."""
+    note = view.setup(16, "float32", "2 CPU threads")
+    assert note.startswith("Greedy, batch 1, block size 16, float32, 2 CPU threads. ")
+    assert "can add more tokens than a block has" in note
+    assert note in view.page(note=note)
+    app = (SPACE / "app.py").read_text(encoding="utf-8")
+    assert "note = view.setup(" in app
+    assert "block size" not in app  # said in one place
+
+
 def test_half_a_character_waits(view: Any) -> None:
     """Promise: no replacement sign while a character's other bytes are still to come, and none lost at the end."""
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.cli import app as cli
+from dflash.common import provenance
 from dflash.model import decoding_dflash, generation_dflash
 from dflash.training import (
     ADAPTATION,
@@ -103,7 +104,10 @@ def test_train_writes_a_checkpoint_that_decodes_with_its_record_and_card(
     assert facts["command"].startswith("dflash train --target target --data data.jsonl")
     assert facts["data"]["examples"] == 18
     assert facts["versions"].keys() >= {"dflash", "torch", "transformers", "accelerate"}
-    assert facts["device"]
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    known = provenance.environment(target, DFlashDraftModel.from_pretrained(output))
+    names = ("cpu", "threads", "device", "target_dtype", "attention")
+    assert [facts[name] for name in names] == [known[name] for name in names]  # as `eval` records them
     assert all(facts[name]["fingerprint"] for name in ("target", "drafter", "data", "held_out"))
     card = (output / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\n")
@@ -229,7 +233,7 @@ def test_every_setting_is_a_flag_in_the_panel_of_its_topic(run: Any, monkeypatch
     shown = {panel.split(" ─")[0]: " ".join(panel.replace("│", " ").split()) for panel in panels}
     assert next(iter(shown)) == "Options"
     assert re.match(
-        r"Options ─+╮ --target <str> Required\..* --data <list\[str\]> Required\..* --output <path> Required",
+        r"Options ─+╮ --target TEXT Required\..* --data TEXT Required\..* --output PATH Required",
         shown["Options"],
     )
     assert set(shown) == {"Options"} | {one.metadata["topic"] for one in fields(TrainingSettings)}
@@ -523,9 +527,11 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, run: Any) -> None:
         path.write_text(text)
         status, _, err = run("--config", path, named=False)
         assert (status, said in err) == (1, True)
+    path.write_text("a: " + "[" * 5000)
+    assert "x.yaml is nested too deeply to be read" in run("--config", path, named=False)[2]
     path.write_bytes(b"license: \xe9")
     assert "x.yaml is not UTF-8" in run("--config", path, named=False)[2]
-    path.write_text("mixed_precision: no\nlearning-rate: 6e-4\n")
+    path.write_text("mixed_precision: no\nlearning-rate: 6e-4\n", encoding="utf-8-sig")  # as Windows writes it
     settings = TrainingSettings(**read_yaml(path))
     assert (settings.mixed_precision, settings.learning_rate) == ("no", 6e-4)
 

@@ -264,16 +264,16 @@ def test_sequences_shorter_than_a_block_are_left_out_and_counted() -> None:
     one_token = with_response([3, 4, 5, 6], [7])  # no anchor with a successor
     kept, said = chosen([short, long, said_nothing, one_token])
     assert kept == [long]
-    assert said == ["3 of 4 sequences are left out: shorter than a block, or without two supervised tokens in a row."]
+    assert said == ["3 of 4 sequences left out: shorter than a block, or without two supervised tokens in a row."]
     with pytest.raises(
-        ValueError, match=r"None of the 2 sequences \(the longest has 5 tokens\) is as long as a block of 4"
+        ValueError, match=r"None of 2 sequences \(the longest has 5 tokens\) is as long as a block of 4"
     ):
         chosen([short, one_token])
 
 
 def test_data_without_a_supervised_token_is_refused() -> None:
-    for examples in ([], [with_response([3, 4, 5, 6, 7], [])]):
-        with pytest.raises(ValueError, match=rf"The data \({len(examples)} sequences\) holds no supervised token"):
+    for examples, number in ([], "0 sequences"), ([with_response([3, 4, 5, 6, 7], [])], "1 sequence"):
+        with pytest.raises(ValueError, match=rf"The data \({number}\) holds no supervised token"):
             chosen(examples)
 
 
@@ -324,7 +324,7 @@ def test_sequences_and_prompts_beyond_the_targets_positions_are_refused() -> Non
 def test_a_file_that_is_not_utf8_is_refused_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt_ids": [3], "response_ids": [4]}\n{"text": "naïve"}\n'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"Line 2 of .*rows\.jsonl is not UTF-8: save the file in UTF-8"):
+    with pytest.raises(ValueError, match=r"Line 2 of .*rows\.jsonl is not UTF-8: write one object a line, in UTF-8"):
         load_examples(path)
 
 

@@ -12,7 +12,6 @@ read the others (`DFlashConfig.reader`).
 | DeepSpec | the own fields at the top, no `encoder.` | DeepSeek |
 """
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from transformers import GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
 from dflash.common.files import adapter_fault
+from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
     CAUSALITY_FIELDS,
     DOUBLED_FIELDS,
@@ -237,7 +237,7 @@ def tensor_names(folder: str | os.PathLike[str]) -> set[str]:
     with suppress(OSError, ValueError, TypeError, KeyError, SafetensorError):  # the loader will say what is wrong
         if os.path.isfile(f"{path}.index.json"):
             with open(f"{path}.index.json", "rb") as index:
-                return set(json.load(index)["weight_map"])
+                return set(parsed_json(index.read())["weight_map"])
         with safe_open(path, "pt") as file:
             return set(file.keys())
     return set()

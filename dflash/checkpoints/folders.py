@@ -1,6 +1,5 @@
 """Checkpoint folders: weights, config, code and card, written whole or not at all."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.common.files import followed
+from dflash.common.json_text import parsed_json
 
 
 if TYPE_CHECKING:  # the names of a checkpoint's files are asked for where nothing else needs torch
@@ -93,7 +93,7 @@ def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -
         raise ValueError(f"{folder} exists and is not a checkpoint (no config.json): choose another folder.")
     named: list[Any] = []
     with suppress(ValueError, AttributeError, TypeError):  # an unreadable config.json names no class
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parsed_json((folder / "config.json").read_bytes())
         named += config.get("architectures") or []
         named.append(str((config.get("auto_map") or {}).get("AutoModel")).removeprefix("modeling_dflash."))
     if not set(map(str, named)) & set(architectures):

@@ -100,7 +100,7 @@ def make_pair(
         licence = "".join(f"{name}: {json.dumps(stated[name])}\n" for name in LICENCE if name in stated)
         (aside / CARD).write_text(pair_card(folder.name, str(target), str(drafter), licence), encoding="utf-8")
         in_its_form = aside / "drafter" if (aside / "drafter").exists() else drafter_folder
-        working_report(in_its_form, str(target_folder))
+        working_report(in_its_form, str(target_folder), os.fspath(drafter))
         if "auto_map" not in config:  # code is not run to find out
             _check_fit(aside, in_its_form)
     return folder

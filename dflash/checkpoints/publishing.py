@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dflash.common.json_text import parsed_json
 from dflash.common.messages import first_line
 
 from .cards import drafter_card, pair_card
@@ -192,15 +194,18 @@ def drafter_of(pair: Path) -> str:
     return str(pair / named) if (pair / named).is_dir() else named
 
 
-def working_report(folder: str | Path, target: str | None = None) -> Report:
-    """What [`check`] finds; ValueError if transformers, which is what a card's snippet uses, cannot run the drafter."""
+def working_report(folder: str | Path, target: str | None = None, name: str | Path | None = None) -> Report:
+    """What [`check`] finds; ValueError if transformers, which is what a card's snippet uses, cannot run the drafter.
+
+    `name` is that by which the user knows the drafter; `None`: `folder`.
+    """
     report = check(folder, target)
     ours = next(verdict for verdict in report.verdicts if verdict.engine == "remote-code")
     if ours.verdict == "fails":
         first = ours.findings[0]
         raise ValueError(
             f"{first.field} keeps this checkpoint from working in {ours.name} ({first.why.rstrip('.')}): "
-            f"{first.fix.rstrip('.')}; `dflash check {Path(folder).name}` says all."
+            f"{first.fix.rstrip('.')}; `dflash check {shlex.quote(str(name or folder))}` says all."
         )
     return report
 
@@ -263,7 +268,7 @@ def _named_code(folder: Path) -> set[Path]:
     """The files that `auto_map` names, and those that they import."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
-    entries = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") or {}
+    entries = parsed_json((folder / "config.json").read_bytes()).get("auto_map") or {}
     found: set[Path] = set()
     for entry in entries.values():
         path = folder / f"{str(entry).rpartition('.')[0]}.py"

@@ -1,6 +1,5 @@
 """The application: every command in its panel, and every error as one sentence."""
 
-import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -8,11 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from dflash import __version__
-from dflash.common.messages import first_line
+from dflash.common.messages import as_sentence
 from dflash.common.name_clash import import_name_clash
 from dflash.training import ADAPTATION, DRAFTER
 
 from .adapt import adapt
+from .arguments import WholeNames, with_short_types
 from .bench import bench
 from .canary import canary
 from .check import check
@@ -51,9 +51,7 @@ app = typer.Typer(
 )
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
-
-NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|File too large")
+        app.command(name, cls=WholeNames, rich_help_panel=panel)(with_short_types(command))
 
 
 def _print_version(is_asked: bool) -> None:
@@ -89,26 +87,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        sentence = _sentence(error)
+        sentence = as_sentence(error)
         if sentence is None:
             raise
         _fail(sentence)
-
-
-def _sentence(error: Exception) -> str | None:
-    """What an error says to a person, and what to do; `None` for one that is a bug."""
-    full = NO_SPACE.search(str(error))
-    kind = type(error).__name__
-    is_told = "make room" in str(error)  # the library's own sentence, which says what is lost
-    if full and not is_told and (isinstance(error, OSError) or kind == "SafetensorError"):
-        return f"Nothing more can be written ({full[0]}): free some space, or name a path on another disk."
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename} cannot be used ({error.strerror}): name another path, or change its permissions."
-    if isinstance(error, (ValueError, OSError)):
-        return first_line(error)
-    if kind == "OutOfMemoryError":
-        return "The device is out of memory: use a smaller --dtype, --max-new-tokens or model, or --device auto."
-    return None
 
 
 def _fail(sentence: str) -> None:

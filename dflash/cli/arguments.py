@@ -1,16 +1,47 @@
 """Options that several commands have, and the panels that group them in the help."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
+from typer.core import TyperCommand
+from typer.models import OptionInfo
+
+
+LONGEST_OPPOSITE = 16  # letters of a `--no-…` that has room beside its flag
 
 
 def panel(title: str) -> Callable[..., Any]:
     """`typer.Option` for options that the help shows together under a title."""
     return partial(typer.Option, rich_help_panel=title)
+
+
+class WholeNames(TyperCommand):
+    """A command whose help shows every name whole on 80 columns."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        """Writes the help. The opposite of a flag, if it is long and not its default's, is left out."""
+        for parameter in self.params:
+            is_long = any(len(name) > LONGEST_OPPOSITE for name in parameter.secondary_opts)
+            if is_long and parameter.default is not True:
+                parameter.secondary_opts = []
+        super().format_help(context, formatter)
+
+
+def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command`, whose help names the types of its options by a letter: whole names then have room on 80 columns."""
+    words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        hint, *notes = get_args(parameter.annotation)
+        kinds = {hint, *get_args(hint)}
+        kinds |= {inner for kind in kinds for inner in get_args(kind)}  # of `list[Path] | None`
+        for note in notes:
+            if isinstance(note, OptionInfo) and note.metavar is None:
+                note.metavar = next((word for kind, word in words.items() if kind in kinds), None)
+    return command
 
 
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")

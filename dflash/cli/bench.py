@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from dflash.common.files import check_output, only_writer
+from dflash.common.messages import counted
 
 from . import arguments
 from .arguments import decoding_option, model_option, prompt_option, result_option
-from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompt_files
+from .loading import Pair, hide_loading_bars, known_device, listed, load_pair, read_prompt_files, say_without_template
 from .terminal import counting_bar, show_table
 
 
@@ -75,6 +76,7 @@ def bench(
         if not asked:
             problems = heldout_problems()[:limit]
             asked = {"held-out templates": [[{"role": "user", "content": one.question}] for one in problems]}
+        say_without_template(pair.tokenizer, chat_template)
         encode = chat_encoder(pair.tokenizer, thinking, chat_template)
         encoded = [Prompt(task, encode(dialogue)) for task in asked for dialogue in asked[task]]
         template = pair.tokenizer.chat_template if chat_template else None
@@ -122,9 +124,10 @@ def show(result: dict[str, Any]) -> None:
     rows, setup, decoding = result["summary"], result["environment"], result["decoding"]
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
-        show_table(table_of(of_task, TIMED, short=True), f"{task}, {of_task[0]['prompts']} prompts")
+        show_table(table_of(of_task, TIMED, short=True), f"{task}, {counted(of_task[0]['prompts'], 'prompt')}")
         if "profiled_prompts" in of_task[0]:
-            title = f"A step, profiled on {of_task[0]['profiled_prompts']} prompts (slower than unprofiled)"
+            prompts = counted(of_task[0]["profiled_prompts"], "prompt")
+            title = f"A step, profiled on {prompts} (slower than unprofiled)"
             show_table(table_of(of_task, PROFILED, short=True), title)
     facts = (
         f"{setup['target_dtype']}, {place_of(setup)}, block {setup['block_size']}, greedy, batch 1, "

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash.common.files import check_output
+from dflash.common.messages import counted
 
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option
@@ -76,7 +77,8 @@ def _show(result: dict[str, Any]) -> None:
     """The trials, what the card says, and what to do."""
     console, decoding, setup = Console(highlight=False), result["decoding"], result["environment"]
     facts = (
-        f"{decoding['prompts']} prompts, {result['summary'][0]['steps']} steps, greedy, {setup['target_dtype']}, thinking "
+        f"{counted(decoding['prompts'], 'prompt')}, {counted(result['summary'][0]['steps'], 'step')}, greedy, "
+        f"{setup['target_dtype']}, thinking "
         f"{'on' if decoding['enable_thinking'] else 'off'}, {'the' if decoding['chat_template'] else 'no'} chat template"
     )
     console.print(Text.assemble((f"{decoding['target']} with {decoding['drafter']}", "bold"), (f"  {facts}", "dim")))

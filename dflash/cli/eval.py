@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from dflash.common.files import only_writer
+from dflash.common.messages import counted
 
 from . import arguments, loading
 from .arguments import decoding_option, prompt_option, result_option, server_option
@@ -151,6 +152,8 @@ def evaluate(
                 print(f"Answers are cut at {cut}.", file=sys.stderr)
             recorded = held.enter_context(recording(trace, pair, target, processes.rank))
             backend = replace(backend, begin=partial(_recorded, backend.begin, recorded))
+        if processes.is_first:
+            loading.say_without_template(tokenizer, chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         progress = _Bar(held.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
         watched = progress.begin, progress.done
@@ -188,7 +191,7 @@ class _Bar:
 
     def begin(self, share: int, done: int) -> None:
         if done:
-            self._progress.console.print(f"{done} questions were answered before.")
+            self._progress.console.print(f"{counted(done, 'question')} answered before.")
         self._progress.update(self._task, total=share, refresh=True)
 
     def done(self, answers: Sequence[Any]) -> None:
@@ -225,7 +228,7 @@ def _show(result: dict[str, Any]) -> None:
     console.print(Text(f"{', '.join(filter(None, facts))}. {caveat(rows, setup.get('target_dtype'))}".rstrip(), "dim"))
     for task in result["tasks"]:
         if task["too_long"]:
-            left_out = f"{task['too_long']} of {task['prompts']} prompts of {task['task']} are left out"
+            left_out = f"{task['too_long']} of {counted(task['prompts'], 'prompt')} of {task['task']} are left out"
             console.print(f"{left_out}: with the answer they would be longer than the target's positions.")
 
 

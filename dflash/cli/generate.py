@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 
 from dflash import __version__
+from dflash.common.messages import counted
 
 from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
 from .demo import show_comparison, warm_up
-from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once
+from .loading import Pair, dtype_name, encode, given, known_device, load_pair, say_once, standard_input
 from .terminal import BlockPrinter, number
 from .tracing import TraceFile, check_trace_file, recording
 
@@ -55,7 +56,7 @@ def generate(
             raise ValueError(f"--{name.replace('_', '-')} {value} cannot be used: {remedy}.")
     known_device(device)
     check_trace_file(trace)
-    text = given(sys.stdin.read() if prompt == "-" else prompt)
+    text = given(standard_input() if prompt == "-" else prompt)
     pair = load_pair(target, drafter, dtype, device, trust_remote_code)
     input_ids = encode(pair, text, chat_template, thinking)
     _warn_of_positions(pair, input_ids.shape[1], max_new_tokens)
@@ -79,7 +80,7 @@ def generate(
             f" ({num_lookups} of {num_steps} steps proposed text that had occurred before)" if num_lookups else ""
         )
         print(
-            f"{len(run.token_ids)} tokens, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
+            f"{counted(len(run.token_ids), 'token')}, {run.tokens_per_second:.1f} tokens/s, tau {number(run.tau)}, "
             f"{number(run.tokens_per_step)} tokens per step{with_lookup}",
             file=sys.stderr,
         )

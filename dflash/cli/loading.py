@@ -1,7 +1,6 @@
 """What several commands do with their options: check, load and encode; values are refused before anything is loaded."""
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash.common.files import adapter_fault
-from dflash.common.messages import first_line
+from dflash.common.json_text import parsed_json
+from dflash.common.messages import as_sentence, counted, first_line
+from dflash.common.plain_text import check_text
 from dflash.common.remote_code import refuse_own_generate
 
 from .terminal import progress_bar
@@ -59,8 +60,10 @@ def _say_depth(config: Any) -> None:
 
     if logging.get_verbosity() < logging.ERROR:
         window = f", window {config.sliding_window}" if "sliding_attention" in config.layer_types else ""
-        shape, drafts = f"{config.num_hidden_layers} layers{window}", config.num_proposals
-        say_once(f"The drafter ({shape}) proposes {drafts} tokens at once: at most {drafts + 1} tokens a step.")
+        shape, drafts = f"{counted(config.num_hidden_layers, 'layer')}{window}", config.num_proposals
+        say_once(
+            f"The drafter ({shape}) proposes {counted(drafts, 'token')} at once: at most {drafts + 1} tokens a step."
+        )
 
 
 def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
@@ -88,15 +91,11 @@ def named(option: str, name: str) -> Iterator[None]:
     """Raises what goes wrong in the body as one sentence that begins with the checkpoint's name."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{option} {name}: {first_line(error)}") from error
     except Exception as error:
-        if type(error).__name__ != "SafetensorError":
+        sentence = as_sentence(error)
+        if sentence is None:
             raise
-        raise ValueError(
-            f"{option} {name}: the weights cannot be read ({error}): the file is truncated or no safetensors file; "
-            "fetch it again."
-        ) from error
+        raise ValueError(f"{option} {name}: {sentence}") from error
 
 
 def checkpoint(name: str, option: str) -> str:
@@ -151,10 +150,24 @@ def api_key(variable: str | None) -> str | None:
 
 
 def given(text: str) -> str:
-    """The prompt; ValueError if there is none."""
+    """The prompt; ValueError if there is none, or it is no text."""
     if not text.strip():
         raise ValueError("The prompt is empty: give some text.")
+    check_text(text)
     return text
+
+
+def standard_input() -> str:
+    """All of standard input; ValueError if it is closed or is no text."""
+    remedy = "give the prompt as an argument, or pipe it in UTF-8."
+    try:
+        if sys.stdin is None:  # closed before Python started
+            raise OSError
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Standard input is not UTF-8: {remedy}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Standard input cannot be read: {remedy}") from error
 
 
 def hide_loading_bars() -> None:
@@ -172,9 +185,14 @@ def encode(pair: Pair, text: str, chat_template: bool = True, thinking: bool = F
     """The prompt's ids [1, S], in the chat template unless it is switched off or the tokenizer has none."""
     from dflash.evaluation import chat_encoder
 
-    if chat_template and not pair.tokenizer.chat_template:
-        say_once("The target's tokenizer has no chat template: prompts are given as they are.")
+    say_without_template(pair.tokenizer, chat_template)
     return chat_encoder(pair.tokenizer, thinking, chat_template)([{"role": "user", "content": text}])
+
+
+def say_without_template(tokenizer: Any, chat_template: bool) -> None:
+    """Says on standard error that a chat template was meant to be used and that there is none."""
+    if chat_template and tokenizer.chat_template is None:
+        say_once("The target's tokenizer has no chat template: prompts are given as they are.")
 
 
 @functools.cache
@@ -201,7 +219,7 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     What the assistant says at the end of a chat is left out: it is what is asked for.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows begins files with a mark
     except (OSError, UnicodeDecodeError) as error:
         fault = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no text in UTF-8"
         raise ValueError(f"--prompts {path} {fault}: name a file of one prompt a line.") from error
@@ -210,7 +228,7 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line) if line.lstrip().startswith("{") else {"prompt": line}
+            row: Any = parsed_json(line.encode()) if line.lstrip().startswith("{") else {"prompt": line}
             said = row["prompt"] if "prompt" in row else row.get("question")
             messages = row.get("messages") or [{"role": "user", "content": said}]
             dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
@@ -218,10 +236,12 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
                 dialogue.pop()
             if not all(turn["content"].strip() for turn in dialogue):
                 raise ValueError("There is no text.")
+            for turn in dialogue:
+                check_text(turn["content"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"--prompts {path}, line {number} is no prompt: write a text, or a JSON object with messages, prompt or "
-                "question."
+                f"--prompts {path}, line {number} is no prompt: write a text in UTF-8, or a JSON object with messages, "
+                "prompt or question."
             ) from error
         prompts.append(dialogue)
     if not prompts:

@@ -9,6 +9,7 @@ import typer
 from rich.progress import Progress, TextColumn
 
 from dflash.common.files import check_output, only_writer
+from dflash.common.messages import counted
 from dflash.common.remote_code import refuse_own_generate
 
 from . import loading
@@ -158,14 +159,14 @@ def regenerate(
 
 def summary(output: Path, record: Any, drop_cut: bool) -> str:
     """One line on the result of a run."""
-    parts = [f"{output}: {record.rows:,} rows, {record.tokens:,} tokens by the target"]
+    parts = [f"{output}: {counted(record.rows, 'row')}, {counted(record.tokens, 'token')} by the target"]
     if record.cut:
-        what = "rows dropped, cut off at the length" if drop_cut else "rows cut off at the length"
-        parts.append(f"{record.cut:,} {what}")
+        dropped = " dropped," if drop_cut else ""
+        parts.append(f"{counted(record.cut, 'row')}{dropped} cut off at the length")
     if record.steps:
-        parts.append(f"tau {record.tau:.2f} over {record.steps:,} steps")
+        parts.append(f"tau {record.tau:.2f} over {counted(record.steps, 'step')}")
     if record.encoded:
-        parts.append(f"{record.encoded:,} answers encoded from the server's text")
+        parts.append(f"{counted(record.encoded, 'answer')} encoded from the server's text")
     return ", ".join(parts)
 
 
@@ -233,7 +234,7 @@ class AnswerBar:
             self._progress.console.print(f"Left out: {count:,} x {reason}.", soft_wrap=True)
         if record.was_finished:
             everything = share + record.was_finished
-            self._progress.console.print(f"Answered before: {record.was_finished:,} of {everything:,} rows.")
+            self._progress.console.print(f"Answered before: {record.was_finished:,} of {counted(everything, 'row')}.")
         self._progress.reset(self._task, total=share)
 
     def row(self, tokens: int) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from dflash.common.messages import counted
 from dflash.training import REMOVED, TrainingSettings, read_yaml
 
 from .arguments import AcceptLicence
@@ -127,11 +128,11 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
     say(f"recipe    {settings.recipe_text()}: {trainer.rates}, weights {settings.position_weights}")
     say(f"steps     {steps:,} ({steps / batches:.1f} epochs of {batches:,} batches)")
     say(
-        f"data      {len(ready.examples):,} sequences, {tokens:,} tokens an epoch, {supervised:,} "
-        f"supervised; {len(ready.held_out)} held-out prompts"
+        f"data      {counted(len(ready.examples), 'sequence')}, {tokens:,} tokens an epoch, {supervised:,} "
+        f"supervised; {counted(len(ready.held_out), 'held-out prompt')}"
     )
     say(
-        f"drafter   {ready.drafter.num_parameters():,} parameters in {config.num_hidden_layers} layers, block {config.block_size}, "
+        f"drafter   {ready.drafter.num_parameters():,} parameters in {counted(config.num_hidden_layers, 'layer')}, block {config.block_size}, "
         f"target layers {config.target_layer_ids}; target {ready.target.num_parameters():,} parameters"
     )
     if too_large := oversize(ready.drafter, ready.target, settings.init is not None):

@@ -1,8 +1,9 @@
 """The manifest beside a file of regenerated answers: who wrote it, how, and whether it is complete."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from .json_text import parsed_json
 
 
 def manifest_path(path: Path) -> Path:
@@ -14,7 +15,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The content of an output's manifest; ValueError for a file that is none."""
     manifest = manifest_path(path)
     try:
-        found: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
+        found: dict[str, Any] = parsed_json(manifest.read_bytes())
         found["settings"]["samples"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

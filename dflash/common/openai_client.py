@@ -10,6 +10,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from .json_text import parsed_json
+
 
 Result = TypeVar("Result")
 
@@ -78,11 +80,14 @@ class OpenAIClient:
     def models(self) -> list[str]:
         """Names of the models that the server serves."""
         answer = self.json("GET", "/v1/models")
+        said = f"{self.url}/v1/models lists no models but {quote(answer)}: is this a model server?"
         try:
-            return [model["id"] for model in answer["data"]]
+            names = [model["id"] for model in answer["data"]]
         except (KeyError, TypeError) as error:
-            said = f"{self.url}/v1/models lists no models but {quote(answer)}"
-            raise ValueError(f"{said}: is this a model server?") from error
+            raise ValueError(said) from error
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(said)
+        return names
 
     def only_model(self, name: str | None = None) -> str:
         """`name`, or the only model that the server lists; ValueError with the names of several.
@@ -107,7 +112,7 @@ class OpenAIClient:
         with self.response(method, path, None if content is None else json.dumps(content).encode()) as response:
             body = response.read()
         try:
-            return json.loads(body)
+            return parsed_json(body)
         except ValueError as error:
             raise ValueError(f"{self.url}{path} answered 200 with no JSON: {quote(body)}.") from error
 
@@ -185,7 +190,7 @@ def _retry_after(response: HTTPResponse) -> float:
 def _message(body: bytes) -> Any:
     """The message in an error's body, in the forms of OpenAI, vLLM and FastAPI; else the whole body."""
     try:
-        said = json.loads(body)
+        said = parsed_json(body)
     except ValueError:
         return body
     for key in ("error", "message", "detail"):

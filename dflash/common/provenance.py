@@ -43,17 +43,24 @@ def environment(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, 
     """What the figures of a pair depend on besides the code: versions, hardware, dtype, attention, threads, sizes."""
     return {
         **versions(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
+        **machine(target.device),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "drafter_dtype": str(drafter.dtype).removeprefix("torch."),
         "attention": target.config._attn_implementation,
         "target_parameters": target.num_parameters(),
         "drafter_parameters": drafter.num_parameters(),
         "block_size": drafter.config.block_size,
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The hardware of this process, and the name of the device that computes."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
     }
 
 

@@ -13,7 +13,7 @@ from io import BytesIO
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash.common.messages import INSTALL_EVAL
+from dflash.common.messages import INSTALL_EXTRAS
 
 from .methods import NATIVE, OURS, PLAIN, PROMPT_LOOKUP
 
@@ -52,14 +52,17 @@ class Theme:
         return replace(self, width=4.0, num_columns=1)
 
 
-# The palette of Okabe and Ito, brightened on a dark page.
+# The palette of Okabe and Ito, brightened on a dark page, and as many more as `METHODS` have names: those that differ most from
+# the others for all kinds of colour vision.
 LIGHT = Theme(
     "#ffffff", "#1f2328", "#59636e", "#e4e8ec", "#8c959f", "#0072b2", "#009e73", "#e69f00",
-    ("#d55e00", "#cc79a7", "#56b4e9", "#882255"), ("#9ecae1", "#08519c"),
+    ("#d55e00", "#cc79a7", "#56b4e9", "#882255", "#2735a6", "#b32517", "#b3b185", "#9a587f"),
+    ("#9ecae1", "#08519c"),
 )  # fmt: skip
 DARK = Theme(
     "#0d1117", "#e6edf3", "#9198a1", "#2a313a", "#8b949e", "#56b4e9", "#2bbf96", "#f0b429",
-    ("#f0883e", "#e39ac6", "#9ecbff", "#c9a0dc"), ("#1f5f99", "#c6e2ff"),
+    ("#f0883e", "#e39ac6", "#9ecbff", "#c9a0dc", "#40518d", "#a14206", "#026fd7", "#8f6370"),
+    ("#1f5f99", "#c6e2ff"),
 )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def _new_figure(note: str, theme: Theme, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(f"Plots need matplotlib: {INSTALL_EVAL}.") from error
+        raise ValueError(f"Plots need matplotlib: run {INSTALL_EXTRAS} in the checkout of dflash.") from error
     lines = textwrap.wrap(note, int(18 * theme.width))
     figure = Figure(figsize=(theme.width, height + 0.15 * len(lines)), layout="constrained", facecolor=theme.paper)
     if note:

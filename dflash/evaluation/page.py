@@ -143,8 +143,8 @@ def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "figures": figures,
         "facts": {key: value for key, value in facts.items() if key != "chat template" and value},
         "missing": [key for key, value in facts.items() if not value],
-        "chat_template": facts["chat template"],
-        "template_name": template_name(facts["chat template"]),
+        "chat_template": facts.get("chat template"),
+        "template_name": template_name(facts.get("chat template")),
         "stated": stated(result),
     }
 

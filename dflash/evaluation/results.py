@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from dflash.common.json_text import parsed_json
 from dflash.common.provenance import SCHEMA_VERSION
 
 
@@ -21,6 +22,8 @@ LONGEST_TEMPLATE = 40  # letters of a chat template that is written out
 # Facts that one line states; of these the first ones need no name beside them.
 UNNAMED = ("pair", "hardware", "versions", "run", "simulated", "training", "targets")
 STATED = (*UNNAMED[:2], "dtype", "attention", *UNNAMED[2:], "thinking", "temperature", "chat template")
+# What a training run has none of: it names no pair, is greedy, and its prompts are stored as ids.
+NOT_OF_A_RUN = {"pair", "chat template", "temperature", "revision"}
 VERSIONED = ("dflash", "torch", "transformers", "vllm", "sglang", "python")
 
 # By kind, the fields that identify a row; rows of other kinds have any shape.
@@ -41,11 +44,11 @@ def read_result(path: str | Path) -> dict[str, Any]:
         return ValueError(f"{path} {what} of `dflash bench`, `eval`, `canary` or `train`.")
 
     try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
+        result = parsed_json(Path(path).read_bytes())
     except OSError as error:
         raise refused(f"cannot be read ({error.strerror}): give a result") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise refused(f"is no JSON ({error}): give a result") from error
+    except ValueError as error:
+        raise refused(f"{error}: give a result") from error
     if isinstance(result, dict) and "schema_version" not in result and Path(path).name == RUN:
         result = _of_run(result)
     version = result.get("schema_version") if isinstance(result, dict) else None
@@ -75,8 +78,12 @@ def _of_run(facts: dict[str, Any]) -> dict[str, Any]:
     for row in rows:
         row["is_kept"] = row.get("step") == facts.get("best_step")
     sizes = {f"{role}_parameters": (facts.get(role) or {}).get("parameters") for role in ("target", "drafter")}
-    environment = {**(facts.get("versions") or {}), **sizes, "device": facts.get("device")}
-    made = {"schema_version": SCHEMA_VERSION, "kind": "run", "environment": environment, "training": facts}
+    of_machine = {name: facts.get(name) for name in ("cpu", "threads", "device", "target_dtype", "attention")}
+    known = {name: value for name, value in of_machine.items() if value is not None}  # earlier runs wrote less
+    environment = {**(facts.get("versions") or {}), **sizes, **known}
+    decoding = {"enable_thinking": (facts.get("settings") or {}).get("thinking")}
+    made = {"schema_version": SCHEMA_VERSION, "kind": "run", "environment": environment, "decoding": decoding}
+    made["training"] = facts
     command = facts.get("command")  # earlier runs wrote its words
     made |= {"command": " ".join(command) if isinstance(command, list) else command, "summary": rows}
     return {**made, "domains": _before_and_after(points, facts.get("best_step"))}
@@ -166,13 +173,14 @@ def setup(result: dict[str, Any]) -> dict[str, str | None]:
     source = next((row["tau_source"] for row in result.get("summary", ()) if row.get("tau_source")), None)
     some = {"run": _run(decoding), "simulated": _simulated(decoding, environment), **_trained(result)}
     some["tau by"] = source
-    return {name: value or None for name, value in {**facts, **some}.items() if name in facts or value}
+    wanted = facts.keys() - NOT_OF_A_RUN if result.get("kind") == "run" else facts.keys()
+    return {name: value or None for name, value in {**facts, **some}.items() if name in wanted or value}
 
 
 def stated(result: dict[str, Any]) -> str:
     """`setup` in one line, without the command: a long chat template as the start of its SHA-256, and what is not recorded."""
     facts = setup(result)
-    facts["chat template"] = template_name(facts["chat template"])
+    facts["chat template"] = template_name(facts.get("chat template"))
     said = {name: facts.get(name) for name in STATED}
     parts = [str(fact) if name in UNNAMED else f"{name} {fact}" for name, fact in said.items() if fact]
     missing = [name for name, fact in said.items() if not fact and name in facts]

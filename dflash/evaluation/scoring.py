@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from dflash.common.messages import INSTALL_EVAL, first_line
+from dflash.common.messages import INSTALL_EXTRAS, first_line
 
 from .sandbox import Limits, run_program, why_unconfined
 
@@ -45,7 +45,7 @@ def check_scorers(scorers: Iterable[str], unsafe_code: bool = False) -> None:
     wanted = set(scorers)
     unscored = "leave the answers unscored with --no-score"
     if "math" in wanted and find_spec("math_verify") is None:
-        said = f"Mathematics is scored by math-verify, which is not installed: {INSTALL_EVAL}"
+        said = f"Mathematics is scored by math-verify, which is not installed: run {INSTALL_EXTRAS} in the checkout of dflash"
         raise ValueError(f"{said}, or {unscored}.")
     if not wanted - {"math"}:
         return

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from dflash.common.messages import first_line
+from dflash.common.plain_text import check_text
+
 from .backends import Begin
 from .measurements import Measurement, measured, summarise, take_turns
 from .memory import PeakMemory
@@ -18,6 +21,7 @@ from .tasks import TASKS, Question
 from .timing import TimedRun
 
 
+TEMPLATE_REMEDY = "correct it, or do without (--no-chat-template of the commands, chat_template=False in Python)"
 # A dialogue of `{"role", "content"}` to ids [1, S].
 Encode = Callable[[list[dict[str, str]]], torch.Tensor]
 
@@ -35,15 +39,30 @@ class TaskAnswer(Measurement):
 
 
 def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = True) -> Encode:
-    """A function that encodes dialogues in the tokenizer's chat template; without a template, turns are paragraphs."""
+    """A function that encodes dialogues in the tokenizer's chat template; without a template, turns are paragraphs.
+
+    It raises ValueError for a prompt that is no text, a template that does not take it, and one that leaves it out.
+    """
 
     def encode(messages: list[dict[str, str]]) -> torch.Tensor:
-        if not chat_template or not tokenizer.chat_template:
+        for message in messages:
+            check_text(message["content"])
+        if not chat_template or tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages)
             return tokenizer(text, return_tensors="pt")["input_ids"]
-        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
-        text = tokenizer.apply_chat_template(messages, **how)
+        text = in_template(messages)
+        last = messages[-1]
+        if text == in_template([*messages[:-1], {**last, "content": f"{last['content']} again"}]):
+            raise ValueError(f"The target's chat template writes nothing of the prompt: {TEMPLATE_REMEDY}.")
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+    def in_template(messages: list[dict[str, str]]) -> str:
+        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
+        try:
+            return str(tokenizer.apply_chat_template(messages, **how))
+        except Exception as error:  # a template is a program: it can raise anything
+            said = f"The target's chat template does not take the prompt ({first_line(error)})"
+            raise ValueError(f"{said}: {TEMPLATE_REMEDY}.") from error
 
     return encode
 

@@ -170,7 +170,7 @@ def _local_rows(task: Task, root: Path) -> Any:
         return datasets.load_dataset("json", data_files=str(path), split="train")
     except StopIteration as error:  # what the library makes of no bytes
         raise ValueError(f"{path} is empty: get the data set {task.address} again.") from error
-    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+    except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(f"{path} is not JSON, a row a line: get the data set {task.address} again.") from error
 
 

@@ -9,6 +9,7 @@ from http.client import HTTPResponse
 from itertools import pairwise
 from typing import Any
 
+from dflash.common.json_text import parsed_json
 from dflash.common.openai_client import OpenAIClient, quote
 
 
@@ -127,7 +128,7 @@ def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:
         if data == b"[DONE]":
             return
         try:
-            chunk = json.loads(data)
+            chunk = parsed_json(data)
         except ValueError as error:
             raise ValueError(f"{where} and streamed no JSON: {quote(data)}.") from error
         if not isinstance(chunk, dict):
@@ -148,6 +149,8 @@ def _read_chunk(chunk: dict[str, Any], where: str) -> tuple[str, list[int], bool
         choice = choices[0]
         delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
         text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if not isinstance(text, str):
+            raise TypeError("The text is no string.")
         return text, list(choice.get("token_ids") or ()), choice.get("finish_reason") is not None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} and streamed no chat completion: {quote(chunk)}.") from error

@@ -468,7 +468,9 @@ class CompiledPair:
             models[0](input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
             self._models = _state_of(*models)
             cost = self._measured.get(self._machine, (EXPECTED_SECONDS,))[0]
-            logger.warning(f"{self._name} are being compiled, about {cost:.0f} s once; compile=False avoids it.")
+            logger.warning(
+                f"{self._name} are being compiled, about {cost:.0f} s once; in spec_generate compile=False avoids it."
+            )
         bar = logging.tqdm(total=1, desc=f"Compiling {key[0]} (once)", leave=False, disable=None if is_first else True)
         began = clock()
         try:

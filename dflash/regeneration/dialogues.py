@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dflash.training import FORMS, encode_prompt, sharegpt_messages
+from dflash.common.plain_text import check_text
+from dflash.training import FORMS, chat_messages, encode_prompt, sharegpt_messages
 
 
 Message = dict[str, Any]
@@ -158,7 +159,7 @@ def as_dialogue(
     if row.get("prompt_ids") is not None:
         return plain(list(row["prompt_ids"]))
     if row.get("messages") is not None:
-        messages = [dict(message) for message in row["messages"]]
+        messages = chat_messages(row["messages"])
     elif row.get("conversations") is not None:
         messages = sharegpt_messages(row["conversations"])
     elif isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
@@ -166,8 +167,9 @@ def as_dialogue(
     elif isinstance(prompt, str):
         return plain(encode_prompt(prompt, tokenizer), prompt=prompt)
     elif prompt is not None:
-        messages = [dict(message) for message in prompt]
+        messages = chat_messages(prompt)
     elif isinstance(row.get("text"), str):
+        check_text(row["text"], "it")
         return plain(list(tokenizer(row["text"])["input_ids"])[:num_prompt_tokens])
     else:
         named = sorted(key for key, value in row.items() if value is not None)

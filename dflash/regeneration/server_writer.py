@@ -76,6 +76,8 @@ class ServerWriter:
             choice = reply["choices"][0]
             text, finish, token_ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
             is_known = isinstance(token_ids, list) and bool(token_ids)
+            if not (is_known or isinstance(text, str)):
+                raise TypeError("There are neither ids nor a text.")
             token_ids = list(token_ids if is_known else self._tokenizer(text, add_special_tokens=False)["input_ids"])
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{where} answered no completion: {quote(reply)}.") from error

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .data import (
         SEARCHED_ROWS,
         Example,
+        chat_messages,
         encode,
         encode_prompt,
         load_examples,
@@ -59,6 +60,7 @@ __all__ = [
     "adaptation_sources",
     "build_optimizers",
     "can_pack",
+    "chat_messages",
     "chunked_loss",
     "claimed",
     "collate",

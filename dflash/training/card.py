@@ -3,6 +3,7 @@
 from typing import Any
 
 from dflash.checkpoints import drafter_card
+from dflash.common.messages import counted
 
 
 def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
@@ -26,7 +27,7 @@ def model_card(config: Any, name: str, facts: dict[str, Any]) -> str:
     lines = [
         "## Training",
         "",
-        f"{data['examples']:,} sequences{f' of {source}' if source else ''}, {data['tokens']:,} tokens of which "
+        f"{counted(data['examples'], 'sequence')}{f' of {source}' if source else ''}, {data['tokens']:,} tokens of which "
         f"{data['supervised_tokens']:,} supervised (fingerprint {data['fingerprint']}); recipe "
         f"{facts['recipe']}, loss {settings['loss']}, position weights {settings['position_weights']}, "
         f"{settings['num_anchors']} anchors a sequence, seed {settings['seed']}. {facts['parameters']:,} parameters; the "
@@ -89,7 +90,7 @@ def _answers_text(answers: dict[str, Any]) -> str:
     return (
         f"Its answers were written by {_code(answers['target']) or 'the target'}{revision} {manner}, thinking "
         f"{'on' if how['thinking'] else 'off'}, at most {how['max_new_tokens']:,} tokens each, to "
-        f"{_code(source['name']) or 'rows'} ({source['rows']:,} rows{licence})."
+        f"{_code(source['name']) or 'rows'} ({counted(source['rows'], 'row')}{licence})."
         + (f" `{answers['command']}`" if answers.get("command") else "")
     )
 

@@ -6,7 +6,6 @@ The facts are the curve, and what a reader needs to repeat the run: models, data
 import copy
 import json
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from dflash import __version__
 from dflash.checkpoints import save_checkpoint
 from dflash.common.fingerprints import NOT_THE_MODEL, fingerprint, model_fingerprint
-from dflash.common.provenance import versions
+from dflash.common.provenance import machine, versions
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .card import model_card
@@ -89,7 +88,9 @@ def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecor
         "parameters": inputs["drafter"]["parameters"],
         **inputs,
         "versions": {"dflash": __version__, **versions(), "accelerate": accelerate.__version__},
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        **machine(trainer.accelerator.device),
+        "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
+        "attention": trainer.target.config._attn_implementation,
         "seconds": record.seconds,
         "best_step": record.best_step,
         "curve": record.curve,

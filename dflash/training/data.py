@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import reprlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+
+from dflash.common.plain_text import check_text
 
 from .lazy_sequences import chosen, joined, lengths_of
 from .settings import TrainingSettings
@@ -103,18 +106,33 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
     if "completion" in row:
         return _encode_completion(row["prompt"], row["completion"], tokenizer, template_kwargs)
     if "messages" in row:
-        return _encode_chat(row["messages"], tokenizer, template_kwargs)
+        return _encode_chat(chat_messages(row["messages"]), tokenizer, template_kwargs)
     if "conversations" in row:
         return _encode_chat(sharegpt_messages(row["conversations"]), tokenizer, template_kwargs)
     if isinstance(row.get("text"), str):
-        input_ids = [*tokenizer(row["text"])["input_ids"], *_end(tokenizer)]
+        input_ids = [*_token_ids(row["text"], tokenizer), *_end(tokenizer)]
         return Example(input_ids, [0, *[1] * (len(input_ids) - 1)][: len(input_ids)])
     raise ValueError(f"A row with the columns {sorted(row)} cannot be trained on: give {FORMS}.")
 
 
-def sharegpt_messages(turns: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a row in new dictionaries; ValueError unless they are a list of objects."""
+    is_list = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f"its messages are {reprlib.repr(messages)}: give a list of objects with role and content.")
+    for message in messages:
+        for value in message.values():
+            if isinstance(value, str):
+                check_text(value, "a message")
+    return [dict(message) for message in messages]
+
+
+def sharegpt_messages(turns: Any) -> list[dict[str, Any]]:
     """ShareGPT's turns as chat messages."""
-    return [{"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    return [
+        {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        for turn in chat_messages(turns)
+    ]
 
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
@@ -131,9 +149,9 @@ def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template
 def _encode_completion(prompt: Any, completion: Any, tokenizer: Any, template_kwargs: dict[str, Any]) -> Example:
     prompt_ids = encode_prompt(prompt, tokenizer, **template_kwargs)
     if isinstance(completion, str):
-        response_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        response_ids = _token_ids(completion, tokenizer, add_special_tokens=False)
         return with_response(prompt_ids, [*response_ids, *_end(tokenizer)])
-    input_ids = list(_apply_template([*prompt, *completion], tokenizer, **template_kwargs)["input_ids"])
+    input_ids = list(_apply_template(chat_messages([*prompt, *completion]), tokenizer, **template_kwargs)["input_ids"])
     if input_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
             "The chat template writes this prompt differently when an answer follows, so the answer's first token is not "
@@ -146,9 +164,17 @@ def encode_prompt(prompt: Any, tokenizer: Any, **template_kwargs: Any) -> list[i
     """Token ids of one user message, or of a list of messages, up to where the assistant begins."""
     if isinstance(prompt, str):
         if getattr(tokenizer, "chat_template", "") is None:
-            return list(tokenizer(prompt)["input_ids"])
+            return _token_ids(prompt, tokenizer)
         prompt = [{"role": "user", "content": prompt}]
-    return list(_apply_template(prompt, tokenizer, add_generation_prompt=True, **template_kwargs)["input_ids"])
+    encoded = _apply_template(chat_messages(prompt), tokenizer, add_generation_prompt=True, **template_kwargs)
+    if not encoded["input_ids"]:
+        raise ValueError("The chat template writes nothing of this prompt: correct it, or use the target's own.")
+    return list(encoded["input_ids"])
+
+
+def _token_ids(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    check_text(text, "it")
+    return list(tokenizer(text, **options)["input_ids"])
 
 
 def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> Any:

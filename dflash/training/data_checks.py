@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.messages import counted
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .data import Example, stop_ids
@@ -16,8 +17,11 @@ def usable(
     drafter: DFlashDraftModel,
     target: PreTrainedModel,
     announce: Callable[[str], None] | None = None,
+    eval_new_tokens: int | None = None,
 ) -> Sequence[Example]:
     """The examples of a block's length or more with a valid anchor; `announce` is told how many others there are.
+
+    Where texts of `eval_new_tokens` are measured, it is told if no answer is as long.
 
     Raises:
         ValueError: if nothing is left, for a mask token that means something to the target, or if a token id is unknown to the
@@ -28,7 +32,7 @@ def usable(
     pad_token_id = getattr(target.generation_config, "pad_token_id", None)
     pad_token_id = config.pad_token_id if pad_token_id is None else pad_token_id
     check_mask_token(mask_token_id, vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
-    kept, is_supervised = [], False
+    kept, longest_answer = [], 0
     for number, example in enumerate(examples, start=1):
         tokens = example.token_array
         for token_id in (min(tokens, default=0), max(tokens, default=0)):
@@ -43,22 +47,28 @@ def usable(
                 "which the drafter would take for one to be filled in: choose a mask_token_id that never occurs in text, or "
                 "take that sequence out."
             )
-        is_supervised = is_supervised or 1 in example.mask_array
+        longest_answer = max(longest_answer, sum(example.mask_array))
         if len(example) >= block_size and example.has_anchor:
             kept.append(number - 1)
-    if not is_supervised:
+    if not longest_answer:
         raise ValueError(
-            f"The data ({len(examples)} sequences) holds no supervised token: give chats in which the assistant says "
+            f"The data ({counted(len(examples), 'sequence')}) holds no supervised token: give chats in which the assistant says "
             "something, or a longer max_length."
         )
     if not kept:
         raise ValueError(
-            f"None of the {len(examples)} sequences (the longest has {max(lengths_of(examples))} tokens) is as long as a block of "
+            f"None of {counted(len(examples), 'sequence')} (the longest has {max(lengths_of(examples))} tokens) is as long as a block of "
             f"{block_size} with two supervised tokens in a row: give longer answers, or a smaller block_size."
+        )
+    if eval_new_tokens is not None and longest_answer < eval_new_tokens and announce is not None:
+        announce(
+            f"Acceptance is measured on texts of up to {eval_new_tokens} tokens, and the longest answer of the data has "
+            f"{longest_answer}. A drafter accepts less beyond the length that it was trained on: eval_new_tokens={longest_answer} "
+            "measures up to there."
         )
     if len(kept) < len(examples) and announce is not None:
         why = "shorter than a block, or without two supervised tokens in a row"
-        announce(f"{len(examples) - len(kept):,} of {len(examples):,} sequences are left out: {why}.")
+        announce(f"{len(examples) - len(kept):,} of {counted(len(examples), 'sequence')} left out: {why}.")
     return chosen(examples, kept)
 
 
@@ -70,21 +80,6 @@ def check_lengths(examples: Sequence[Example], prompts: Sequence[Sequence[int]],
         raise ValueError(f"A sequence has {longest} {there}: give a max_length of at most {positions}.")
     if positions is not None and prompt >= positions:
         raise ValueError(f"A held-out prompt has {prompt} {there}: give a smaller max_length, or shorter prompts.")
-
-
-SAMPLED_ANSWERS = 1000  # of which the longest is looked for
-
-
-def measured_length_note(examples: Sequence[Example], eval_new_tokens: int) -> str | None:
-    """What to know of `eval_new_tokens` where the answers of the data are shorter; `None`: nothing."""
-    every = max(1, len(examples) // SAMPLED_ANSWERS)
-    longest = max((sum(examples[i].mask_array) for i in range(0, len(examples), every)), default=eval_new_tokens)
-    if longest >= eval_new_tokens:
-        return None
-    return (
-        f"Acceptance is measured on texts of up to {eval_new_tokens} tokens, and the longest answer of the data has {longest}: "
-        f"a drafter accepts less beyond the length that it was trained on. eval_new_tokens={longest} measures up to there."
-    )
 
 
 def check_mask_token(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from dflash.common.files import write_text
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.json_lines import changes
+from dflash.common.messages import counted
 
 from .batches import PADDING_DOCUMENT, Batch, batch_indices, collate
 from .data import Example, described
@@ -104,7 +105,7 @@ def write_features(
     wants_states = facts["has_last_states"]
     size = feature_bytes(target, examples, wants_states)
     if announce is not None:
-        announce(f"Writing {size / 2**20:,.1f} MiB of features of {len(examples):,} sequences to {folder}.")
+        announce(f"Writing {size / 2**20:,.1f} MiB of features of {counted(len(examples), 'sequence')} to {folder}.")
     _clear(folder)
     free = shutil.disk_usage(folder).free
     if size > free:

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
-from dflash.common.messages import OWN_CODE, first_line
+from dflash.common.messages import OWN_CODE, as_sentence, first_line
 from dflash.common.remote_code import refuse_own_generate
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
@@ -201,8 +201,11 @@ def _named_target(target: str | os.PathLike[str]) -> Iterator[None]:
     """Names the target in what is wrong with it. A name that no Hub id can have is a ValueError of transformers."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        reason = first_line(error).rstrip(".")
+    except Exception as error:
+        sentence = as_sentence(error)
+        if sentence is None:
+            raise
+        reason = sentence.rstrip(".")
         if reason == OWN_CODE:
             raise ValueError(f"The target {target}: {reason}.") from error
         raise ValueError(

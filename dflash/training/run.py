@@ -25,7 +25,7 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
 from .data import Example, Source, parts_of
-from .data_checks import check_lengths, measured_length_note, usable
+from .data_checks import check_lengths, usable
 from .device import is_cpu_alone
 from .loading import answers_of, prepare
 from .settings import TrainingSettings
@@ -166,11 +166,8 @@ def train(
         if too_large is not None and announce is not None:
             announce(too_large)
         state = None if saved is None else read_tensors(state_folder(output))
-        examples = usable(examples, drafter, target, announce)
+        examples = usable(examples, drafter, target, announce, settings.eval_new_tokens if held_out else None)
         check_lengths(examples, held_out, max_positions(target))
-        length_note = measured_length_note(examples, settings.eval_new_tokens)
-        if length_note is not None and held_out and announce is not None:
-            announce(length_note)
         inputs = describe_inputs(target, drafter, examples, held_out)
         if settings.init is not None:
             inputs["init"] = {"fingerprint": model_fingerprint(drafter)}

@@ -291,6 +291,8 @@ def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not YAML ({str(error).splitlines()[0]}): write one `name: value` a line."
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read: write one `name: value` a line.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no settings: write one `name: value` a line.")
     names = Counter(str(key.value).replace("-", "_") for key, _ in tree.value)

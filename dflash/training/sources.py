@@ -1,12 +1,13 @@
 """The rows of a source by its name: a file, a folder, or a data set on the Hub, whole or streamed. It knows no tokenizer."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dflash.common.json_text import parsed_json
 
 
 FORMS = "messages, prompt and completion, or text"
@@ -74,11 +75,24 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
 def _opened(builder: Any, split: str, streaming: bool, source: str) -> OpenSource:
     """What a builder of `datasets` reads, streamed or from the files that it prepares."""
     if not streaming:
-        builder.download_and_prepare()
+        _prepare(builder, source)
         return _of_table(_split(builder.as_dataset(), split, source))
     rows = _split(builder.as_streaming_dataset(), split, source)
     # By commit on the Hub and by time of change elsewhere, as `datasets` knows its own files again.
     return OpenSource(lambda: rows, lambda: Version(f"{builder.cache_dir} {split}", None))
+
+
+def _prepare(builder: Any, source: str) -> None:
+    """Makes the table of a source; ValueError if its files do not make one."""
+    import datasets
+
+    try:
+        builder.download_and_prepare()
+    except (RecursionError, datasets.exceptions.DatasetGenerationError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[-1].rstrip(".")  # before it stand all columns
+        raise ValueError(
+            f"{source} cannot be read as one table ({reason}): give files of one kind with the same columns, or one of them."
+        ) from error
 
 
 def _of_table(rows: Any) -> OpenSource:
@@ -106,12 +120,9 @@ def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"Line {number} of {path} is not UTF-8: save the file in UTF-8.") from error
-            except json.JSONDecodeError as error:
-                said = f"is not JSON ({error.msg}): write one object a line"
-                raise ValueError(f"Line {number} of {path} {said}.") from error
+                row = parsed_json(line)
+            except ValueError as error:
+                raise ValueError(f"Line {number} of {path} {error}: write one object a line, in UTF-8.") from error
             if not isinstance(row, dict):
                 raise ValueError(f"Line {number} of {path} is not an object: write one with {FORMS}.")
             yield row

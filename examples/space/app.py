@@ -23,7 +23,7 @@ import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
-from dflash.common.messages import OWN_CODE
+from dflash.common.messages import OWN_CODE, as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
 
@@ -73,11 +73,14 @@ def answer(prompt: str, target: str, drafter: str, max_new_tokens: int) -> Itera
         pair = DECODER.submit(load, target.strip(), drafter.strip()).result()
         input_ids = read(pair, prompt)
         yield from race(pair, input_ids, max_new_tokens)
-    except ValueError as error:
-        refusal = "This page runs no code of a checkpoint: name a pair that holds none."
-        yield view.problem(refusal if OWN_CODE in str(error) else str(error).removeprefix("--"))
     except torch.OutOfMemoryError:
         yield view.problem("The device is out of memory: take a smaller pair or a shorter prompt.")
+    except Exception as error:
+        sentence = as_sentence(error)
+        if sentence is None:
+            raise
+        refusal = "This page runs no code of a checkpoint: name a pair that holds none."
+        yield view.problem(refusal if OWN_CODE in sentence else sentence.removeprefix("--"))
 
 
 def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[str]:
@@ -85,7 +88,7 @@ def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[s
     positions = max_positions(pair.target)
     if positions is not None:
         max_new_tokens = min(max_new_tokens, positions - input_ids.shape[1])
-    note = f"Greedy, batch 1, block size {pair.drafter.config.block_size}, {dtype_name(pair)}, {device_name(pair.target.device)}."
+    note = view.setup(pair.drafter.config.block_size, dtype_name(pair), device_name(pair.target.device))
     plain, fast = view.Answer(pair.tokenizer), view.Answer(pair.tokenizer)
     generate = partial(timed_generate, pair.target, input_ids, max_new_tokens=max_new_tokens, **GREEDY)
     plain_run = yield from streamed(generate, plain, plain.add_tokens, lambda: view.page(plain, note=note))

@@ -98,6 +98,14 @@ def page(plain: Answer | None = None, fast: Answer | None = None, verdict: str =
     return f'<div class="race">{left}{right}</div>{status}{_acceptance(plain, fast)}<p class="note">{escape(note)}</p>'
 
 
+def setup(block_size: int, dtype: str, device: str) -> str:
+    """The note under the answers: what was run, and why a step can be longer than a block."""
+    return (
+        f"Greedy, batch 1, block size {block_size}, {dtype}, {device}. Where the text repeats itself, a step proposes what "
+        "followed before, and can add more tokens than a block has."
+    )
+
+
 def stopped(shown: str) -> str:
     """The page as it stood when its visitor pressed Stop."""
     return shown.replace(" writes", " stopped")

@@ -312,6 +312,14 @@ def test_texts_that_part_are_not_called_identical(
     assert "Identical" not in last
 
 
+def test_a_chat_template_that_raises_is_one_sentence(space: Space, tmp_path: Path) -> None:
+    """Bug: `answer` ended with a TemplateError of jinja2, and the page showed "Error"."""
+    target = shutil.copytree(embedded_path("tiny-target"), tmp_path / "target")
+    (target / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    *_, last = space.app.answer(PROMPT, str(target), str(embedded_path("tiny-DFlash")), 16)
+    assert "chat template does not take the prompt (roles must alternate)" in last
+
+
 def test_a_full_device_is_one_sentence(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")

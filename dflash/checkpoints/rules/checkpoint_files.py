@@ -11,7 +11,8 @@ from typing import Any
 
 from dflash.checkpoints.dialects import dialect_of
 from dflash.common.files import adapter_fault
-from dflash.common.messages import first_line
+from dflash.common.json_text import parsed_json
+from dflash.common.messages import first_line, is_out_of_memory
 
 from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
 
@@ -121,9 +122,9 @@ def read_json(path: Path, absent: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(absent)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): fetch or write the file again.") from error
+        value = parsed_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} {error}: fetch or write the file again.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__} and no object: fetch or write the file again.")
     return value
@@ -160,6 +161,14 @@ def is_finite(path: Path, name: str) -> bool:
             return all((piece.float() if piece.itemsize == 1 else piece).isfinite().all() for piece in pieces)
     except SafetensorError:  # a dtype that only a newer version of the library knows
         return True
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path.resolve()} says that it holds {size:,} bytes, which cannot be mapped into memory: fetch the file again, or check it "
+            "on a machine with more memory."
+        ) from error
 
 
 def read_target(name: str) -> Target:

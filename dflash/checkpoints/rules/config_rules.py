@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash.checkpoints import dialects
 from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
+from dflash.common.messages import counted
 from dflash.model.configuration_dflash import CAUSALITY_FIELDS, LARGEST_BLOCK
 
 from .checkpoint_files import Checkpoint, token_ids
@@ -117,8 +118,11 @@ def taps(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def last_tap(ids: list[int], depth: int, name: str) -> Finding:
     """A tap on the target's last layer, or after it."""
-    why = f"the target has {depth} layers, and transformers norms the output of its last one, which engines do not."
+    layers = counted(depth, "layer")
+    why = f"the target has {layers}, and transformers norms the output of its last one, which engines do not."
     fix = f"tap layers up to {depth - 2} and train again."
+    if depth < 2:
+        fix = "use a deeper target: this one has no layer that can be tapped."
     return error(name, ids, why, fix)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import dflash.model
 from dflash import __version__
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
+from dflash.common.json_text import BYTE_ORDER_MARK
 from dflash.common.messages import first_line
 
 from .checkpoint_files import Checkpoint, read_json
-from .findings import ALL, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
+from .findings import ALL, CONFIG, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
 
 
 OWN_CODE = Path(dflash.model.__file__).parent  # the files that are copied beside every drafter
@@ -48,6 +49,15 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
         if name in checkpoint.config:
             why = "transformers reads it as a generation setting, and a drafter does not generate by itself."
             yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
+
+
+def encoding(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A config.json that begins as Windows writes text files."""
+    with (checkpoint.folder / CONFIG).open("rb") as file:
+        is_marked = file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK
+    if is_marked:
+        why = "it begins with a byte order mark, which transformers and the engines do not read."
+        yield error(CONFIG, "UTF-8 with BOM", why, "save it as UTF-8 without BOM.")
 
 
 def _missing_shards(checkpoint: Checkpoint, index: Path) -> Iterator[Finding]:

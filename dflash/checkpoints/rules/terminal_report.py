@@ -5,6 +5,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dflash.common.messages import counted
+
 from .findings import ALL, SEVERITIES, Finding, engine_names, shown
 from .report import Report, Verdict
 
@@ -30,7 +32,7 @@ def report_lines(report: Report) -> RenderableType:
     for finding in report.findings:
         parts += [Text(), *_finding(finding, report)]
     counts = {name: sum(f.severity == name for f in report.findings) for name in SEVERITIES}
-    ending = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count)
+    ending = ", ".join(counted(count, name) for name, count in counts.items() if count)
     return Group(*parts, Text(), Text(ending or "nothing found", "dim"))
 
 
