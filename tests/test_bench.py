@@ -26,6 +26,7 @@ from dflash.cli import app as cli
 from dflash.common.files import only_writer
 from dflash.common.provenance import command
 from dflash.evaluation import (
+    EAGERLY,
     GREEDY,
     HAS_NATIVE,
     NATIVE,
@@ -54,6 +55,7 @@ from dflash.evaluation import (
     scripted_prompt,
     step_split,
     summarise,
+    tables_of,
     timed_blocks,
     timed_generate,
     untrained,
@@ -540,6 +542,30 @@ def test_a_point_states_tau_and_never_measures_it(simulated):
     assert ours["ms_per_token"] == pytest.approx(ours["ms_per_step"] / ours["stated_tau"], abs=1e-3)
     speedup = plain["ms_per_step"] * ours["stated_tau"] / ours["ms_per_step"]
     assert ours["speedup_at_stated_tau"] == pytest.approx(speedup, abs=1e-3)
+
+
+@needs_native
+def test_a_native_step_is_timed_and_its_tau_is_stated(simulated):
+    """The native loop knows no script: its drafts are right by chance, so that nearly each of its steps gives one token."""
+    target, drafter = simulated
+    native = {"assistant_model": drafter, "speculation_type": "dflash", "max_new_tokens": 12}
+    assert timed_generate(target, scripted_prompt(target, 16), **native, **GREEDY).num_forwards > 10
+    rows = measure_point(target, drafter, context=16, new_tokens=12, methods=[NATIVE, EAGERLY], repeats=1)
+    assert [row["method"] for row in rows] == [PLAIN, NATIVE, EAGERLY]
+    assert [row["is_identical"] for row in rows] == [True] * 3
+    assert [row["stated_tau"] for row in rows] == [1.0, 4.0, 4.0]
+
+
+def test_the_table_of_a_shape():
+    """Promise: ways of decoding, and forwards by dtype and number of columns."""
+    row = {"method": PLAIN, "ms_per_step": 9.0, "stated_tau": 1.0, "ms_per_token": 9.0, "speedup_at_stated_tau": 1.0}
+    forwards = [{"dtype": "bfloat16", "ms_per_forward": {"1 column": 8.0, "16 columns": 12.0}}]
+    decoded, widths = tables_of({"kind": "shape", "summary": [row], "forwards": forwards})
+    assert decoded == (
+        ["method", "step, ms", "stated tau", "ms per token", "speed-up"],
+        [[PLAIN, "9.00", "1", "9.00", "1.00x"]],
+    )
+    assert widths == (["dtype", "1 column, ms", "16 columns, ms"], [["bfloat16", "8.0", "12.0"]])
 
 
 def test_a_tree_has_no_scripted_tau(simulated):

@@ -22,7 +22,7 @@ from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .measurements import Measurement, Prompt, compare
 from .memory import allocated_memory
-from .methods import GREEDY, PLAIN, VARIANTS, Method
+from .methods import GREEDY, NATIVE, PLAIN, VARIANTS, Method
 from .timing import timed_blocks, timed_generate
 
 
@@ -213,7 +213,8 @@ def measure_point(
     The pair is a `scripted_pair`; `context` and `new_tokens` (at least 2) count the tokens of the prompt and of its
     answer. `width` tokens are verified at once, anchor included; `None`: the drafter's block. `budget` is the number
     of nodes of a draft tree, 0 for a chain. A tree has no scripted tau: its rows hold only the tau that it needs.
-    `methods` are names of `VARIANTS`, and `plain` holds more keywords for `target.generate`.
+    `methods` are names of `VARIANTS`, or `NATIVE`, and `plain` holds more keywords for `target.generate`. The native loop
+    does not follow the script: it is timed with drafts that are right by chance, and a step takes as long.
     """
     limit = {} if width is None else {"max_draft_tokens": width - 1}
     tree = {"draft_tree": budget} if budget else {}
@@ -297,6 +298,10 @@ def _ways(
     """Plain decoding with the keywords `plain`, and variants of ours with the keywords `ours`."""
     ways: dict[str, Method] = {PLAIN: partial(timed_generate, target, max_new_tokens=new_tokens, **GREEDY, **plain)}
     for name in methods:
+        if name == NATIVE:
+            native = {"assistant_model": drafter, "speculation_type": "dflash"}
+            ways[name] = partial(timed_generate, target, max_new_tokens=new_tokens, **GREEDY, **native)
+            continue
         options = {"max_new_tokens": new_tokens, "temperature": 0.0, **VARIANTS[name], **ours}
         ways[name] = partial(timed_blocks, drafter, target, **options)
     return ways

@@ -104,6 +104,7 @@ OF_BENCHMARKS: dict[str, Column] = {
     "over_naive": Column("to naive", 2, unit="x"),
     "live_bytes": Column("peak memory, MiB", 0, scale=2**-20),
     "ms": Column("ms", 0),
+    "ms_per_forward": Column("ms", 1),
     "vllm": Column("vLLM's CPU kernel"),
     "identical_in_one_batch": Column("identical in one batch", is_share=True),
     "vllm_tau": Column("tau in vLLM", 2),
@@ -261,6 +262,12 @@ def _device_operations(result: dict[str, Any]) -> list[Part]:
     return [(rows, None), (native, None)]
 
 
+def _shape(result: dict[str, Any]) -> list[Part]:
+    """Ways of decoding, and forwards by the number of columns."""
+    steps = ("method", "ms_per_step", "stated_tau", "ms_per_token", "speedup_at_stated_tau")
+    return [(result["summary"], steps), (result["forwards"], ("dtype", "ms_per_forward"))]
+
+
 def _dialects(result: dict[str, Any]) -> list[Part]:
     rows = [
         {
@@ -307,6 +314,7 @@ PARTS: dict[str, Sequence[str] | Callable[[dict[str, Any]], list[Part]]] = {
     "device_operations": _device_operations,
     "dialects": _dialects,
     "gpu": _gpu,
+    "shape": _shape,
 }
 
 

@@ -6,6 +6,7 @@ The target's own `generate` prepares the generation config, logits processors an
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import ModelOutput, logging
 
 from .attention_dflash import attention_of
@@ -43,6 +45,9 @@ STATEFUL_PROCESSORS = {
     *("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     *("WhisperTimeStampLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor"),
 }
+# Packages whose processors make their state in the first call, so that a shallow copy is a new processor. They hold compiled
+# grammars, which cannot be copied and can be shared.
+STATE_OF_FIRST_CALL = ("outlines", "xgrammar")
 # Arguments of `generate` that belong to other ways of decoding, or to the target's forward.
 NO_MEANING_HERE = (
     *("assistant_early_exit", "assistant_model", "assistant_tokenizer", "cache_implementation", "cache_position"),
@@ -182,6 +187,51 @@ def _check_tree(request: Request) -> None:
         raise ValueError(f"verification={rule!r}: a draft_tree is verified by the target's own choices, use 'match'.")
     if named := ", ".join(sorted(request.prompt_inputs)):
         raise InexactError(f"draft_tree came with {named}, but it supports only token ids: leave it out.")
+
+
+def _may_keep_state(processor: Any) -> bool:
+    """Whether a logits processor may count the tokens of a text, as a grammar does: every one that is not of transformers."""
+    return not type(processor).__module__.startswith("transformers.")
+
+
+def _check_processors(request: Request, processors: Sequence[Any]) -> None:
+    """Refuses processors whose state drafts would change, and has each other one called once for each token of the text."""
+    for name in STATEFUL_PROCESSORS & {type(processor).__name__ for processor in processors}:
+        raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
+    for processor in filter(_may_keep_state, processors):
+        rule, name = request.verification, type(processor).__name__
+        if request.config.do_sample and rule not in ("auto", "match"):
+            given = f"verification={rule!r} also processes tokens that are then rejected, and {name} may keep a state"
+            raise ValueError(f"{given}: leave verification out.")
+        request.verification = "match"  # processes the tokens of the text alone
+
+
+def _processors_of(index: int, num_sequences: int, processors: LogitsProcessorList) -> LogitsProcessorList:
+    """The processors of one sequence of the batch. It has copies of those that may keep a state, which it alone calls."""
+    if num_sequences == 1:
+        return processors
+    own = LogitsProcessorList(processors)
+    for place, processor in enumerate(processors):
+        if _may_keep_state(processor):
+            own[place] = _copied(processor, index, num_sequences)
+    return own
+
+
+def _copied(processor: Any, index: int, num_sequences: int) -> Any:
+    """A copy of a processor with a state of its own, for one sequence. InexactError if it cannot be copied."""
+    if type(processor).__module__.partition(".")[0] in STATE_OF_FIRST_CALL:
+        own = copy.copy(processor)
+        grammars = getattr(own, "compiled_grammars", ())  # xgrammar takes one for all sequences, or one for each
+        if len(grammars) == num_sequences:
+            own.compiled_grammars = [grammars[index]] * num_sequences
+        return own
+    parts = getattr(processor, "__dict__", {}).values()
+    shared = {id(part): part for part in parts if isinstance(part, torch.nn.Module | PreTrainedTokenizerBase)}
+    try:
+        return copy.deepcopy(processor, shared)
+    except Exception as error:  # of any type: what the processor holds raises it
+        given = f"{type(processor).__name__} cannot be copied for each of {num_sequences} sequences ({error})"
+        raise InexactError(f"{given}: pass the prompts one by one, or give it __deepcopy__.") from error
 
 
 def _read_prompt_inputs(request: Request, model_inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -632,11 +682,11 @@ def custom_generate(
             raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
         asked["token_streamer"] = streamer
     request = Request.of(target, input_ids, generation_config, asked)
-    for name in STATEFUL_PROCESSORS & {type(processor).__name__ for processor in logits_processor}:
-        raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
+    _check_processors(request, logits_processor)
+    processors = [_processors_of(index, len(input_ids), logits_processor) for index in range(len(input_ids))]
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     request.max_new_tokens = longest - input_ids.shape[1]
-    verifier = Verifier(request, logits_processor)
+    verifier = Verifier(request, processors)
     verifier.ends = lambda text_ids: bool(stopping_criteria(text_ids, None).all())
     compiled = None if request.prompt_inputs else compiled_pair(target, request.drafter, request.compile)
     pair = Pair(target, request.drafter, request.prompt_inputs, compiled)

@@ -327,16 +327,18 @@ def verify_tree(tree: DraftTree, choices: torch.Tensor, best: torch.Tensor) -> V
 class Verifier:
     """Processes logits as plain `generate` does and accepts proposals; "auto" is "block" for drawn ones, else "match"."""
 
-    def __init__(self, request: Any, processors: Any) -> None:
-        self.processors, self.batch_size = processors, len(request.input_ids)
+    def __init__(self, request: Any, processors: Sequence[Any]) -> None:
+        """`processors`: a list of them for each sequence. All lists do the same; some processors keep a state of a text."""
+        self._processors_of = processors
+        self.processors, self.batch_size = processors[0], len(request.input_ids)
         samples, self._keeps_scores = request.config.do_sample, "scores" in request.keeping
         self.uniforms_of: Any = PositionUniforms(self.batch_size, request.uniforms_generator) if samples else None
         self.verification = request.verification if samples else "match"
         self.ends: Any = lambda text_ids: False  # whether a text [1, S] stops at its end
-        self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in processors)
+        self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in self.processors)
         # Where it gives the same tokens as the processors of transformers, and these give no scores.
         device = request.input_ids.device
-        self.sampler = Sampler.of(processors, device) if samples and not self._keeps_scores else None
+        self.sampler = Sampler.of(self.processors, device) if samples and not self._keeps_scores else None
 
     @property
     def is_fusible(self) -> bool:
@@ -377,12 +379,11 @@ class Verifier:
             return scores.argmax(dim=-1)
         return (self.sampler or choose_sampled)(scores, self.uniforms(sequences, depths, scores.device))
 
-    def _call_processors(self, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [B, V] after the processors. Raises ValueError if these return another shape."""
-        processed = self.processors(text_ids, scores)
-        if (
-            len(scores) == 1 and processed.shape == scores.shape[1:]
-        ):  # plain `generate` decodes this form of one text, too
+    def _call_processors(self, sequence: TextSequence, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] after the processors of a sequence. Raises ValueError if these return another shape."""
+        processed = self._processors_of[sequence.index](text_ids, scores)
+        # Plain `generate` decodes this form of one text, too.
+        if len(scores) == 1 and processed.shape == scores.shape[1:]:
             processed = processed[None]
         if processed.shape != scores.shape:
             names = ", ".join(type(processor).__name__ for processor in self.processors)
@@ -406,7 +407,7 @@ class Verifier:
                 # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
                 # the prefix is repeated for the whole batch, and the result of this sequence is taken.
                 text_ids = sequence.text(path).expand(count, -1)
-                of_all = self._call_processors(text_ids, of_sequence[column].repeat(count, 1))
+                of_all = self._call_processors(sequence, text_ids, of_sequence[column].repeat(count, 1))
                 of_sequence[column] = of_all[sequence.index]
                 if not of_sequence[column].max() > -torch.inf:  # false for NaN, too
                     if self.ends(sequence.text(path)) or not raw[column].max().isfinite():
