@@ -80,6 +80,9 @@ Thinking = Annotated[bool, prompt_option(help="Let the chat template ask for thi
 ApiKeyEnv = Annotated[str | None, server_option(metavar="NAME", help="Environment variable that holds the API key.")]
 Hardware = Annotated[str | None, server_option(help="Hardware of the servers, for the record.")]
 Model = Annotated[str | None, server_option(help="The served model's name. Default: the only one.")]
+BaselineModel = Annotated[
+    str | None, server_option(help="The model's name at --baseline-url. Default: that of --model.")
+]
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]

@@ -21,6 +21,7 @@ def canary(
     url: Annotated[str, typer.Option(help="The server with DFlash, such as http://localhost:8000.")],
     baseline_url: Annotated[str | None, server_option(help="The same model served without DFlash.")] = None,
     model: arguments.Model = None,
+    baseline_model: arguments.BaselineModel = None,
     api_key_env: arguments.ApiKeyEnv = None,
     timeout: Annotated[float, server_option(min=1, help="Longest silence of a server, in seconds.")] = 600.0,
     hardware: arguments.Hardware = None,
@@ -59,7 +60,8 @@ def canary(
     asked = asked or [[{"role": "user", "content": problem.question}] for problem in heldout_problems()]
     urls = {"dflash": url} if baseline_url is None else {"baseline": baseline_url, "dflash": url}
     clients = {name: Server(address, key, timeout) for name, address in urls.items()}
-    servers = {name: (server, server.only_model(model)) for name, server in clients.items()}
+    names = {"baseline": baseline_model or model, "dflash": model}
+    servers = {name: (server, server.only_model(names[name])) for name, server in clients.items()}
     with progress_bar("Asking the servers", num_steps=len(levels) * len(servers)) as advance:
         result = run_canary(servers, asked, load, advance, hardware)
     if output is not None:

@@ -54,6 +54,7 @@ def evaluate(
     url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang); loads no weights.")] = None,
     baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
     model: arguments.Model = None,
+    baseline_model: arguments.BaselineModel = None,
     hardware: arguments.Hardware = None,
     output: Annotated[
         Path | None, result_option(help="JSON to write; a stopped run continues from its .jsonl.")
@@ -142,7 +143,7 @@ def evaluate(
         if url is not None and baseline_url is not None:
             tokenizer = loading.load_tokenizer(plan.target, trust_remote_code)
             servers = Server(url), Server(baseline_url)
-            backend = server_backend(*servers, tokenizer, max_new_tokens, model, hardware)
+            backend = server_backend(*servers, tokenizer, max_new_tokens, model, hardware, baseline_model)
         else:
             place = device or loading.own_device(processes)
             pair = loading.load_pair(target, drafter, dtype, place, trust_remote_code)

@@ -171,6 +171,8 @@ def summary(output: Path, record: Any, drop_cut: bool) -> str:
         parts.append(f"tau {record.tau:.2f} over {counted(record.steps, 'step')}")
     if record.encoded:
         parts.append(f"{counted(record.encoded, 'answer')} encoded from the server's text")
+    if record.miscounted:
+        parts.append(f"{record.miscounted} of them to another number of tokens than the server counted")
     return ", ".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from .json_text import parsed_json
+from .text_completions import REMEDY, TextOnlyError, check_prompt_tokens, text_request
 
 
 Result = TypeVar("Result")
@@ -74,6 +75,7 @@ class OpenAIClient:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = timeout
+        self._is_text_only = False  # several threads may find it out at once, each by a refusal of its own
         # Made once: reading the certificates takes longer than many an answer.
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
 
@@ -115,6 +117,27 @@ class OpenAIClient:
             return parsed_json(body)
         except ValueError as error:
             raise ValueError(f"{self.url}{path} answered 200 with no JSON: {quote(body)}.") from error
+
+    def completion(
+        self,
+        asked: Mapping[str, Any],
+        tokenizer: Any,
+        send: Callable[[dict[str, Any]], Result],
+        prompt_tokens: Callable[[Result], Any],
+    ) -> Result:
+        """What `send` returns for the request `asked` to `/v1/completions`, whose prompt is token ids.
+
+        A server that refuses ids (`transformers serve`) is asked by the text of the ids, then and from then on;
+        `prompt_tokens` reads from its reply how many tokens it made of that text. ValueError if they are not the ids.
+        """
+        if not self._is_text_only:
+            try:
+                return send(dict(asked))
+            except TextOnlyError:
+                self._is_text_only = True
+        reply = send(text_request(asked, tokenizer))
+        check_prompt_tokens(prompt_tokens(reply), asked["prompt"], f"{self.url}/v1/completions")
+        return reply
 
     @contextmanager
     def response(self, method: str, path: str, body: bytes | None = None) -> Iterator[HTTPResponse]:
@@ -167,10 +190,10 @@ def _unreachable(where: str, error: Exception) -> TransientError:
 
 def _refusal(response: HTTPResponse, where: str) -> ValueError:
     """The error for a status that is not 200."""
-    sentence = f"{where} answered {response.status} {response.reason}: {quote(_message(response.read()))}"
-    if response.status == 422 and where.endswith("/v1/completions"):
-        remedy = "prompts go there as token ids, which vLLM and SGLang take and transformers serve does not"
-        return ValueError(f"{sentence}; {remedy}.")
+    message = quote(_message(response.read()))
+    sentence = f"{where} answered {response.status} {response.reason}: {message}"
+    if response.status == 422 and message.startswith("Unexpected fields in the request"):  # as `transformers serve`
+        return TextOnlyError(f"{sentence}; {REMEDY}.")
     if response.status not in TRANSIENT:
         return ValueError(f"{sentence}.")
     if (seconds := _retry_after(response)) > LONGEST_PAUSE:

@@ -121,6 +121,7 @@ def server_backend(
     max_new_tokens: int | None = None,
     model: str | None = None,
     hardware: str | None = None,
+    baseline_model: str | None = None,
 ) -> Backend:
     """A server with DFlash and one without as the two methods.
 
@@ -129,11 +130,14 @@ def server_backend(
     text of engines that do not send ids is encoded again, which is exact for most texts and not for all.
 
     `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the
-    target alone. An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers,
+    target alone under `baseline_model` (`None`: under that name too). An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers,
     for the record. ValueError if a server does not answer, or serves several models and none is named.
     """
     longest = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    served = {PLAIN: (baseline, baseline.only_model(model)), OURS: (server, server.only_model(model))}
+    served = {
+        PLAIN: (baseline, baseline.only_model(baseline_model or model)),
+        OURS: (server, server.only_model(model)),
+    }
     engines = dict.fromkeys(asked.engine() for asked, _ in served.values())
     setup = {"engine": " / ".join(filter(None, engines)) or None, "device": hardware}
     servers = {name: {"url": asked.url, "model": known} for name, (asked, known) in served.items()}
@@ -144,7 +148,7 @@ def server_backend(
 def _timed(server: Server, model: str, tokenizer: Any, max_new_tokens: int, input_ids: torch.Tensor) -> TimedRun:
     """One request; the counters are read outside the clock."""
     before = server.counters()
-    reply = server.complete(model, input_ids[0].tolist(), max_new_tokens)
+    reply = server.complete(model, input_ids[0].tolist(), max_new_tokens, tokenizer)
     drafts = drafting(before, server.counters())
     token_ids = list(reply.token_ids) or tokenizer(reply.text, add_special_tokens=False)["input_ids"]
     lengths = drafts.acceptance_lengths if drafts else []

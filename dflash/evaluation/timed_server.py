@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPResponse
 from itertools import pairwise
 from typing import Any
@@ -31,6 +32,7 @@ class Reply:
     seconds: float
     seconds_to_first_token: float
     token_ids: tuple[int, ...] = ()  # of the text if they were asked for and the engine sends them
+    prompt_tokens: int | None = None  # as the server counts them, if it does
 
     @property
     def seconds_per_output_token(self) -> float:
@@ -79,16 +81,20 @@ class Server(OpenAIClient):
         asked |= {"messages": list(messages), "temperature": temperature}
         return self._stream("/v1/chat/completions", model, max_new_tokens, asked)
 
-    def complete(self, model: str, token_ids: Sequence[int], max_new_tokens: int) -> Reply:
-        """The greedy continuation of ids, streamed under the clock; with its own ids if the engine sends them."""
+    def complete(self, model: str, token_ids: Sequence[int], max_new_tokens: int, tokenizer: Any) -> Reply:
+        """The greedy continuation of ids, streamed under the clock; with its own ids if the engine sends them.
+
+        A server that takes no ids is asked by their text, which `tokenizer` decodes.
+        """
         asked = {"prompt": list(token_ids), "temperature": 0.0, "return_token_ids": True}
-        return self._stream("/v1/completions", model, max_new_tokens, asked)
+        send = partial(self._stream, "/v1/completions", model, max_new_tokens)
+        return self.completion(asked, tokenizer, send, lambda reply: reply.prompt_tokens)
 
     def _stream(self, path: str, model: str, max_new_tokens: int, asked: dict[str, Any]) -> Reply:
         where = f"{self.url}{path} answered 200"
         pieces: list[str] = []
         token_ids: list[int] = []
-        num_tokens, first, last, is_finished = None, 0.0, 0.0, False
+        num_tokens, prompt_tokens, first, last, is_finished = None, None, 0.0, 0.0, False
         asked |= {
             "model": model,
             "max_tokens": max_new_tokens,
@@ -108,13 +114,14 @@ class Server(OpenAIClient):
                     first, last = first or now, now
                 if isinstance(chunk.get("usage"), dict):
                     num_tokens = chunk["usage"].get("completion_tokens")
+                    prompt_tokens = chunk["usage"].get("prompt_tokens")
         if not is_finished:
             said = f"{where} and stopped in the middle of its stream, after {len(pieces)} pieces"
             raise ValueError(f"{said}: look at its log.")
         if not isinstance(num_tokens, int) or num_tokens < 1:
             said = f"{where} with {len(pieces)} pieces of text and no count of its tokens"
             raise ValueError(f"{said}: the engine must take stream_options.include_usage.")
-        return Reply("".join(pieces), num_tokens, last - began, first - began, tuple(token_ids))
+        return Reply("".join(pieces), num_tokens, last - began, first - began, tuple(token_ids), prompt_tokens)
 
 
 def _chunks(response: HTTPResponse, where: str) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,7 @@ PENDING = 2
 
 @dataclass
 class RegenerationRecord:
-    """The result of a run. The last three figures are of this start, the others of the whole output."""
+    """The result of a run. The last four figures are of this start, the others of the whole output."""
 
     rows: int = 0  # in the output
     tokens: int = 0  # in them, written by the target
@@ -43,6 +43,7 @@ class RegenerationRecord:
     steps: int = 0  # verify steps, 0 without a drafter
     tau: float = float("nan")  # their mean acceptance length
     encoded: int = 0  # answers whose ids were encoded from a server's text
+    miscounted: int = 0  # of these, answers of which the server counted another number of tokens
 
 
 def regenerate_data(
@@ -124,7 +125,8 @@ def regenerate_data(
         del asked  # a row is held until its answer is in the output
         on_begin(len(share), record)
         counts = _append_all(file, _answered(writer, share, settings), on_row)
-        steps, tokens, record.encoded = (sum(of_all) for of_all in zip(*processes.gather([counts]), strict=True))
+        sums = [sum(of_all) for of_all in zip(*processes.gather([counts]), strict=True)]
+        steps, tokens, record.encoded, record.miscounted = sums
         record.steps, record.tau = steps, tokens / steps if steps else float("nan")
         if processes.is_first:
             written = file.finish(settings.drop_cut)
@@ -147,8 +149,8 @@ def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, 
 
 
 def _append_all(file: AnswerFile, answered: Answered, on_row: Callable[[int], None]) -> list[int]:
-    """Appends dialogues as they are finished; numbers of verify steps, of tokens of them, and of answers encoded again."""
-    counts = [0, 0, 0]
+    """Appends dialogues as they are finished; numbers of verify steps, of tokens of them, and of answers encoded again and miscounted."""
+    counts = [0, 0, 0, 0]
     with closing(answered):  # an error here ends what is under way, and not only when the error is forgotten
         for dialogues, answers in answered:
             file.append([row for dialogue in dialogues for row in dialogue.rows()])
@@ -156,6 +158,7 @@ def _append_all(file: AnswerFile, answered: Answered, on_row: Callable[[int], No
                 counts[0] += len(answer.acceptance_lengths)
                 counts[1] += sum(answer.acceptance_lengths)
                 counts[2] += answer.is_encoded
+                counts[3] += answer.is_miscounted
             for dialogue in dialogues:
                 on_row(dialogue.num_tokens)
     return counts

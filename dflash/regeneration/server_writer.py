@@ -17,8 +17,9 @@ from .target_writer import Answer, Request, Sampling
 class ServerWriter:
     """A served target, with the attributes of [`TargetWriter`] and the errors of `OpenAIClient`.
 
-    It asks for completions of ids, so the chat template is the tokenizer's. If an engine does not send the ids of an
-    answer, its text is encoded again, which is exact for most texts and not for all; the answer says so.
+    It asks for completions of ids, so the chat template is the tokenizer's. A server that takes no ids is asked by the
+    text of the prompt; ValueError if that text is not encoded to the same ids. If an engine does not send the ids of
+    an answer, its text is encoded again, which is exact for most texts and not for all; the answer says so.
 
     `model` is the name that the server serves the target under (`None`: its only model). The other objects are the
     target's; the stop tokens of its `generation_config` end an answer. `timeout` is the longest silence in seconds.
@@ -69,7 +70,8 @@ class ServerWriter:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        ask = partial(self._client.json, "POST", "/v1/completions", asked)
+        send = partial(self._client.json, "POST", "/v1/completions")
+        ask = partial(self._client.completion, asked, self._tokenizer, send, partial(_counted, name="prompt_tokens"))
         reply = with_retries(ask, self._wait, spread=request.seed % 1000 / 1000)
         where = f"{self._client.url}/v1/completions"
         try:
@@ -87,4 +89,14 @@ class ServerWriter:
         if ended and self._stops and (not token_ids or token_ids[-1] not in self._stops):
             own = self._tokenizer.eos_token_id  # most engines leave the stop token out of the text
             token_ids.append(own if own in self._stops else min(self._stops))
-        return Answer(token_ids, ended, is_encoded=not is_known)
+        num_tokens = _counted(reply, "completion_tokens")
+        is_miscounted = not is_known and num_tokens is not None and num_tokens != len(token_ids)
+        return Answer(token_ids, ended, is_encoded=not is_known, is_miscounted=is_miscounted)
+
+
+def _counted(reply: Any, name: str) -> Any:
+    """The number of tokens that the server counted as `name`; `None` if it does not say."""
+    try:
+        return reply["usage"][name]
+    except (KeyError, TypeError):
+        return None

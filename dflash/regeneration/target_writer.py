@@ -51,6 +51,7 @@ class Answer:
     ended: bool  # False if the longest length cut it off
     acceptance_lengths: list[int] = field(default_factory=list)  # per verify step, with a drafter
     is_encoded: bool = False  # whether the ids were encoded from a text, because a server did not send them
+    is_miscounted: bool = False  # whether the server counted another number of tokens in that text
 
 
 class TargetWriter:

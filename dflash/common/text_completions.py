@@ -1,0 +1,54 @@
+"""Completions of a text, for servers that take no token ids. `transformers serve` is one, and encodes the text itself."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+REMEDY = "serve the target with vLLM or SGLang, which take ids, or generate in this process, without --url"
+
+# Settings of sampling that such a server would take from the target's own generation config; here they do nothing.
+NEUTRAL = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+# What vLLM and SGLang are asked to send; this server sends texts without special tokens and no ids.
+UNKNOWN = ("return_token_ids", "skip_special_tokens")
+
+
+class TextOnlyError(ValueError):
+    """A server refused a request of token ids, and would take one of text."""
+
+
+def text_request(asked: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The request `asked`, whose prompt is ids, as one of text; ValueError if no text is encoded to these ids.
+
+    The settings of sampling go into `generation_config`, where they win over the target's own.
+    """
+    request = {name: value for name, value in asked.items() if name not in UNKNOWN}
+    request["prompt"] = exact_text(asked["prompt"], tokenizer)
+    temperature = request.pop("temperature")
+    top_p, top_k, min_p = request.pop("top_p", 1.0), request.pop("top_k", -1), request.pop("min_p", 0.0)
+    settings: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        settings = {"do_sample": True, "temperature": temperature, "top_p": top_p, "min_p": min_p, **NEUTRAL}
+        settings["top_k"] = max(top_k, 0)  # 0 keeps every token there, and -1 in vLLM and SGLang
+    request["generation_config"] = json.dumps(settings)
+    return request
+
+
+def exact_text(prompt_ids: Sequence[int], tokenizer: Any) -> str:
+    """The text that `tokenizer(text)` encodes to exactly `prompt_ids`; ValueError if decoding them gives another."""
+    prompt_ids = list(prompt_ids)
+    added = tokenizer("")["input_ids"]  # such as a first token that the tokenizer adds to every text
+    begin = len(added) if prompt_ids[: len(added)] == added else 0
+    text = tokenizer.decode(prompt_ids[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if tokenizer(text)["input_ids"] != prompt_ids:
+        shown = text if len(text) <= 80 else f"{text[:80]} …"
+        said = f"The server takes text alone, and the {len(prompt_ids)} ids of the prompt {shown!r} are not those of its text"
+        raise ValueError(f"{said}: {REMEDY}.")
+    return text
+
+
+def check_prompt_tokens(counted: Any, prompt_ids: Sequence[int], where: str) -> None:
+    """ValueError if a server encoded the text of a prompt to another number of tokens."""
+    if counted != len(prompt_ids):
+        said = f"{where} counted {counted} tokens in a prompt of {len(prompt_ids)}"
+        raise ValueError(f"{said}: it must serve the target with its own tokenizer; else {REMEDY}.")
