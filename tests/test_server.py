@@ -320,6 +320,16 @@ def test_a_model_that_is_named_need_not_be_listed(run: Any, faults: dict[str, An
         assert {asked["model"] for asked in engine.requests} == {"my/pair"}
 
 
+def test_canary_asks_the_baseline_by_its_own_name(run: Any) -> None:
+    """A server of a folder answers to the name of that folder alone, and a pair's folder is another than its target's."""
+    with serving(num_tokens=2) as fast, serving(num_tokens=2) as plain:
+        servers = ("--url", fast.url, "--baseline-url", plain.url)
+        status, _, err = run(*servers, "--model", "my/pair", "--baseline-model", "my/target", "--concurrency", 1)
+        assert (status, err) == (0, "")
+        assert {asked["model"] for asked in fast.requests} == {"my/pair"}
+        assert {asked["model"] for asked in plain.requests} == {"my/target"}
+
+
 def test_canary_refuses_before_anything_is_asked(run: Any, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("{}")
     with serving() as engine:
@@ -445,7 +455,8 @@ def test_eval_asks_two_servers(
     ):
         output = tmp_path / "r.json"
         out, err = run(
-            "--url", fast.url, "--baseline-url", plain.url, "--hardware", "1x H200", "--output", str(output)
+            *("--url", fast.url, "--baseline-url", plain.url, "--baseline-model", "org/target"),
+            *("--hardware", "1x H200", "--output", str(output)),
         )
     assert "dflash:" not in err
     result = read_result(output)
@@ -455,6 +466,7 @@ def test_eval_asks_two_servers(
     assert base["tokens_per_step"] == 1.0
     assert result["environment"]["engine"] == "vllm 0.33.0"
     assert result["decoding"]["servers"]["dflash"] == {"url": fast.url, "model": "org/model"}
+    assert result["decoding"]["servers"]["target.generate"] == {"url": plain.url, "model": "org/target"}
     assert result["decoding"]["peak_memory"] == "not measured"
     assert "vllm 0.33.0, 1x H200, greedy, batch 1, thinking off" in out
     assert "--url and --baseline-url go together" in run("--url", fast.url)[1]
