@@ -13,8 +13,10 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import typer
 from processes import forked
@@ -30,12 +32,15 @@ from dflash.checkpoints import embedded
 from dflash.cli import app as cli
 from dflash.cli import loading
 from dflash.cli.terminal import BlockPrinter, Comparison, TextStream, comparison_table, counting_bar, show_table
+from dflash.common import hub
 from dflash.evaluation import (
     HAS_NATIVE,
     METHODS,
     NATIVE,
     TASKS,
+    Difference,
     TimedRun,
+    caveat,
     first_difference,
     timed_blocks,
     timed_generate,
@@ -156,6 +161,56 @@ def test_thinking_flag_reaches_the_template(run: Any, pair: list[str]) -> None:
         for flag in ("--thinking", "--no-thinking")
     )
     assert json.loads(on)["token_ids"] != json.loads(off)["token_ids"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compare_explains_texts_that_differ_by_rounding(
+    dtype: str, run: Any, pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: as `dflash eval` does, and only where rounding can be the cause. "margin 0" once stood there alone."""
+    asked = ["generate", *pair, "abc", "--compare", "--max-new-tokens", "6", "--dtype", dtype]
+    sentence = caveat([{"identical": 0}], "bfloat16")
+    assert "--dtype float32 shows that they are equal" in sentence
+    monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: None)
+    assert sentence not in run(*asked)[1]
+    monkeypatch.setattr("dflash.evaluation.first_difference", lambda *_: Difference(4, 0.0))
+    out = " ".join(run(*asked)[1].split())
+    assert "differs from token 4, margin 0" in out
+    assert (sentence in out) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("command", ["generate", "convert", "train"])
+def test_a_drafter_whose_tensors_do_not_fit_is_one_sentence(
+    command: str, run: Any, pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: no table of transformers stands above it."""
+    drafter = tmp_path / "drafter"
+    make_drafter().save_pretrained(drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (drafter / "config.json").write_text(json.dumps(config))
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}')
+    words = {
+        "generate": ["generate", *pair[:2], "--drafter", drafter, "abc"],
+        "convert": ["convert", drafter, tmp_path / "new"],
+        "train": [
+            "train",
+            *pair[:2],
+            "--data",
+            tmp_path / "data.jsonl",
+            "--output",
+            tmp_path / "new",
+            "--init",
+            drafter,
+        ],
+    }
+    logged: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    status, _, error = run(*words[command])
+    assert (status, logged) == (1, [])
+    assert "does not fill a DFlash drafter exactly" in error.splitlines()[-1]
 
 
 def test_compare_shows_both(run: Any, pair: list[str]) -> None:
@@ -374,6 +429,48 @@ def test_first_difference_names_place_and_margin(tiny_target: Any) -> None:
     assert found.index == 3
     assert found.margin == pytest.approx((logits[ids[3]] - logits[other[3]]).item(), rel=1e-4)
     assert first_difference(tiny_target, prompt_ids, ids, ids[:4]).index == 4
+
+
+COMMANDS_THAT_LOAD = {
+    "generate": ("generate", "--target", "org/target", "--drafter", "org/drafter", "abc"),
+    "regenerate": ("regenerate", "--target", "org/target", "--data", "data.jsonl", "--output", "new.jsonl"),
+    "train": ("train", "--target", "org/target", "--data", "data.jsonl", "--output", "new"),
+    "check": ("check", "org/drafter"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_LOAD)
+def test_without_the_hub_a_name_fails_at_once(
+    command: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: an address where nobody listens is asked once, and nothing waits. It took 32 seconds."""
+    (tmp_path / "data.jsonl").write_text('{"text": "abc"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    # Before 1.0 a session that was made offline, by another test, stays so.
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+    huggingface_hub.utils.get_session()
+    loading.say_once.cache_clear()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} seconds"))
+    asked: list[str] = []
+    monkeypatch.setattr("dflash.common.hub.get_session", lambda: SimpleNamespace(head=refuse(asked)))
+    status, _, error = run(*COMMANDS_THAT_LOAD[command])
+    assert (status, len(asked)) == (1, 1)
+    assert "huggingface.co does not answer: what it holds is read from the cache alone.\n" in error
+    name = COMMANDS_THAT_LOAD[command][2] if command != "check" else "org/drafter"
+    assert name in error.splitlines()[-1]
+    hub.ask_hub_again()
+    assert huggingface_hub.constants.HF_HUB_OFFLINE == hub.IS_OFFLINE
+
+
+def refuse(asked: list[str]) -> Callable[..., Any]:
+    """A `head` of a session that notes the address and finds nobody there."""
+
+    def head(url: str, **_: Any) -> Any:
+        asked.append(url)
+        raise ConnectionError(url)
+
+    return head
 
 
 def test_a_log_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

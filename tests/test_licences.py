@@ -48,6 +48,13 @@ def folder_of(path: Path, card: str | None = None, **files: str) -> Path:
             "Attribution-NonCommercial 4.0 International (non-commercial, LICENSE.txt): no commercial use.",
         ),
         (None, {}, "states none: ask its authors before you use, change or share it."),
+        (
+            "tags: [dflash]",
+            {"training.json": '{"curve": []}'},
+            "states none. If you trained it, state one: `--license apache-2.0` of dflash train, or `license: apache-2.0` in the "
+            "front matter of its README.md. If not, ask its authors before you use, change or share it.",
+        ),
+        ("license: mit", {"training.json": '{"curve": []}'}, "mit."),
         ("tags: [dflash]", {}, "states none: ask its authors before you use, change or share it."),
     ],
 )

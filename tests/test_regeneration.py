@@ -1018,6 +1018,8 @@ def test_logits_that_overflow_on_the_way_stop_the_run(
         (("--top-p", "nan"), "top_p=nan"),
         (("--device", "nonsense"), "--device nonsense cannot be used"),
         (("--resume", "--overwrite"), "both given"),
+        (("--split", "zz"), "--split zz chooses a part of a data set, and "),
+        (("--license", ""), "--license is empty: name the licence of the data"),
     ],
 )
 def test_the_command_refuses_values_before_a_model_is_loaded(
@@ -1081,11 +1083,11 @@ def test_two_processes_do_not_write_one_output(folder: Path, target: Any, tokeni
 
         def __call__(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
             if not refusals:
-                refusals.append(dflash_process(*words, "--overwrite").stderr)
+                refusals.extend(dflash_process(*words, *more).stderr for more in (["--overwrite"], []))
             return super().__call__(requests, sampling)
 
     regenerate_data(Busy(TargetWriter(target, None, 3)), tokenizer, CHATS, output, SETTINGS)
-    assert len(refusals) == 1
-    assert f"r.jsonl is being written by process {os.getpid()} on " in refusals[0]
+    assert len(refusals) == 2
+    assert all(f"r.jsonl is being written by process {os.getpid()} on " in refusal for refusal in refusals)
     assert [row["row"] for row in read(output)] == list(range(1, len(CHATS) + 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.jsonl", "r.manifest.json"]

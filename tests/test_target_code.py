@@ -49,7 +49,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prompts.txt").write_text("abc")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dflash.common.openai_client.PAUSES", ())
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("standard input was asked"))
     return tmp_path
 

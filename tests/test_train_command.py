@@ -78,6 +78,44 @@ def run(monkeypatch: pytest.MonkeyPatch, dflash_command: Callable[..., Any], fol
     return call
 
 
+def test_a_new_drafter_is_told_how_to_state_its_licence(
+    run: Any, dflash_command: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Promise: who trained a drafter is not sent to its authors, by the command or by the check of the folder."""
+    remedy = "state one: `--license apache-2.0` of dflash train, or `license: apache-2.0` in the front matter of its README.md"
+    silent = {**TINY, "held_out": 0}
+    assert (
+        f"Its card states no licence. Before you share it, {remedy}."
+        in run("--output", tmp_path / "new", *flags(**silent))[2]
+    )
+    assert (
+        f"Licence: drafter states none. If you trained it, {remedy}." in dflash_command("check", tmp_path / "new")[1]
+    )
+    assert "licence" not in run("--output", tmp_path / "mit", *flags(**silent, license="mit"))[2]
+    assert "Licence: drafter mit.\n" in dflash_command("check", tmp_path / "mit")[1]
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--split", "zz"), "--split zz chooses a part of a data set, and "),
+        (("--log-with", "nothing"), "log_with='nothing' is not one of the trackers installed here"),
+        (("--license", ""), "license is empty: give a value, or leave it out. Licence of the drafter"),
+        (("--license", " "), "license is empty"),
+    ],
+)
+def test_a_value_that_would_do_nothing_is_refused(
+    run: Any, tmp_path: Path, option: tuple[str, str], said: str, dry: bool
+) -> None:
+    """Promise: before anything is trained, and by `--dry-run` too. They were once taken in silence."""
+    words = ["--output", tmp_path / "new", *flags(**TINY), *option, *(["--dry-run"] if dry else [])]
+    status, out, error = run(*words)
+    assert (status, out) == (1, "")
+    assert said in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def flags(**settings: Any) -> list[str]:
     words = []
     for name, value in settings.items():
@@ -138,7 +176,7 @@ def test_a_target_that_accelerate_spreads_is_not_moved(
         return targets[0]
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
-    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, device_map="auto"))
+    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, device_map="auto", license="mit"))
     assert (status, err, len(targets)) == (0, "", 1)
 
 
@@ -153,7 +191,7 @@ def test_data_too_small_to_hold_anything_out_says_so(run: Any, folder: Path, tmp
 
 def test_a_dflash2_drafter_is_trained_from_the_command_line(run: Any, tmp_path: Path) -> None:
     shape = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
-    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, **shape))
+    status, _, err = run("--output", tmp_path / "drafter", *flags(**TINY, **shape, license="mit"))
     assert (status, err) == (0, "")
     config = DFlashDraftModel.from_pretrained(tmp_path / "drafter").config
     assert {name: getattr(config, name) for name in shape} == shape
@@ -681,7 +719,7 @@ def test_several_data_are_one_mix(run: Any, folder: Path, tmp_path: Path) -> Non
     rows = [{"prompt_ids": [9, 8, 7 + i], "response_ids": list(range(30, 44 + i % 2))} for i in range(40)]
     (tmp_path / "others.jsonl").write_text("\n".join(map(json.dumps, rows)))
     both = ["--data", f"{folder / 'data.jsonl'}:0.5", "--data", f"{tmp_path / 'others.jsonl'}:0.25"]
-    status, _, err = run(*both, "--output", tmp_path / "drafter", *flags(**TINY, min_length=18))
+    status, _, err = run(*both, "--output", tmp_path / "drafter", *flags(**TINY, min_length=18, license="mit"))
     assert (status, err) == (0, "Left out: 20 shorter than 18 tokens, 10 beyond their weight in the mix.\n")
     facts = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert (facts["data"]["examples"], facts["held_out"]["prompts"]) == (28, 2)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dflash.common.messages import first_line
+from dflash.common.messages import first_line, without_load_report
 from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .cards import drafter_card
@@ -105,7 +105,8 @@ def _read(source: str | os.PathLike[str], folder: Path, **kwargs: Any) -> DFlash
         raise ValueError(f"{source} is the source and the folder to write: choose another folder.")
     check_replaceable(folder)
     try:
-        drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
+        with without_load_report():
+            drafter: DFlashDraftModel = DFlashDraftModel.from_pretrained(source, dtype="auto", **kwargs)
     except OSError as error:
         raise ValueError(f"The drafter {source} cannot be read: {first_line(error)}") from error
     weights = {name: tensor for name, tensor in drafter.state_dict().items() if tensor.dtype.itemsize > 1}

@@ -25,6 +25,9 @@ NO_DERIVATIVES = re.compile(r"\bnd\b|no-?deriv", re.IGNORECASE)
 BETWEEN = "; "
 # Creative Commons' version 4 lets anybody change the work, and forbids to share the changed one; older ones forbid both.
 CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives),?[- ](version )?4", re.IGNORECASE)
+STATE_ONE = (
+    "state one: `--license apache-2.0` of dflash train, or `license: apache-2.0` in the front matter of its README.md"
+)
 ACCEPT = "pass --accept-licence if its authors allow it"
 
 
@@ -62,6 +65,7 @@ class Licence:
     is_gated: bool = False  # whether the Hub asks for an agreement before it gives the files
     origin: str | None = None  # licence of the drafter that this one was trained from (`dflash train --init`)
     unread: str = ""  # why nothing could be read
+    is_trained: bool = False  # whether `dflash train` or `dflash adapt` wrote it
 
     @property
     def inherited(self) -> str | None:
@@ -116,7 +120,8 @@ def _licence_of(card: Card) -> Licence:
         link = link or files[0].name
     is_gated = any(str(field).startswith("extra_gated") for field in card.fields)
     name = name or stated
-    return Licence(name and str(name), link, is_gated, card.facts.get("init_licence"))
+    origin = card.facts.get("init_licence")
+    return Licence(name and str(name), link, is_gated, origin, is_trained="curve" in card.facts)
 
 
 def carried_licence(checkpoint: str | Path, revision: str | None = None) -> tuple[Licence, dict[str, bytes]]:
@@ -171,6 +176,10 @@ def licence_lines(
 def _said(licence: Licence) -> str:
     if licence.unread:
         return f"not known ({licence.unread.rstrip('.')})."
+    if licence.inherited is None and licence.is_trained:
+        return (
+            f"states none. If you trained it, {STATE_ONE}. If not, ask its authors before you use, change or share it."
+        )
     if licence.inherited is None:
         return "states none: ask its authors before you use, change or share it."
     said = licence.name or "states none"

@@ -12,7 +12,7 @@ from dflash.training import ADAPTATION
 from . import loading
 from .arguments import Drafter, Target, panel
 from .regenerate import answer_bar, load_writer, summary
-from .train import announce, say_stopped
+from .train import announce, say_licence, say_stopped
 
 
 written_option = panel("What the target writes")
@@ -56,9 +56,10 @@ def adapt(
     from dflash.checkpoints import licence_lines, read_licence
     from dflash.common.provenance import command
     from dflash.training import adapt as adapt_it
-    from dflash.training import adaptation_sources, claimed
+    from dflash.training import adaptation_sources, check_split, claimed
 
     given = adaptation_sources(data, settings, general, general_share)
+    check_split(given.values(), settings.split)
     for line in licence_lines("adapt", drafter, target, has_permission):
         announce(line)
     facts: dict[str, Any] = {"command": command(), "has_permission": read_licence(drafter).forbids_changed_copies}
@@ -150,3 +151,5 @@ def _print_result(output: Path, record: Any) -> None:
     )
     was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
     print(f"{output}: {kept}{was_complete}")
+    if not record.was_complete:
+        say_licence(str(output))

@@ -53,7 +53,7 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
     """Answers each prompt plainly, then with DFlash, both streamed; ends with the table."""
     import torch
 
-    from dflash.evaluation import GREEDY, first_difference, place_of, timed_blocks, timed_generate
+    from dflash.evaluation import GREEDY, caveat, first_difference, place_of, timed_blocks, timed_generate
 
     console = Console(highlight=False)
     console.print(legend(console))
@@ -76,4 +76,8 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     place = place_of({"device": name, "threads": torch.get_num_threads()})
     block_size = pair.drafter.config.block_size
-    console.print(Text(f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1", "dim"))
+    facts = f"{dtype_name(pair)}, {place}, block size {block_size}, greedy, batch 1"
+    num_identical = sum(row.difference is None for row in rows)
+    if num_identical < len(rows):
+        facts = f"{facts}. {caveat([{'identical': num_identical}], dtype_name(pair))}".rstrip()
+    console.print(Text(facts, "dim"))

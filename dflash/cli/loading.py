@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
-from dflash.common.messages import as_sentence, counted, first_line
+from dflash.common.messages import as_sentence, counted, first_line, without_load_report
 from dflash.common.plain_text import check_text
 from dflash.common.remote_code import refuse_own_generate
 
@@ -42,7 +42,7 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_r
 
         tokenizer = load_tokenizer(target, trust_remote_code)
         advance()
-        with named("--drafter", drafter):
+        with named("--drafter", drafter), without_load_report():
             draft_model = DFlashDraftModel.from_pretrained(drafter, **place).eval()
         advance()
         with named("--target", target):
@@ -99,7 +99,10 @@ def named(option: str, name: str) -> Iterator[None]:
 
 
 def checkpoint(name: str, option: str) -> str:
-    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither."""
+    """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither.
+
+    The Hub is asked whether it answers: if not, what follows reads the cache, or fails at once.
+    """
     path = os.path.expanduser(name)
     remedy = "give a checkpoint's folder or its id on the Hub."
     if os.path.isdir(path):
@@ -110,6 +113,9 @@ def checkpoint(name: str, option: str) -> str:
         return path
     if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ValueError(f"{option} {name or repr(name)} is no folder: {remedy}")
+    from dflash.common.hub import read_cache_without_hub
+
+    read_cache_without_hub(say_once)
     return name
 
 

@@ -91,12 +91,15 @@ def regenerate(
         raise ValueError(f"--trace {trace} is also --data or --output: name another file.")
     if url is None and (model is not None or api_key_env is not None):
         raise ValueError("--model and --api-key-env say how to ask a server: give its --url, or leave them out.")
+    if license is not None and not license.strip():
+        raise ValueError("--license is empty: name the licence of the data, as in cc-by-4.0, or leave it out.")
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
     from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
-    from dflash.training import Trace
+    from dflash.training import Trace, check_split
 
+    check_split([data], split)
     settings = RegenerationSettings(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -116,8 +119,9 @@ def regenerate(
     processes = Processes()
     with ExitStack() as locks:  # before anything is loaded: of two commands the first one writes
         if processes.is_first:
+            if not output.is_dir():
+                check_output(output)  # a run that goes on is said to, and not to be one that can be resumed
             check_answer_file(output, resume, overwrite)
-            check_output(output)
             locks.enter_context(only_writer(output))
             if trace is not None:
                 check_output(trace, overwrite or resume)

@@ -65,6 +65,12 @@ def train(
     texts = list(map(str, texts if isinstance(texts, list) else [texts]))
     settings = TrainingSettings(**asked)
     hide_loading_bars()
+    from dflash.common.hub import read_cache_without_hub
+    from dflash.training import check_split, parts_of
+
+    check_split([source for source, _ in parts_of(texts)], settings.split)
+    if not os.path.isdir(model):
+        read_cache_without_hub(announce)
     if settings.init is not None:
         from dflash.checkpoints import licence_lines
 
@@ -88,6 +94,8 @@ def train(
         tau = "" if record.best_tau != record.best_tau else f", tau {record.best_tau:.2f} on the held-out prompts"
         was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
         print(f"{folder}: step {record.best_step}{tau}{was_complete}")
+        if not record.was_complete:
+            say_licence(folder)
 
 
 def say_stopped(record: Any) -> None:
@@ -95,6 +103,14 @@ def say_stopped(record: Any) -> None:
     if record.stopped_at is not None:
         print(f"Stopped after step {record.stopped_at}: go on with the same command and --resume.", file=sys.stderr)
         raise typer.Exit(128 + (record.signal or 0))
+
+
+def say_licence(folder: str) -> None:
+    """Says on standard error how to state a licence, where the card of a new checkpoint has none."""
+    from dflash.checkpoints import STATE_ONE, read_licence
+
+    if read_licence(folder).name is None:
+        announce(f"Its card states no licence. Before you share it, {STATE_ONE}.")
 
 
 def announce(sentence: str) -> None:
@@ -117,8 +133,9 @@ def _rehearse(target: str, data: list[str], settings: TrainingSettings) -> None:
     import torch
 
     from dflash.common.stopwatch import seconds_of
-    from dflash.training import Trainer, estimate_memory, oversize, prepare
+    from dflash.training import Trainer, estimate_memory, oversize, prepare, tracker_options
 
+    tracker_options(settings, Path())  # refused as the run itself would
     ready = prepare(target, data, settings, announce)
     trainer = Trainer(ready.drafter, ready.target, ready.examples, replace(settings, features=None))
     say: Callable[[str], None] = print if trainer.is_first else lambda line: None

@@ -1,6 +1,9 @@
 """Words for a user: what an error says, and what to do."""
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .json_text import BYTE_ORDER_MARK, parsed_json
@@ -27,6 +30,21 @@ def first_line(error: BaseException) -> str:
     if UNTRUSTED_CODE.search(str(error)):
         return OWN_CODE
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Hides the table of tensors that transformers logs in the body: what does not fit a drafter is refused in one sentence."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)  # of the logger's level other messages depend
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_error)
 
 
 def counted(count: int, noun: str) -> str:

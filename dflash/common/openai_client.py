@@ -168,6 +168,9 @@ def _unreachable(where: str, error: Exception) -> TransientError:
 def _refusal(response: HTTPResponse, where: str) -> ValueError:
     """The error for a status that is not 200."""
     sentence = f"{where} answered {response.status} {response.reason}: {quote(_message(response.read()))}"
+    if response.status == 422 and where.endswith("/v1/completions"):
+        remedy = "prompts go there as token ids, which vLLM and SGLang take and transformers serve does not"
+        return ValueError(f"{sentence}; {remedy}.")
     if response.status not in TRANSIENT:
         return ValueError(f"{sentence}.")
     if (seconds := _retry_after(response)) > LONGEST_PAUSE:

@@ -143,12 +143,11 @@ def _cache_alone_without_hub() -> Iterator[None]:
     """Makes `datasets` read its cache alone if the Hub does not answer; otherwise it would retry for a minute."""
     import datasets
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+
+    from dflash.common.hub import hub_answers
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # depends on the HTTP library of this version
+    if not hub_answers():
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield

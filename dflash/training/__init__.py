@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         encode_prompt,
         load_examples,
         named_row,
+        parts_of,
         sharegpt_messages,
         stop_ids,
         with_response,
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
-    from .run import claimed, train, train_drafter
+    from .run import claimed, tracker_options, train, train_drafter
     from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
-    from .sources import FORMS, read_rows
+    from .sources import FORMS, check_split, read_rows
     from .trainer import Trainer
     from .training_state import state_folder
 
@@ -61,6 +62,7 @@ __all__ = [
     "build_optimizers",
     "can_pack",
     "chat_messages",
+    "check_split",
     "chunked_loss",
     "claimed",
     "collate",
@@ -80,6 +82,7 @@ __all__ = [
     "named_row",
     "new_drafter",
     "oversize",
+    "parts_of",
     "prepare",
     "prompt_of",
     "read_rows",
@@ -91,6 +94,7 @@ __all__ = [
     "spread_taps",
     "state_folder",
     "stop_ids",
+    "tracker_options",
     "train",
     "train_drafter",
     "valid_anchors",

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
-from dflash.common.messages import OWN_CODE, as_sentence, first_line
+from dflash.common.messages import OWN_CODE, as_sentence, first_line, without_load_report
 from dflash.common.remote_code import refuse_own_generate
 from dflash.model.generation_dflash import max_positions
 from dflash.model.modeling_dflash import DFlashDraftModel
@@ -145,7 +145,8 @@ def _has_rejected(part: Sequence[Example]) -> bool:
 def _drafter_to_begin_with(settings: TrainingSettings) -> DFlashDraftModel | None:
     """The drafter of `init`; `None` for a new one."""
     if settings.init is not None:
-        return DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
+        with without_load_report():
+            return DFlashDraftModel.from_pretrained(settings.init, dtype=torch.float32)
     if settings.lora_rank is not None:
         raise ValueError(
             f"lora_rank={settings.lora_rank} changes a trained drafter: give init (--init), or leave it out."

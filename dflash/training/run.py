@@ -174,7 +174,7 @@ def train(
         if saved is not None:
             before, now = ({name: one["fingerprint"] for name, one in of.items()} for of in (saved["inputs"], inputs))
             refuse_changes(before, now)
-        trainer = Trainer(drafter, target, examples, settings, state, announce, **_trackers(settings, output))
+        trainer = Trainer(drafter, target, examples, settings, state, announce, **tracker_options(settings, output))
         if saved is not None:  # a default that follows from the machine
             refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": trainer.precision})
         record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
@@ -240,7 +240,7 @@ def claimed(
 ) -> Iterator[Claim]:
     """The claim on `output`, made by the first process under the lock; what it finds, or why it refuses, is told to all."""
     folder, found = followed(Path(output)), list[Any]([None])
-    _trackers(settings, folder)
+    tracker_options(settings, folder)
     with ExitStack() as held:
         # The first process may write features for hours while the others wait.
         if accelerate.PartialState(cpu=is_cpu_alone(), timeout=PATIENCE).is_main_process:
@@ -346,7 +346,7 @@ class _Display:
             tracker.finish()
 
 
-def _trackers(settings: TrainingSettings, output: Path) -> dict[str, Any]:
+def tracker_options(settings: TrainingSettings, output: Path) -> dict[str, Any]:
     """The arguments of `Accelerator` that ask for a tracker; ValueError for one that is not installed."""
     if settings.log_with is None:
         return {}

@@ -196,6 +196,8 @@ class TrainingSettings:
                 raise ValueError(f"{name}={value!r} was removed: use {name}={instead[value]!r}.")
         for one in fields(self):
             value, hint, least = getattr(self, one.name), hints[one.name], one.metadata["least"]
+            if isinstance(value, str) and not value.strip():
+                raise ValueError(f"{one.name} is empty: give a value, or leave it out. {one.metadata['help']}")
             if type(value) is int and float in _options(hint):
                 object.__setattr__(self, one.name, value := float(value))
             if value is False and Precision in _options(hint):  # YAML 1.1 reads `no` as false

@@ -33,6 +33,16 @@ class OpenSource:
     version: Callable[[], Version]
 
 
+def check_split(sources: Iterable[Source], split: str) -> None:
+    """Raises ValueError for a split other than the default if all sources are files, which have none."""
+    names = [os.fspath(source) for source in sources]
+    are_files = [Path(name).expanduser().is_file() for name in names]
+    if split != "train" and names and all(are_files):
+        raise ValueError(
+            f"--split {split} chooses a part of a data set, and {', '.join(names)} is a file: leave it out."
+        )
+
+
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
     """The rows of a source by its name, as [`load_examples`] takes it.
 

@@ -13,9 +13,10 @@ from functools import lru_cache, partial
 from math import isnan
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Semaphore
+from threading import Lock, Semaphore
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 import gradio as gr
 import torch
@@ -23,6 +24,7 @@ import view
 
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
+from dflash.common.hub import ask_hub_again
 from dflash.common.messages import OWN_CODE, as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
 from dflash.model.generation_dflash import max_positions
@@ -36,22 +38,39 @@ VISITORS_IN_LINE = 32
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 # One thread decodes all answers, so that it stays warm.
 DECODER = ThreadPoolExecutor(1)
+# One pair is loaded at a time.
+LOADING = Lock()
+EMBEDDED = Pair(*load_embedded_pair())
+# Drafters that have decoded.
+WARM: WeakSet[Any] = WeakSet()
 
 
 class VisitorLeft(Exception):
     """Ends the decode of a visitor who left."""
 
 
-@lru_cache(maxsize=1)  # the last pair stays loaded
 def load(target: str, drafter: str) -> Pair:
-    """A pair by folders or Hub ids, warmed up; the embedded pair if both are empty. ValueError if they do not match."""
+    """A pair by folders or Hub ids; the embedded pair if both are empty. ValueError if one cannot be loaded."""
     if bool(target) != bool(drafter):
         raise ValueError("Target and drafter go together: name both, or neither for the embedded pair.")
-    pair = load_pair(target, drafter, "auto", None) if target else Pair(*load_embedded_pair())
+    return load_named(target, drafter) if target else EMBEDDED
+
+
+@lru_cache(maxsize=1)  # the last pair stays loaded
+def load_named(target: str, drafter: str) -> Pair:
+    with LOADING:
+        ask_hub_again()
+        return load_pair(target, drafter, "auto", None)
+
+
+def warm_up(pair: Pair) -> None:
+    """Decodes a few tokens if the pair has decoded none yet. ValueError if the two do not match."""
+    if pair.drafter in WARM:
+        return
     input_ids = encode(pair, "Hello.")
     timed_blocks(pair.drafter, pair.target, input_ids, max_new_tokens=24, temperature=0.0)
     timed_generate(pair.target, input_ids, max_new_tokens=8, **GREEDY)
-    return pair
+    WARM.add(pair.drafter)
 
 
 def read(pair: Pair, prompt: str) -> torch.Tensor:
@@ -66,21 +85,41 @@ def read(pair: Pair, prompt: str) -> torch.Tensor:
     return input_ids
 
 
-def answer(prompt: str, target: str, drafter: str, max_new_tokens: int) -> Iterator[str]:
-    """Frames of the page: first the target's own answer, then DFlash's. A refusal is one sentence."""
+def fetch(target: str, drafter: str) -> Iterator[tuple[str, str]]:
+    """Loads a pair before its visitor stands in line, where that would hold up others: the page, and why it failed."""
+    waiting, refusal = view.page(note="Loading the pair…"), ""
+    yield waiting, refusal
     try:
-        yield view.page(note="Loading the pair…")
-        pair = DECODER.submit(load, target.strip(), drafter.strip()).result()
+        load(target.strip(), drafter.strip())
+    except Exception as error:
+        refusal = refusal_of(error)
+    yield waiting, refusal
+
+
+def answer(prompt: str, target: str, drafter: str, max_new_tokens: int, refusal: str = "") -> Iterator[str]:
+    """Frames of the page: first the target's own answer, then DFlash's. A refusal is one sentence."""
+    if refusal:
+        yield view.problem(refusal)
+        return
+    try:
+        pair = load(target.strip(), drafter.strip())
+        DECODER.submit(warm_up, pair).result()
         input_ids = read(pair, prompt)
         yield from race(pair, input_ids, max_new_tokens)
-    except torch.OutOfMemoryError:
-        yield view.problem("The device is out of memory: take a smaller pair or a shorter prompt.")
     except Exception as error:
-        sentence = as_sentence(error)
-        if sentence is None:
-            raise
-        refusal = "This page runs no code of a checkpoint: name a pair that holds none."
-        yield view.problem(refusal if OWN_CODE in sentence else sentence.removeprefix("--"))
+        yield view.problem(refusal_of(error))
+
+
+def refusal_of(error: Exception) -> str:
+    """What a visitor is told of an error, which is raised again if it is a bug."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "The device is out of memory: take a smaller pair or a shorter prompt."
+    sentence = as_sentence(error)
+    if sentence is None:
+        raise error
+    if OWN_CODE in sentence:
+        return "This page runs no code of a checkpoint: name a pair that holds none."
+    return sentence.removeprefix("--")
 
 
 def race(pair: Pair, input_ids: torch.Tensor, max_new_tokens: int) -> Iterator[str]:
@@ -176,22 +215,25 @@ with gr.Blocks(title="DFlash, side by side", analytics_enabled=False) as demo:
         stop = gr.Button("Stop", scale=1, min_width=90, elem_id="stop")
     line = gr.HTML(view.LINE, elem_id="line")  # under the place in the queue
     result = gr.HTML(view.page(), elem_id="result")
-    writing = gr.on(
-        [write.click, prompt.submit],
+    refusal = gr.State("")
+    asked = [write.click, prompt.submit]
+    loaded = {"show_progress": "hidden", "concurrency_limit": None}
+    fetching = gr.on(asked, fetch, [target, drafter], [result, refusal], **loaded)
+    writing = fetching.then(
         answer,
-        [prompt, target, drafter, max_new_tokens],
+        [prompt, target, drafter, max_new_tokens, refusal],
         result,
         show_progress="minimal",
         show_progress_on=line,
         concurrency_limit=1,
     )
-    stop.click(view.stopped, result, result, cancels=writing, show_progress="hidden")
+    stop.click(view.stopped, result, result, cancels=[fetching, writing], show_progress="hidden")
 
 
 def serve(**kwargs: Any) -> Any:
     """Starts the server; visitors wait in line, one answer is written at a time."""
     here = Path(__file__).parent
-    DECODER.submit(load, "", "").result()  # the first visitor finds the embedded pair warm
+    DECODER.submit(warm_up, load("", "")).result()  # the first visitor finds the embedded pair warm
     return demo.queue(max_size=VISITORS_IN_LINE).launch(
         theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=FONTS),
         css_paths=here / "style.css",

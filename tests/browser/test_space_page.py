@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import json
 import math
 import re
 import shutil
@@ -350,6 +351,43 @@ def test_a_second_visitor_waits_in_line(space: Space, visit: Callable[..., Any])
     space.gate.open()
     assert texts(first) == (plain_text(space, PROMPT),) * 2
     assert texts(second) == (plain_text(space, other),) * 2
+
+
+def test_a_pair_that_is_slow_to_load_holds_up_nobody(
+    space: Space, visit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: others are answered meanwhile. The pair was once loaded by the thread that decodes, for the first in line."""
+    begun, is_over = Event(), Event()
+
+    def load_pair(*_: Any) -> Any:
+        begun.set()
+        is_over.wait()
+        raise ValueError("--target org/slow: it is not there.")
+
+    monkeypatch.setattr(space.app, "load_pair", load_pair)
+    first, second = visit(), visit()
+    try:
+        ask(first, target="org/slow", drafter="org/slow-DFlash")
+        begun.wait()
+        ask(second)
+        assert texts(second) == (plain_text(space, PROMPT),) * 2
+    finally:
+        is_over.set()
+    first.wait_for_selector(".problem")
+    assert first.inner_text(".problem") == "target org/slow: it is not there."
+
+
+def test_code_of_a_target_is_not_run(space: Space, tmp_path: Path) -> None:
+    """Promise: the page has no flag for it, and says so."""
+    shutil.copytree(embedded_path("tiny-target"), tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "target" / "own.py").write_text("raise SystemExit('it ran')")
+    make_drafter().save_pretrained(tmp_path / "other-DFlash")
+    *_, (_, refusal) = space.app.fetch(str(tmp_path / "target"), str(tmp_path / "other-DFlash"))
+    assert refusal == "This page runs no code of a checkpoint: name a pair that holds none."
+    assert "runs no code" in next(space.app.answer(PROMPT, "", "", 16, refusal))
 
 
 def leave(page: Any) -> None:
