@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from measuring import argument_parser, finish, parsed, turns
+from measuring import argument_parser, finish, parsed, simulated, turns
 from rich.console import Console
 
 from dflash.common.stopwatch import seconds_of
@@ -68,16 +68,7 @@ def main() -> None:
         if not summary:
             point = {"context": args.context, "new_tokens": args.new_tokens, "repeats": args.repeats}
             summary, measured_pair = measure_point(*pair, methods=args.methods, **point), pair
-    decoding = {
-        "target": f"random weights, shape {args.shape}",
-        "drafter": f"random weights, shape {args.shape}, scripted",
-        "temperature": 0.0,
-        "shape": args.shape,
-        "is_simulated": True,
-        "stated_tau": args.tau,
-        "max_new_tokens": args.new_tokens,
-        "repeats": args.repeats,
-    }
+    decoding = {**simulated(args.shape, args.tau, args.repeats), "max_new_tokens": args.new_tokens}
     finish(args.output, "shape", measured_pair, decoding=decoding, forwards=forwards, summary=summary)
 
 

@@ -49,6 +49,19 @@ def turns(names: Iterable[str], repeats: int) -> list[str]:
     return [name for repeat in range(repeats) for name in sorted(names, reverse=bool(repeat % 2))]
 
 
+def simulated(shape: str, tau: float, repeats: int) -> dict[str, Any]:
+    """What a result says of a `scripted_pair`, and how often it was measured."""
+    return {
+        "target": f"random weights, shape {shape}",
+        "drafter": f"random weights, shape {shape}, scripted",
+        "temperature": 0.0,
+        "shape": shape,
+        "is_simulated": True,
+        "stated_tau": tau,
+        "repeats": repeats,
+    }
+
+
 def versions() -> dict[str, str]:
     """What the figures of a result without a pair depend on."""
     system = f"{platform.system()} {platform.machine()}"

@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 import torch
-from measuring import argument_parser, finish, parsed
+from measuring import argument_parser, finish, parsed, simulated
 from rich.console import Console
 from rich.progress import track
 
@@ -67,16 +67,8 @@ def sweep(target: Any, drafter: Any, args: argparse.Namespace) -> list[dict[str,
 def main() -> None:
     args = arguments()
     target, drafter = scripted_pair(args.shape, args.tau, getattr(torch, args.dtype), args.device)
-    decoding = {
-        "target": f"random weights, shape {args.shape}",
-        "drafter": f"random weights, shape {args.shape}, scripted",
-        "temperature": 0.0,
-        "shape": args.shape,
-        "is_simulated": True,
-        "stated_tau": args.tau,
-        "repeats": args.repeats,
-        "prefill_chunk_size": args.prefill_chunk_size,
-    }
+    more = {"prefill_chunk_size": args.prefill_chunk_size}
+    decoding = {**simulated(args.shape, args.tau, args.repeats), **more}
     rows = sweep(target, drafter, args)
     result = finish(args.output, "sweep", (target, drafter), decoding=decoding, summary=rows)
     if args.output is not None:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 
 NAME = "small_gpu"
@@ -88,13 +88,20 @@ def _wrapped(value: Any) -> Any:
     return OnDevice(value) if isinstance(value, torch.Tensor) else value
 
 
+class _Module(_DummyBackendModule):
+    """What torch asks of a device, and that transformers 4.57 switches autocast off."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return []
+
+
 class NarrowDevice(ExitStack):
     """The device, for as long as the block runs."""
 
     device = f"{NAME}:0"
 
     def __enter__(self) -> NarrowDevice:
-        _setup_privateuseone_for_python_backend(NAME)
+        _setup_privateuseone_for_python_backend(NAME, _Module())
         self.enter_context(_Factories())
         self.enter_context(_Lists())
         return self
