@@ -51,7 +51,7 @@ def evaluate(
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
     trust_remote_code: arguments.TrustRemoteCode = False,
-    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang); loads no weights.")] = None,
+    url: Annotated[str | None, server_option(help="A server of the pair (vLLM, SGLang, …); loads no weights.")] = None,
     baseline_url: Annotated[str | None, server_option(help="A server of the target alone.")] = None,
     model: arguments.Model = None,
     baseline_model: arguments.BaselineModel = None,

@@ -42,8 +42,8 @@ def exact_text(prompt_ids: Sequence[int], tokenizer: Any) -> str:
     text = tokenizer.decode(prompt_ids[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if tokenizer(text)["input_ids"] != prompt_ids:
         shown = text if len(text) <= 80 else f"{text[:80]} …"
-        said = f"The server takes text alone, and the {len(prompt_ids)} ids of the prompt {shown!r} are not those of its text"
-        raise ValueError(f"{said}: {REMEDY}.")
+        ids = f"the {len(prompt_ids)} ids of the prompt {shown!r}"
+        raise ValueError(f"The server takes text alone, and {ids} are not those of its text: {REMEDY}.")
     return text
 
 

@@ -130,8 +130,9 @@ def server_backend(
     text of engines that do not send ids is encoded again, which is exact for most texts and not for all.
 
     `server` serves the target with its drafter under the name `model` (`None`: its only model), `baseline` serves the
-    target alone under `baseline_model` (`None`: under that name too). An answer has at most `max_new_tokens` tokens, 2048 by default. `hardware` is that of the servers,
-    for the record. ValueError if a server does not answer, or serves several models and none is named.
+    target alone under `baseline_model` (`None`: under that name too). An answer has at most `max_new_tokens` tokens, 2048
+    by default. `hardware` is that of the servers, for the record. ValueError if a server does not answer, or serves
+    several models and none is named.
     """
     longest = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     served = {

@@ -149,7 +149,10 @@ def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, 
 
 
 def _append_all(file: AnswerFile, answered: Answered, on_row: Callable[[int], None]) -> list[int]:
-    """Appends dialogues as they are finished; numbers of verify steps, of tokens of them, and of answers encoded again and miscounted."""
+    """Appends dialogues as they are finished.
+
+    Returns the numbers of verify steps, of tokens of them, of answers encoded again, and of those that are miscounted.
+    """
     counts = [0, 0, 0, 0]
     with closing(answered):  # an error here ends what is under way, and not only when the error is forgotten
         for dialogues, answers in answered:
