@@ -124,19 +124,19 @@ DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def unused_fields(fields: Mapping[str, Any], dialect: str) -> list[str]:
-    """The fields of a config.json that are not null and that no reader of this library uses, with their places."""
+def unused_fields(fields: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+    """The fields of a config.json that are not null and that no reader of this library uses: their values, by place and name."""
     known = TOP_LEVEL_FIELDS.union(DIALECT_TOP_LEVEL_FIELDS[dialect])
     places = [("", fields, known)]
     for name, nested_known in (("dflash_config", NESTED_FIELDS), ("transformer_layer_config", TOP_LEVEL_FIELDS)):
         if isinstance(fields.get(name), Mapping):
             places.append((f"{name}.", fields[name], nested_known))
-    return [
-        place + name
+    return {
+        place + name: value
         for place, held, names in places
         for name, value in held.items()
         if value is not None and name not in names
-    ]
+    }
 
 
 def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:

@@ -253,10 +253,7 @@ def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def unused(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that no reader here uses, which may change what the drafter computes."""
-    for name in dialects.unused_fields(checkpoint.config, checkpoint.form):
-        value = checkpoint.config
-        for part in name.split("."):
-            value = value[part]
+    for name, value in dialects.unused_fields(checkpoint.config, checkpoint.form).items():
         why = "this library does not read it, and no engine is known to."
         fix = "delete it if it only describes the training; else use the tool that wrote it."
         yield warning(name, value, why, fix)
