@@ -202,6 +202,7 @@ class Decoder:
         self.conversation: Conversation = request.conversation or Conversation()
         self.sequences: list[TextSequence] = []
         self.anchors = torch.empty(0)
+        self.runner: EagerRunner | None = None  # made when the prompt has been read
 
     # -- what the engine has variants of
 
@@ -294,6 +295,11 @@ class Decoder:
             )
             conversation.context.append(packed(features, is_token, num_real))
         return logits
+
+    def close(self) -> None:
+        """Ends the text, also before it is complete."""
+        if self.runner is not None:
+            self.runner.close()
 
     # -- a step
 

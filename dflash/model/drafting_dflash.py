@@ -106,6 +106,10 @@ class DrafterContext:
             self._waiting = [packed(features, is_real, num_real)]
         return self._waiting[0]
 
+    def for_next_block(self) -> Context:
+        """The context that the drafter reads together with the next block."""
+        return self.waiting()
+
     def mark_read(self) -> None:
         """Marks the waiting context as read: its keys and values are in the cache."""
         self._waiting = [self.waiting().part(0, 0)]
@@ -211,7 +215,7 @@ class DraftProposer:
 
     def hidden_states(self, anchors: torch.Tensor) -> torch.Tensor:
         """Runs the drafter once; its last hidden states at the proposals [B, n, D]. The cache then holds only context."""
-        context = self.context.waiting()
+        context = self.context.for_next_block()
         cache = self.context.cache
         block_size = self.request.block_size
         noise_embeds = self.embed(block_ids(self.drafter, anchors, block_size))

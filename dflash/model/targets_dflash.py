@@ -192,6 +192,7 @@ def tapped(target: Any, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
         if threading.get_ident() == thread:
             states.append(output[0] if isinstance(output, tuple) else output)
 
+    hook.is_tap = True  # type: ignore[attr-defined]  # gone after this forward, so the model counts as unchanged
     layers = decoder_layers(target)
     handles = [layers[tap].register_forward_hook(hook) for tap in taps]
     try:
