@@ -22,8 +22,6 @@ from dflash.model.sequences_dflash import TextSequence
 from .trees import TreeProposals
 
 
-# Most tokens that a lookup proposes: with the anchor they fill 64 columns.
-MOST_LOOKED_UP = 63
 # Most tokens of an earlier occurrence that are compared.
 LONGEST_MATCH = 64
 # Most occurrences that are compared, the newest ones.
@@ -178,16 +176,18 @@ class LookupProposer:
     """Proposes what followed in the texts' own past, and what another proposer drafts where nothing did.
 
     If all sequences have a match, nothing is drafted. Otherwise texts that have repeated themselves lately are looked up after
-    the first drafted tokens, too. If fewer than half of the sequences have a match, steps stay as wide as the drafts.
+    the first drafted tokens, too. If fewer than half of the sequences have a match, a step is not wider than a block.
 
     Args:
         drafts: The proposer for the other tokens.
-        num_tokens: Proposals of a sequence with a match, at most `MOST_LOOKED_UP`.
+        num_tokens: Proposals of a sequence with a match.
         ngram_size: The smallest number of tokens that match.
+        block_proposals: Proposals of a block.
     """
 
-    def __init__(self, drafts: Proposer, num_tokens: int, ngram_size: int) -> None:
+    def __init__(self, drafts: Proposer, num_tokens: int, ngram_size: int, block_proposals: int) -> None:
         self.drafts = drafts
+        self.block_proposals = block_proposals
         lookup = partial(PromptLookup, num_tokens, ngram_size)
         self._lookups: dict[int, PromptLookup] = defaultdict(lookup)  # by index of the sequence
         self._matches: dict[int, Match] = {}  # of this step, by place in the batch
@@ -209,13 +209,17 @@ class LookupProposer:
             matches |= self._continued(lookups, matches, proposals)
 
         is_rare = 2 * len(matches) < len(sequences)
-        width = proposals.token_ids.shape[1] if is_rare else most
+        width = min(most, self.block_proposals) if is_rare else most
         for place, match in matches.items():
             if match.start < width:
                 self._matches[place] = match
         if not self._matches:
             return proposals
         return with_lookups(proposals, self._matches).first(width)
+
+    def has_match(self, sequences: list[TextSequence]) -> bool:
+        """Whether what a sequence ends with occurred before, so that `propose` looks it up."""
+        return any(lookup.match() is not None for lookup in self._read(sequences))
 
     def _read(self, sequences: list[TextSequence]) -> list[PromptLookup]:
         """The lookups of the sequences, which have read what is new."""
