@@ -23,7 +23,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
 from .configuration_dflash import DFlashConfig
-from .step_dflash import InexactError, check_pair
+from .targets_dflash import InexactError, check_pair
 
 
 class DFlashAttn(qwen3.Qwen3Attention):
@@ -261,10 +261,10 @@ class DFlashDraftModel(PreTrainedModel):
         "block_size",
         "compile",
         "conversation",
+        "cuda_graph",
         "draft_tree",
         "draft_window",
         "drafter",
-        "latency_curve",
         "max_draft_tokens",
         "ngram_size",
         "num_looked_up",
