@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
 from .configuration_dflash import DFlashConfig
+from .targets_dflash import InexactError, check_pair
 
 
 class DFlashAttn(qwen3.Qwen3Attention):
@@ -252,6 +253,28 @@ class DFlashDraftModel(PreTrainedModel):
         >>> drafter = AutoModel.from_pretrained(folder, trust_remote_code=True)
         >>> text_ids = drafter.spec_generate(input_ids, target=target, max_new_tokens=256, temperature=0.0)
     """
+
+    # Keywords of `spec_generate`, in the loop's own spelling too, that plain `generate` does not know.
+    KEYWORDS: ClassVar[tuple[str, ...]] = (
+        "adaptive",
+        "as_blocks",
+        "block_size",
+        "compile",
+        "conversation",
+        "cuda_graph",
+        "draft_tree",
+        "draft_window",
+        "drafter",
+        "max_draft_tokens",
+        "ngram_size",
+        "num_looked_up",
+        "stop_token_ids",
+        "token_streamer",
+        "uniforms_generator",
+        "verification",
+    )
+    # A request that only plain `generate` can serve exactly.
+    InexactError: ClassVar[type[ValueError]] = InexactError
 
     config: DFlashConfig
     d2t: torch.Tensor | None
@@ -521,6 +544,13 @@ class DFlashDraftModel(PreTrainedModel):
         best = (values - values[:, :1]).float() / temperature - total.log()
         return best[:, None], token_ids
 
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises ValueError, with the value and the remedy, unless this model can draft for `target`.
+
+        The class is `InexactError` where only the loop cannot decode the target exactly, and its own `generate` can.
+        """
+        check_pair(target, self)
+
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
         # From a local folder, transformers 4.57 copies only the files that this one imports.
@@ -528,7 +558,6 @@ class DFlashDraftModel(PreTrainedModel):
         from .decoding_dflash import Block  # noqa: F401
         from .generation_dflash import spec_generate
         from .proposals_dflash import DraftTree  # noqa: F401
-        from .step_dflash import Pair  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
 
