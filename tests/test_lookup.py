@@ -177,6 +177,7 @@ def test_a_step_is_wider_than_a_block_only_for_half_of_the_texts() -> None:
     few = proposed([REPEATS, VARIES, VARIES], drafts)
     assert few.token_ids.tolist() == [[3, 4, 1], [7, 8, 9], [7, 8, 9]]
     assert few.looked_up == (0,)
+    assert proposed([[1, 2, 3, 4, 1, 2, 9], VARIES, VARIES], CountingDrafts([7, 2, 3])).looked_up == ()
     assert proposed([REPEATS, REPEATS, VARIES], drafts).token_ids.shape[1] == 5
 
 
