@@ -28,7 +28,7 @@ from transformers import (
     pipeline,
 )
 
-from dflash import Conversation
+from dflash import Conversation, DFlashDraftModel
 from dflash.checkpoints import (
     DRAFTER_NAME,
     TARGET_NAME,
@@ -238,6 +238,7 @@ def test_a_mistake_is_an_error(model: Any, one: torch.Tensor) -> None:
 def test_every_keyword_of_the_loop_is_known(model: Any) -> None:
     """Guards `OWN`: a keyword that plain `generate` does not know would be an error there."""
     assert set(door_of(model).OWN) == {*KEYWORDS, "stop_token_ids"}
+    assert set(DFlashDraftModel.KEYWORDS) == set(door_of(model).OWN)
     assert not set(GENERATES_OWN) & set(door_of(model).OWN)
 
 

@@ -402,3 +402,27 @@ def to_host(tensor: torch.Tensor) -> Callable[[], Any]:
         return copy.tolist()
 
     return read
+
+
+def _appending(self, slots, counts):
+    from contextlib import contextmanager as cm
+    @cm
+    def inner():
+        ends=[a+b for a,b in zip(self.lengths, counts)]
+        self.place(slots, max(self.lengths)+slots.shape[1])
+        yield
+        self.set_lengths(ends)
+    return inner()
+PreallocatedCache.appending=_appending
+PreallocatedCache.batch_size=property(lambda self: len(self._lengths))
+PreallocatedCache.positions=lambda self, slots: slots
+def _put(self, place, single):
+    n=single.lengths[0]
+    for a,b in zip(self._storage(), single._storage()):
+        if not b.is_initialized: continue
+        if not a.is_initialized:
+            a.num_sequences=len(self._lengths); a.lazy_initialization(b.keys,b.values)
+        a.reserve(n)
+        a.keys[place,:,:n]=b.keys[0,:,:n]; a.values[place,:,:n]=b.values[0,:,:n]
+    l=self.lengths; l[place]=n; self.set_lengths(l)
+PreallocatedCache.put_sequence=_put
