@@ -418,7 +418,7 @@ class DFlashDraftModel(PreTrainedModel):
         for layer, layer_type in enumerate(config.layer_types):
             if layer_type not in masks:
                 visible = draft_sees(config, layer, starts, width)
-                masks[layer_type] = step_mask(visible, starts, width, num_keys, config.layer_window(layer), dtype)
+                masks[layer_type] = step_mask(visible, starts, width, num_keys, self.hidden_norm.weight.dtype)
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
