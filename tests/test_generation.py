@@ -52,7 +52,7 @@ from transformers import (
 )
 
 from dflash import DFlashDraftModel, DFlashOutput, generate_blocks, spec_generate
-from dflash.model import acceptance_dflash, drafting_dflash
+from dflash.model import acceptance_dflash, decoding_dflash, drafting_dflash
 from dflash.model.sampling_dflash import PositionUniforms, choose_sampled
 
 
