@@ -62,7 +62,9 @@ class EngineDecoder(Decoder):
             proposer = TreeProposer(drafts, options.num_nodes)
         state = PairState.of(self.request.drafter, self.request.target)
         if options.adaptive:
-            proposer = WidthProposer(proposer, state)
+            num_proposals = options.num_nodes or drafts.num_proposals
+            setting = (self.request.block_size, options.num_nodes, options.draft_window, self.acceptor.sampler is None)
+            proposer = WidthProposer(proposer, state, num_proposals, setting)
         lookup = None
         if options.num_looked_up:
             lookup = LookupProposer(proposer, options.num_looked_up, options.ngram_size, drafts.num_proposals)
@@ -127,7 +129,7 @@ class EngineRunner(EagerRunner):
             self._state.compiled.note_eager(self._kind, elapsed())
             return step
         try:
-            return self._run_whole(sequences, anchors)
+            return self.run_whole(sequences, anchors)
         except NotCompiledError:
             return self._run_eager(sequences, anchors, most)
 
@@ -170,7 +172,7 @@ class EngineRunner(EagerRunner):
 
     # -- a whole step
 
-    def _run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
+    def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
         context = self.conversation.context
         state = self._device_state(anchors)
         drawn = self._drawn(sequences, anchors.device)
