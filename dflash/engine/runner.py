@@ -127,7 +127,7 @@ class EngineRunner(EagerRunner):
             self._state.compiled.note_eager(self._kind, elapsed())
             return step
         try:
-            return self._run_whole(sequences, anchors)
+            return self.run_whole(sequences, anchors)
         except NotCompiledError:
             return self._run_eager(sequences, anchors, most)
 
@@ -170,7 +170,7 @@ class EngineRunner(EagerRunner):
 
     # -- a whole step
 
-    def _run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
+    def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
         context = self.conversation.context
         state = self._device_state(anchors)
         drawn = self._drawn(sequences, anchors.device)

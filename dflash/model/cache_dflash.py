@@ -469,27 +469,3 @@ def to_host(tensor: torch.Tensor) -> Callable[[], Any]:
         return copy.tolist()
 
     return read
-
-
-# -- OLD NAMES, until the old loop is gone: they are in targets_dflash.py.
-
-LINEAR_TYPES = ("linear_attention", "conv")
-
-
-def cache_name(target: nn.Module) -> str:
-    """The name of the cache in the target's forward. Code that a checkpoint carries may know the older name only."""
-    parameters = inspect.signature(target.forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
-
-
-def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int, nn.Module]:
-    """The modules with a running state, by decoder layer. Raises ValueError if a linear layer does not have exactly one."""
-    mixers = {}
-    for index, layer_type in enumerate(layer_types):
-        if layer_type in LINEAR_TYPES:
-            stateful = [child for child in layers[index].children() if getattr(child, "layer_idx", None) == index]
-            if len(stateful) != 1:
-                given = f"Layer {index}, a {layer_type}, shows {len(stateful)} states, not 1"
-                raise ValueError(f"{given}: use target.generate.")
-            mixers[index] = stateful[0]
-    return mixers

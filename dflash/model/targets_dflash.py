@@ -271,7 +271,8 @@ class Target:
         is_image_prompt = cache.get_seq_length() == 0 and bool(self._prompt_inputs)
         inputs = dict(self._prompt_inputs) if is_image_prompt else self._positions(token_ids, cache)
         inputs["logits_to_keep"] = self._kept_logits(token_ids)
-        logits, features = self._forward(token_ids, cache, inputs)
+        with cache.recording(0):
+            logits, features = self._forward(token_ids, cache, inputs)
         if is_image_prompt and self._rope is not None:
             self._lag = self._lag_after(width)
         return logits[:, -1:], features
@@ -294,7 +295,7 @@ class Target:
         masks = self.layout.masks(slots, num_keys, self.model.dtype, None, is_real)
         inputs = {"position_ids": slots, "attention_mask": masks}
         inputs["logits_to_keep"] = self._kept_logits(token_ids)
-        with cache.appending(slots, num_real):
+        with cache.recording(0), cache.appending(slots, num_real):
             logits, features = self._forward(token_ids, cache, inputs)
         return logits[:, -1:], features
 
