@@ -278,18 +278,15 @@ def custom_generate(
     }
     _check_engine(checked, engine_keywords)
     is_sampled = generation_config.do_sample
-    attention_mask = model_inputs.get("attention_mask")
     chunk_size = settings["prefill_chunk_size"]
-    is_unpadded = attention_mask is None or bool(attention_mask.all())
-    is_plain = is_unpadded and chunk_size is None and conversation is None
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     outputs = ("scores", "logits")
     request = Request(
         target=target,
         drafter=checked,
         input_ids=input_ids,
-        attention_mask=attention_mask,
-        prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), is_plain),
+        attention_mask=model_inputs.get("attention_mask"),
+        prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), chunk_size, conversation),
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
         max_length=max_positions(target) or float("inf"),
