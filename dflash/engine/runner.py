@@ -62,7 +62,9 @@ class EngineDecoder(Decoder):
             proposer = TreeProposer(drafts, options.num_nodes)
         state = PairState.of(self.request.drafter, self.request.target)
         if options.adaptive:
-            proposer = WidthProposer(proposer, state)
+            num_proposals = options.num_nodes or drafts.num_proposals
+            setting = (self.request.block_size, options.num_nodes, options.draft_window, self.acceptor.sampler is None)
+            proposer = WidthProposer(proposer, state, num_proposals, setting)
         lookup = None
         if options.num_looked_up:
             lookup = LookupProposer(proposer, options.num_looked_up, options.ngram_size, drafts.num_proposals)
