@@ -385,14 +385,14 @@ class DFlashDraftModel(PreTrainedModel):
             masks[layer_type] = additive_mask(mask, dtype) if is_boolean else mask
         return masks
 
-    def step_masks(self, starts: torch.Tensor, width: int, num_keys: int, is_flex: bool = False) -> dict[str, Any]:
+    def step_masks(self, starts: torch.Tensor, width: int, num_keys: int) -> dict[str, Any]:
         """The masks of a block of `width` positions from starts [B], by layer type. Key k is at position k."""
-        config, dtype = self.config, None if is_flex else self.hidden_norm.weight.dtype
+        config, dtype = self.config, self.hidden_norm.weight.dtype
         masks: dict[str, Any] = {}
         for layer, layer_type in enumerate(config.layer_types):
             if layer_type not in masks:
                 visible = draft_sees(config, layer, starts, width)
-                masks[layer_type] = step_mask(visible, starts, width, num_keys, config.layer_window(layer), dtype)
+                masks[layer_type] = step_mask(visible, starts, width, num_keys, dtype)
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:

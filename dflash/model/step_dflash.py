@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_dflash import CHUNK, attention_of, step_attention, step_mask, target_sees
+from .attention_dflash import attention_of, step_attention, step_mask, target_sees
 from .cache_dflash import (
     LINEAR_TYPES,
     LinearAttentionLayer,
@@ -102,17 +102,15 @@ class Layout:
         self,
         positions: torch.Tensor,  # [B, S]
         num_keys: int,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         ancestors: torch.Tensor | None = None,
         is_real: torch.Tensor | None = None,
     ) -> Any:
-        """The mask of columns at `positions`, by layer type where types differ. `dtype=None`: a block mask of flex attention."""
-        if dtype is None:  # a plain tensor: flex attention cannot inline an expression of several tensors
-            positions = positions.as_strided(positions.shape, positions.stride())
+        """The additive mask of columns at `positions`, by layer type where types differ."""
 
         def mask(window: int | None) -> Any:
             sees = target_sees(positions, ancestors, window)
-            return step_mask(sees, positions[:, 0], positions.shape[1], num_keys, window, dtype)
+            return step_mask(sees, positions[:, 0], positions.shape[1], num_keys, dtype)
 
         def of_type(name: str) -> Any:
             # Linear layers skip only padding, which is on the left: columns of zeros do not change their state.
@@ -159,8 +157,7 @@ class Place:
 
 def verify(target: Any, layout: Layout, token_ids: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [B, S, V] and context features [B, S, L * D] of token_ids [B, S]."""
-    dtype = None if place.is_flex else target.dtype
-    masks = layout.masks(place.positions, place.num_keys, dtype, place.ancestors)
+    masks = layout.masks(place.positions, place.num_keys, target.dtype, place.ancestors)
     inputs = {"input_ids": token_ids, "position_ids": place.positions, "attention_mask": masks}
     return tapped_forward(target, layout, place.cache, **inputs)
 
@@ -169,7 +166,7 @@ def draft(
     drafter: Any, noise_embeds: torch.Tensor, features: torch.Tensor, starts: torch.Tensor | None, place: Place
 ) -> torch.Tensor:
     """Last hidden states [B, N, D] of blocks at starts [B], None: at the end, from noise_embeds [B, N, D] and new context."""
-    shape = noise_embeds.shape[1], place.num_keys, place.is_flex
+    shape = noise_embeds.shape[1], place.num_keys
     masks = None if starts is None else drafter.step_masks(starts, *shape)
     return drafter(
         noise_embeds=noise_embeds,
@@ -621,7 +618,7 @@ class Pair:
         if self.layout.shares_keys:  # a number would make Gemma 4 skip the other columns in layers that share keys
             to_keep = torch.arange(width - num_logits, width, device=token_ids.device)
         # A later chunk needs no mask. All forwards run inside, so that another thread's chunk does not change them.
-        with cache.recording(width if num_logits == width else 0), step_attention(self.target, CHUNK):
+        with cache.recording(width if num_logits == width else 0), step_attention(self.target):
             inputs = {"input_ids": token_ids, "logits_to_keep": to_keep, **placed}
             logits, features = tapped_forward(self.target, self.layout, cache, **inputs)
         if placed is self._prompt_inputs and self._rope is not None:
