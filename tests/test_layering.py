@@ -18,6 +18,7 @@ SHIPPED = {name.removeprefix("model/") for name in FILES if name.startswith("mod
 ORDER = (
     "configuration_dflash",
     "attention_dflash",
+    "heads_dflash",
     "modeling_dflash",
     "cache_dflash",
     "proposals_dflash",
@@ -27,7 +28,7 @@ ORDER = (
     "generation_dflash",
 )
 # The model's own methods enter the loop, and transformers 4.57 ships only the files that this one names.
-LAZY = {"modeling_dflash": set(ORDER[3:])}
+LAZY = {"modeling_dflash": set(ORDER[4:])}
 # The rooms from the ground up: each imports rooms before it alone. Of a room that has a face nothing else is imported
 # (`from dflash.evaluation import x`); `common` and `model` have none, each of their files is a door.
 FLOORS = ("common", "model", "checkpoints", "training", "regeneration", "evaluation", "cli")
@@ -120,7 +121,7 @@ def test_file_keeps_to_its_place(name: str) -> None:
 
 def test_the_shipped_files_are_few_and_their_order_is_written_down() -> None:
     assert set(ORDER) == SHIPPED
-    assert len(SHIPPED) <= 9
+    assert len(SHIPPED) <= 10
     listed = [line.split("`")[1] for line in FILES["model/__init__"].splitlines() if line[:1].isdigit()]
     assert listed == list(ORDER)
 
