@@ -27,6 +27,7 @@ from dflash.model.attention_dflash import (
     step_attention,
     without_cudnn,
 )
+from dflash.model.cache_dflash import CACHE_NAME
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
@@ -220,7 +221,7 @@ def test_a_later_chunk_needs_a_mask_on_a_cpu_alone(is_on_cuda: bool, monkeypatch
         cache = target(ids[:, :4], use_cache=True).past_key_values
         with step_attention(target):
             attention_dflash._thread.is_on_cuda = is_on_cuda
-            output = target(ids[:, 4:], past_key_values=cache).logits
+            output = target(ids[:, 4:], **{CACHE_NAME: cache}).logits
     torch.testing.assert_close(output, expected[:, 4:])
     assert len(masks) == target.config.num_hidden_layers
     assert all(mask is (None if is_on_cuda else masks[0]) for mask in masks)
@@ -241,7 +242,7 @@ def test_another_threads_chunk_outlives_a_step_on_cuda() -> None:
         with torch.no_grad():
             cache = target(ids[:, :4], use_cache=True).past_key_values
             target.config._attn_implementation = STEP
-            logits.append(target(ids[:, 4:], past_key_values=cache).logits)
+            logits.append(target(ids[:, 4:], **{CACHE_NAME: cache}).logits)
 
     with torch.no_grad():
         expected = target(ids).logits[:, 4:]
