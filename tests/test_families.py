@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
 from dflash.model.cache_dflash import LINEAR_TYPES, LinearAttentionLayer, PreallocatedCache, RunningState
 from dflash.model.decoding_dflash import Conversation
-from dflash.model.step_dflash import Pair, decoder_layers
+from dflash.model.targets_dflash import Target, decoder_layers
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served]

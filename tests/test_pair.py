@@ -263,7 +263,7 @@ def test_settings_are_defaults(
     (own_folder / "dflash.json").write_text(json.dumps({**said, "settings": settings}))
     pair, conversation = load(own_folder), Conversation()
     assert torch.equal(pair.generate(one, conversation=conversation, **GREEDY), truth)
-    assert conversation.draft_cache.lengths[0] < one.shape[1], "the newest of a longer prompt"
+    assert conversation.context.cache.lengths[0] < one.shape[1], "the newest of a longer prompt"
     assert max(pair.dflash_stats["acceptance_lengths"][0]) == 4
     pair.generate(one, draft_tree=0, block_size=8, **GREEDY)
     assert max(pair.dflash_stats["acceptance_lengths"][0]) > 4

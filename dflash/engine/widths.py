@@ -1,0 +1,3 @@
+class WidthProposer:
+    def __init__(self,*a): raise NotImplementedError
+    def propose(self): ...
