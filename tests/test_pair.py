@@ -221,7 +221,7 @@ def test_what_the_loop_refuses_is_generated_plainly(
     options: tuple[dict[str, Any], ...] = ({"num_beams": 2}, {"use_cache": False}, {"generation_config": looking_up})
     for asked in options:
         plain = target.generate(one, **asked, **short)
-        assert torch.equal(model.generate(one, draft_tree=4, **asked, **short), plain)
+        assert torch.equal(model.generate(one, verification="match", **asked, **short), plain)
     model.generate(one, num_beams=2, **short)
     said = [record.message for record in caplog.records if "Generated without drafts" in record.message]
     assert len(said) == len(options)
@@ -238,9 +238,13 @@ def test_plain_text_can_be_asked_for(
 
 
 def test_a_mistake_is_an_error(model: Any, one: torch.Tensor) -> None:
-    """Promise: what no request can have is not generated plainly."""
+    """Promise: what no request can have is not generated plainly, and what the engine alone has is named."""
     with pytest.raises(ValueError, match="block_size=99"):
         model.generate(one, block_size=99, **GREEDY)
+    with pytest.raises(
+        ValueError, match="draft_tree=4 asks for draft trees, which a checkpoint's own code does not have"
+    ):
+        model.generate(one, draft_tree=4, **GREEDY)
     with pytest.raises(ValueError, match="outside the target's vocabulary"):
         model.generate(one + 10**6, **GREEDY)
 

@@ -37,7 +37,6 @@ NO_SETTINGS = {
     "conversation",
     "drafter",
     "generator",
-    "latency_curve",
     "ngram_size",
     "num_looked_up",
     "token_streamer",
@@ -309,23 +308,24 @@ def _write_card(folder: Path, name: str, source: Path, **models: str) -> None:
 
 
 def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_error: str) -> None:
-    from dflash.model.generation_dflash import GENERATES_OWN, KEYWORDS, SETTINGS
+    """Raises ValueError for what no request of this pair can have."""
+    from dflash.engine import check_keywords
+    from dflash.model.modeling_dflash import DFlashDraftModel
+    from dflash.model.requests_dflash import OTHER_NAMES, check_settings
 
-    known = sorted({*KEYWORDS, *GENERATES_OWN} - NO_SETTINGS)
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
-    largest = config.get("block_size") or math.inf
-
-    def is_block_size(size: Any) -> bool:
-        return type(size) is int and 2 <= size <= largest
-
-    block_size = is_block_size, f"use 2 to {largest}, the block that the drafter was trained for"
-    for name, value in settings.items():
+    known = sorted({*DFlashDraftModel.KEYWORDS, *OTHER_NAMES} - NO_SETTINGS)
+    for name in settings:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of a pair: use {', '.join(known)}.")
-        is_meant, remedy = SETTINGS.get(name, block_size)
-        if not is_meant(value):
-            raise ValueError(f"{name}={value!r} cannot be a setting of this pair: {remedy}.")
+    largest = config.get("block_size") or math.inf
+    block_size = settings.get("block_size", 2)
+    if type(block_size) is not int or not 2 <= block_size <= largest:
+        remedy = f"use 2 to {largest}, the block that the drafter was trained for"
+        raise ValueError(f"block_size={block_size!r} cannot be a setting of this pair: {remedy}.")
+    check_settings(settings)
+    check_keywords(settings)
 
 
 def _check_fit(pair: Path, drafter: Path) -> None:
