@@ -62,7 +62,9 @@ class EngineDecoder(Decoder):
             proposer = TreeProposer(drafts, options.num_nodes)
         state = PairState.of(self.request.drafter, self.request.target)
         if options.adaptive:
-            proposer = WidthProposer(proposer, state)
+            num_proposals = options.num_nodes or drafts.num_proposals
+            setting = (self.request.block_size, options.num_nodes, options.draft_window, self.acceptor.sampler is None)
+            proposer = WidthProposer(proposer, state, num_proposals, setting)
         lookup = None
         if options.num_looked_up:
             lookup = LookupProposer(proposer, options.num_looked_up, options.ngram_size, drafts.num_proposals)
@@ -174,7 +176,10 @@ class EngineRunner(EagerRunner):
         context = self.conversation.context
         state = self._device_state(anchors)
         drawn = self._drawn(sequences, anchors.device)
-        output = self._recorded(state, drawn) if self._mode == "recorded" else self._compiled(state, drawn)
+        try:
+            output = self._recorded(state, drawn) if self._mode == "recorded" else self._compiled(state, drawn)
+        finally:
+            self._state.remember_models()
         # The caches hold the context, then the step's columns, which `keep` rolls back.
         context.cache.advance(context.waiting().num_real)
         context.mark_read()

@@ -155,7 +155,9 @@ def generate_blocks(
     return _through_generate(drafter, target, input_ids, {"as_blocks": True, **kwargs})
 
 
-def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, keywords: dict[str, Any]) -> Any:
+def _through_generate(
+    drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, keywords: dict[str, Any]
+) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
     check_drafter(drafter)
     check_pair(target, drafter)
@@ -278,18 +280,15 @@ def custom_generate(
     }
     _check_engine(checked, engine_keywords)
     is_sampled = generation_config.do_sample
-    attention_mask = model_inputs.get("attention_mask")
     chunk_size = settings["prefill_chunk_size"]
-    is_unpadded = attention_mask is None or bool(attention_mask.all())
-    is_plain = is_unpadded and chunk_size is None and conversation is None
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     outputs = ("scores", "logits")
     request = Request(
         target=target,
         drafter=checked,
         input_ids=input_ids,
-        attention_mask=attention_mask,
-        prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), is_plain),
+        attention_mask=model_inputs.get("attention_mask"),
+        prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), chunk_size, conversation),
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
         max_length=max_positions(target) or float("inf"),
@@ -316,9 +315,10 @@ def _blocks(request: Request, processors: LogitsProcessorList, criteria: Stoppin
         conversation.check(request.target, request.drafter)
     num_sequences = len(request.input_ids)
     own_processors = [processors_of(index, num_sequences, processors) for index in range(num_sequences)]
-    acceptor = Acceptor(request, own_processors, lambda text_ids: bool(criteria(text_ids, None).all()))
     cut = make_cutter(criteria, request.max_new_tokens)
     engine = request.drafter.engine
+    acceptor_class = Acceptor if engine is None else engine.acceptor
+    acceptor = acceptor_class(request, own_processors, lambda text_ids: bool(criteria(text_ids, None).all()))
     decoder = Decoder(request, acceptor, cut) if engine is None else engine.decoder(request, acceptor, cut)
     return _guarded(decoder)
 

@@ -474,12 +474,13 @@ def check_masks(models: Mapping[str, PreTrainedModel], purpose: str, remedy: str
 
 
 def read_prompt_inputs(
-    target: PreTrainedModel, model_inputs: Mapping[str, Any], num_sequences: int, is_plain: bool
+    target: PreTrainedModel,
+    model_inputs: Mapping[str, Any],
+    num_sequences: int,
+    chunk_size: int | None,
+    conversation: Conversation | None,
 ) -> dict[str, Any]:
-    """Further inputs of the prompt's forward, such as images. Refuses those that are not known to be exact.
-
-    `is_plain`: the prompt has no padding, is not cut into chunks, and belongs to no conversation.
-    """
+    """Further inputs of the prompt's forward, such as images. Refuses those that are not known to be exact."""
     inputs = {}
     for name, value in model_inputs.items():
         if name not in PREPARED and not _is_empty_input(name, value):
@@ -490,11 +491,13 @@ def read_prompt_inputs(
     if target.config.model_type not in IMAGE_FAMILIES:
         given = f"{type(target).__name__} was given more than token ids ({names})"
         raise InexactError(f"{given}, and its text after that is not known to be exact: use target.generate.")
-    if num_sequences > 1:
+    mask = model_inputs.get("attention_mask")
+    if num_sequences > 1 or (mask is not None and not bool(mask.all())):
         raise InexactError(f"{names} came with {num_sequences} prompts or with padding: pass one prompt, unpadded.")
-    if not is_plain:
-        remedy = "pass one unpadded prompt, without prefill_chunk_size and conversation"
-        raise InexactError(f"{names} came with padding, prefill_chunk_size or a conversation: {remedy}.")
+    if chunk_size is not None:
+        raise InexactError(f"{names} came with prefill_chunk_size: an image cannot be cut, leave the size out.")
+    if conversation is not None:
+        raise ValueError(f"{names} came with a conversation, which supports only token ids: leave one of them out.")
     if model_inputs.get("position_ids") is not None:  # with three axes for images
         inputs["position_ids"] = model_inputs["position_ids"]
     return inputs

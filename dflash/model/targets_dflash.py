@@ -231,6 +231,18 @@ def masked_forward(
     return tapped_forward(target, layout, cache, **inputs)
 
 
+def padded_slots(lengths: Sequence[int], is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
+    """Slots [B, S] of columns of which is_real [B, S] are tokens, `num_real` of each sequence.
+
+    They follow the sequence's last position, and its padding follows them; the next forward overwrites it.
+    """
+    starts = to_device(torch.tensor(lengths), is_real.device)[:, None]
+    counts = to_device(torch.tensor(num_real), is_real.device)[:, None]
+    is_padding = ~is_real
+    numbers = torch.where(is_real, is_real.cumsum(dim=1), counts + is_padding.cumsum(dim=1))  # from 1 on
+    return starts + numbers - 1
+
+
 def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
     layer = target.get_output_embeddings()
@@ -286,11 +298,7 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the last column, [B, 1, V], of a part of several prompts, padded; not rolled back."""
         lengths = cache.lengths
-        starts = to_device(torch.tensor(lengths), token_ids.device)[:, None]
-        counts = to_device(torch.tensor(num_real), token_ids.device)[:, None]
-        # Each sequence's tokens follow its last one, and its padding follows them; the next forward overwrites it.
-        offsets = torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
-        slots = starts + offsets
+        slots = padded_slots(lengths, is_real, num_real)
         num_keys = max(lengths) + token_ids.shape[1]
         masks = self.layout.masks(slots, num_keys, self.model.dtype, None, is_real)
         inputs = {"position_ids": slots, "attention_mask": masks}
