@@ -19,9 +19,10 @@ from typing import Any
 from .options import check_keywords
 from .runner import EngineDecoder as decoder
 from .state import PairState
+from .trees import TreeAcceptor as acceptor
 
 
-__all__ = ["check_keywords", "decoder", "fallback_reason"]
+__all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason"]
 
 
 def fallback_reason(drafter: Any, target: Any) -> str | None:

@@ -155,7 +155,9 @@ def generate_blocks(
     return _through_generate(drafter, target, input_ids, {"as_blocks": True, **kwargs})
 
 
-def _through_generate(drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, keywords: dict[str, Any]) -> Any:
+def _through_generate(
+    drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, keywords: dict[str, Any]
+) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
     check_drafter(drafter)
     check_pair(target, drafter)
@@ -313,9 +315,10 @@ def _blocks(request: Request, processors: LogitsProcessorList, criteria: Stoppin
         conversation.check(request.target, request.drafter)
     num_sequences = len(request.input_ids)
     own_processors = [processors_of(index, num_sequences, processors) for index in range(num_sequences)]
-    acceptor = Acceptor(request, own_processors, lambda text_ids: bool(criteria(text_ids, None).all()))
     cut = make_cutter(criteria, request.max_new_tokens)
     engine = request.drafter.engine
+    acceptor_class = Acceptor if engine is None else engine.acceptor
+    acceptor = acceptor_class(request, own_processors, lambda text_ids: bool(criteria(text_ids, None).all()))
     decoder = Decoder(request, acceptor, cut) if engine is None else engine.decoder(request, acceptor, cut)
     return _guarded(decoder)
 
