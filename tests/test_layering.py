@@ -26,6 +26,7 @@ ORDER = (
     "decoding_dflash",
     "configuration_dflash",
     "heads_dflash",
+    "layers_dflash",
     "modeling_dflash",
     "requests_dflash",
     "generation_dflash",

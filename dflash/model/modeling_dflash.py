@@ -8,7 +8,6 @@ training, N counts the positions of all blocks of a sequence and `attention_mask
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,184 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .acceptance_dflash import Proposals
-from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
+from .attention_dflash import additive_mask, draft_sees, step_mask
 from .configuration_dflash import DFlashConfig
 from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU, SelectorHead
+from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, Rotation
 from .sampling_dflash import pick
 from .targets_dflash import InexactError, check_pair
-
-
-# Cosines and sines of positions, each [B, S, 1, E]; the sines of the first half of a head are negative.
-Rotation = tuple[torch.Tensor, torch.Tensor]
-
-
-class DFlashRMSNorm(qwen3.Qwen3RMSNorm):
-    """Qwen3's norm, as one operation of torch where input and weight have the same dtype."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The normed states, in the weight's dtype."""
-        if hidden_states.dtype != self.weight.dtype:
-            return super().forward(hidden_states)
-        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-class DFlashAttn(qwen3.Qwen3Attention):
-    """Attention of the block over [context, block]. Context positions enter only as keys and values."""
-
-    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        # Attention functions read causality from this attribute when there is no mask. Causal or windowed blocks always
-        # have a mask, so it is False.
-        self.is_causal = False
-        self.is_block_causal = config.is_layer_causal(layer_idx)
-        self.q_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, N, D]
-        context: torch.Tensor,  # [B, C, D]
-        rotation: Rotation,  # of C + N positions
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-        implementation: str,
-    ) -> torch.Tensor:  # [B, N, D]
-        """Attends from the block to [cached context, new context, block]."""
-        width = hidden_states.shape[1]
-        key, value = self.keys_and_values(torch.cat([context, hidden_states], dim=1), rotation)
-        cos, sin = rotation
-        query = self._rotated(self.q_norm, self.q_proj(hidden_states), (cos[:, -width:], sin[:, -width:]))
-        query = query.to(value.dtype)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        options: dict[str, Any] = {"is_causal": False}
-        if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
-            options = {"is_causal": self.is_block_causal, "sliding_window": self.sliding_window}
-        else:
-            attention_mask = self._decoding_mask(attention_mask, query, key)
-        attend = self._attention_function(implementation, is_decoding=cache is not None)
-        output, _ = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **options,
-        )
-        return self.o_proj(output.flatten(2))
-
-    def keys_and_values(self, states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, G, S, E] of states [B, S, D] of context and block."""
-        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        key = self._rotated(self.k_norm, self.k_proj(states), rotation)
-        # Under autocast norms return their weights' dtype, and some attention functions need one dtype.
-        return key.to(value.dtype), value
-
-    def _rotated(self, norm: nn.Module, projected: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
-        heads = norm(projected.unflatten(-1, (-1, self.head_dim)))
-        cos, sin = rotation
-        other_halves = heads.roll(self.head_dim // 2, dims=-1)
-        return torch.addcmul(heads * cos, other_halves, sin).transpose(1, 2)
-
-    def _attention_function(self, implementation: str, is_decoding: bool) -> Any:
-        if implementation == "eager":
-            return qwen3.eager_attention_forward
-        if implementation == "sdpa" and is_decoding:  # one block after its cached context
-            return grouped_attention
-        return ALL_ATTENTION_FUNCTIONS[implementation]
-
-    def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-        """The additive mask of a block after its context, within a 2-D `attention_mask` of its last keys; a 4-D one stays."""
-        if attention_mask is not None and len(attention_mask.shape) == 4:  # a tensor, or flex attention's block mask
-            return attention_mask
-        if attention_mask is None and self.sliding_window is None and not self.is_block_causal:
-            return None
-        # Slots replace positions: the block follows its context without a gap, so distances are equal.
-        num_keys = key.shape[2]
-        start = num_keys - query.shape[2]
-        slots = torch.arange(num_keys, device=key.device)
-        keys = (slots, torch.where(slots < start, -1, 0))
-        queries = (slots[start:, None], 0)
-        visible = sees(queries, keys, start, self.is_block_causal, self.sliding_window)
-        if attention_mask is not None:
-            of_keys = attention_mask[:, -num_keys:].bool()
-            visible = visible & of_keys[:, None]
-        else:
-            visible = visible[None]
-        return additive_mask(visible[:, None], query.dtype)  # [B or 1, 1, N, K]
-
-
-class GroupedDynamicCausalConv(nn.Module):
-    """DFlash2: mixes each position of a block with the positions before it, once before a sublayer and once after it.
-
-    Position i becomes the sum over taps t of (base[t] + delta[i, t]) * position i - t, channel by channel, with zeros before
-    a block. The deltas of both convolutions come from the sublayer's input and are shared by the channels of a group.
-    """
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.block_size = config.block_size
-        self.kernel_size = int(config.conv_kernel_size or 1)
-        self.group_size = int(config.conv_group_size or 1)
-        num_groups = config.hidden_size // self.group_size
-        num_deltas = 2 * self.kernel_size * num_groups
-        self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, config.hidden_size))
-        self.kernel_projection = nn.Linear(config.hidden_size, num_deltas, bias=False)
-
-    def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
-        deltas = self.kernel_projection(hidden).unflatten(-1, (2, self.kernel_size, -1))
-        kernels = self.base_kernel + deltas.repeat_interleave(self.group_size, dim=-1)
-        before, after = kernels.unbind(dim=2)
-        output = sublayer(self._mixed(hidden, before))
-        return self._mixed(output, after)
-
-    def _mixed(self, hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        """The sum over taps of shifted hidden [B, N, D] times kernel [B, N, taps, D], block by block."""
-        width = min(hidden.shape[1], self.block_size)
-        blocks = hidden.unflatten(1, (-1, width))  # [B, blocks, N, D]
-        taps = []
-        for tap in range(self.kernel_size):
-            shifted = functional.pad(blocks, (0, 0, tap, 0))
-            taps.append(shifted[:, :, :width].flatten(1, 2))
-        products = torch.stack(taps, dim=2) * kernel
-        return products.sum(dim=2)
-
-
-class DFlashDecoderLayer(GradientCheckpointingLayer):
-    """A Qwen3 layer over the block. The context is already normed by `hidden_norm` and skips `input_layernorm`."""
-
-    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
-        super().__init__()
-        has_conv = config.conv_kernel_size is not None
-        self.attention_conv = GroupedDynamicCausalConv(config) if has_conv else None
-        self.mlp_conv = GroupedDynamicCausalConv(config) if has_conv else None
-        self.self_attn = DFlashAttn(config, layer_idx)
-        self.mlp = qwen3.Qwen3MLP(config)
-        self.input_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
-
-        def attend(hidden: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(hidden, context, *inputs)
-
-        hidden = self.input_layernorm(hidden_states)
-        hidden = attend(hidden) if self.attention_conv is None else self.attention_conv(hidden, attend)
-        hidden_states = hidden_states + hidden
-        hidden = self.post_attention_layernorm(hidden_states)
-        hidden = self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp)
-        return hidden_states + hidden
 
 
 class DFlashDraftModel(PreTrainedModel):
@@ -253,19 +85,15 @@ class DFlashDraftModel(PreTrainedModel):
             if getattr(config, name) is None:
                 raise ValueError(f"The drafter's config holds no {name}: write that of its training run.")
         size = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids or ()) * size, size, bias=False)
+        num_taps = len(config.target_layer_ids or ())
+        self.fc = nn.Linear(num_taps * size, size, bias=False)
         self.hidden_norm = DFlashRMSNorm(size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList()
+        for layer_idx in range(config.num_hidden_layers):
+            self.layers.append(DFlashDecoderLayer(config, layer_idx))
         self.norm = DFlashRMSNorm(size, eps=config.rms_norm_eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
-        self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
-        self.prefix_gru: Any = None  # with the next one Domino's head
-        self.embed_proj: Any = None
-        if config.gru_hidden_dim is not None and config.emb_dim is not None:
-            self.prefix_gru = PrefixGRU(size, config.gru_hidden_dim)
-            mix = nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False)
-            table = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
-            self.embed_proj = nn.Sequential(mix, nn.SiLU(), table)
+        self._add_head(config)
         self.lm_head: nn.Linear | None = None
         self.register_buffer("d2t", None)
         if config.draft_vocab_size is not None:
@@ -276,6 +104,20 @@ class DFlashDraftModel(PreTrainedModel):
         if config.reader is not None:
             self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
         self.post_init()
+
+    def _add_head(self, config: DFlashConfig) -> None:
+        """Adds the weights of DFlash2's or Domino's head, if the drafter has one."""
+        self.candidate_selector: CandidateSelector | None = None
+        self.prefix_gru: PrefixGRU | None = None  # with the next one Domino's head
+        self.embed_proj: nn.Sequential | None = None
+        if config.selector_rank is not None:
+            self.candidate_selector = CandidateSelector(config)
+        if config.gru_hidden_dim is not None and config.emb_dim is not None:
+            self.prefix_gru = PrefixGRU(config.hidden_size, config.gru_hidden_dim)
+            width = config.hidden_size + config.gru_hidden_dim
+            mix = nn.Linear(width, config.emb_dim, bias=False)
+            table = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+            self.embed_proj = nn.Sequential(mix, nn.SiLU(), table)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -329,8 +171,10 @@ class DFlashDraftModel(PreTrainedModel):
             ValueError: if block or context are missing, if there are two caches, for another `use_cache` or `is_causal`, or if
                 the attention does not support a 4-D mask.
         """
-        noise_embeds = noise_embedding if noise_embeds is None else noise_embeds
-        context_hidden_states = target_hidden if context_hidden_states is None else context_hidden_states
+        if noise_embeds is None:
+            noise_embeds = noise_embedding
+        if context_hidden_states is None:
+            context_hidden_states = target_hidden
         if noise_embeds is None or context_hidden_states is None:
             raise ValueError("forward needs noise_embeds and context_hidden_states; for text, call spec_generate.")
         if cache is not None and past_key_values is not None:
@@ -346,9 +190,9 @@ class DFlashDraftModel(PreTrainedModel):
         context = self._context(context_hidden_states)
         if position_ids is None:
             start = 0 if cache is None else int(cache.get_seq_length())
-            length = context.shape[1] + hidden_states.shape[1]
-            position_ids = torch.arange(start, start + length, device=hidden_states.device)[None]
-        rotation = self._rotation(hidden_states, position_ids)
+            end = start + context.shape[1] + hidden_states.shape[1]
+            position_ids = torch.arange(start, end, device=hidden_states.device)[None]
+        rotation = Rotation.of(*self.rotary_emb(hidden_states, position_ids))
         implementation = attn_implementation or self.config._attn_implementation
         masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
@@ -361,21 +205,17 @@ class DFlashDraftModel(PreTrainedModel):
         dtype = self.hidden_norm.weight.dtype
         return self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
 
-    def _rotation(self, states: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
-        cos, sin = self.rotary_emb(states, position_ids)  # each [B, S, E]
-        first, second = sin.chunk(2, dim=-1)
-        signed_sin = torch.cat([-first, second], dim=-1)
-        return cos.unsqueeze(2), signed_sin.unsqueeze(2)
-
     def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
         masks: dict[str, Any] = {}
         for layer_type in self.config.layer_types:
-            mask = attention_mask[layer_type] if isinstance(attention_mask, dict) else attention_mask
-            is_dense = mask is not None and len(mask.shape) == 4
-            if is_dense and "flash" in implementation:
-                raise ValueError(f"attn_implementation={implementation!r} takes no 4-D mask: load it with 'sdpa'.")
-            if isinstance(mask, torch.Tensor) and is_dense and mask.dtype == torch.bool:
-                mask = additive_mask(mask, dtype)
+            mask = attention_mask
+            if isinstance(attention_mask, dict):
+                mask = attention_mask[layer_type]
+            if mask is not None and len(mask.shape) == 4:
+                if "flash" in implementation:
+                    raise ValueError(f"attn_implementation={implementation!r} takes no 4-D mask: load it with 'sdpa'.")
+                if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+                    mask = additive_mask(mask, dtype)
             masks[layer_type] = mask
         return masks
 
@@ -392,7 +232,7 @@ class DFlashDraftModel(PreTrainedModel):
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Adds keys and values of new context [B, C, L * D] at positions [B, C] to the cache, without a block."""
         context = self._context(context_hidden_states)
-        rotation = self._rotation(context, position_ids)
+        rotation = Rotation.of(*self.rotary_emb(context, position_ids))
         for layer_idx, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
             key, value = attention.keys_and_values(context, rotation)
@@ -411,14 +251,19 @@ class DFlashDraftModel(PreTrainedModel):
         hook: Any = getattr(embedding, "_hf_hook", None)
         if hook is not None:
             (token_ids,), _ = hook.pre_forward(embedding, token_ids)
-        embeddings = functional.embedding(token_ids, embedding.get_parameter("weight")) * scale
-        return embeddings if hook is None else hook.post_forward(embedding, embeddings)
+        weight = embedding.get_parameter("weight")
+        embeddings = functional.embedding(token_ids, weight) * scale
+        if hook is not None:
+            embeddings = hook.post_forward(embedding, embeddings)
+        return embeddings
 
     def compute_logits(
         self, hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Logits [B, R, V] of hidden_states [B, R, D] by the target's `head` or the drafter's own, with -inf where it has none."""
-        logits = head(hidden_states) if self.lm_head is None else self.lm_head(hidden_states)
+        if self.lm_head is not None:
+            head = self.lm_head
+        logits = head(hidden_states)
         if self.config.output_multiplier is not None:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
@@ -426,17 +271,17 @@ class DFlashDraftModel(PreTrainedModel):
             logits = cap * torch.tanh(logits / cap)
         if self.d2t is None:
             return logits
-        token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        own_ids = torch.arange(len(self.d2t), device=self.d2t.device)
         shape = (*logits.shape[:-1], self.config.vocab_size)
         everywhere = logits.new_full(shape, -torch.inf)
-        return everywhere.index_copy(-1, token_ids, logits)
+        return everywhere.index_copy(-1, own_ids + self.d2t, logits)
 
     def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
         """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
         config: Any = self.config
         if self.candidate_selector is not None:
             return SelectorHead(self.candidate_selector, config.selector_top_k)
-        if self.embed_proj is None:
+        if self.prefix_gru is None or self.embed_proj is None:
             return None
         if embed is None:
             raise ValueError("Domino's head reads the tokens chosen before: pass the target's embedding as `embed`.")
@@ -462,51 +307,29 @@ class DFlashDraftModel(PreTrainedModel):
         logits = self.compute_logits(hidden_states, head)
         causal_head = self.causal_head(embed)
         if causal_head is None:
-            token_ids = logits.argmax(dim=-1)
-            best = logits.gather(-1, token_ids[..., None])
-            is_finite = best.isfinite().all(dim=-1).all(dim=-1)
-            return Proposals(token_ids.to(device), is_finite=is_finite)
+            best, token_ids = logits.max(dim=-1)
+            return Proposals(token_ids.to(device), is_finite=best.isfinite().all(dim=-1))
+        temperature, uniforms = drawn or (1.0, None)
 
         def probabilities(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.float() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
+            return (scores.float() / temperature).softmax(dim=-1)
 
-        def choose(scores: torch.Tensor, i: int) -> torch.Tensor:
-            return scores.argmax(-1) if drawn is None else pick(probabilities(scores), drawn[1][:, i])
+        def choose(scores: torch.Tensor, position: int) -> torch.Tensor:
+            if uniforms is None:
+                return scores.argmax(dim=-1)
+            return pick(probabilities(scores), uniforms[:, position])
 
         path = causal_head.choose_path(hidden_states, logits, anchors, choose)
+        token_ids = path.token_ids.to(device)
         is_finite = path.scores.amax(dim=-1).isfinite().all(dim=-1)
-        proposals = Proposals(path.token_ids.to(device), is_finite=is_finite)
-        if drawn is None:
-            return proposals
-        candidates = path.candidate_ids.to(device)
-        return replace(proposals, candidate_ids=candidates, probabilities=probabilities(path.scores).to(device))
-
-    @torch.no_grad()
-    def branches(
-        self,
-        hidden_states: torch.Tensor,  # [1, n, D]
-        anchors: torch.Tensor,  # [1, 1]
-        head: Callable[[torch.Tensor], torch.Tensor],
-        temperature: float,
-        most: int,
-        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities [n, K or 1, K] and tokens [n, K] of which `DraftTree.grown` makes a single sequence's tree.
-
-        A causal head has a row for each candidate of the position before. Without one there is one row for all, and the `most`
-        probable tokens are taken. `head` and `embed` are as in `propose`.
-        """
-        logits = self.compute_logits(hidden_states, head)  # too large for a float32 copy
-        causal_head = self.causal_head(embed)
-        if causal_head is not None:
-            scores, token_ids = causal_head.after_each(hidden_states, logits, anchors)
-            return (scores.float() / temperature).log_softmax(dim=-1), token_ids
-        logits = logits[0]
-        values, token_ids = logits.topk(min(most, logits.shape[-1]), dim=-1)  # [n, K]
-        largest = values[:, :1]
-        total = ((logits - largest) / temperature).exp().sum(dim=-1, keepdim=True, dtype=torch.float32)
-        best = (values - largest).float() / temperature - total.log()
-        return best[:, None], token_ids
+        if uniforms is None:
+            return Proposals(token_ids, is_finite=is_finite)
+        return Proposals(
+            token_ids=token_ids,
+            candidate_ids=path.candidate_ids.to(device),
+            probabilities=probabilities(path.scores).to(device),
+            is_finite=is_finite,
+        )
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises ValueError, with the value and the remedy, unless this model can draft for `target`.
@@ -549,7 +372,7 @@ class DFlashDraftModel(PreTrainedModel):
             kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # listed and refused below
-        load = super().from_pretrained
+        load: Any = super().from_pretrained
         if cls.config_class.reader is not None:
             load = partial(cls.config_class.reader.load, load)
         model, info = load(pretrained_model_name_or_path, *args, **kwargs)
