@@ -26,6 +26,7 @@ from .requests_dflash import (
     OTHER_NAMES,
     Prompts,
     Request,
+    check_config,
     check_drafter,
     check_engine_keywords,
     check_prepared,
@@ -269,6 +270,7 @@ def custom_generate(
         "temperature": generation_config.temperature if generation_config.do_sample else None,
     }
     check_settings(settings)
+    check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
         "compile": compile,
