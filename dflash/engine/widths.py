@@ -248,8 +248,9 @@ class WidthProposer:
 
     def _record_draft(self, proposals: Proposals, blocks: Sequence[Any], width: int) -> None:
         known = self._known
-        is_tree = isinstance(proposals, TreeProposals)
-        parents = proposals.tree.parents if is_tree else range(width)
+        parents: Sequence[int] = range(width)
+        if isinstance(proposals, TreeProposals):
+            parents = proposals.tree.parents
         accepted = [accepted_columns(proposals, block) for block in blocks]
         weight = TRIAL_WEIGHT if known.pause.length else NEW_WEIGHT
         known.chances.add(parents, accepted, weight)
