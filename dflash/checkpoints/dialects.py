@@ -347,6 +347,22 @@ def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
         )
 
 
+def read_config(
+    read: Callable[..., tuple[dict[str, Any], Any]], name: str | os.PathLike[str], **kwargs: Any
+) -> tuple[dict[str, Any], Any]:
+    """The fields of a drafter's config in any dialect, portable; `read` is transformers' `get_config_dict`.
+
+    Raises:
+        ValueError: for a config.json that holds no object, and for fields that `portable_fields` refuses.
+    """
+    folder = os.path.join(name, kwargs.get("subfolder") or "")
+    try:
+        fields, unused = read(name, **kwargs)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{folder}: config.json holds no object: fetch or write the file again.") from error
+    return portable_fields(fields, tensor_names(folder)), unused
+
+
 def load(loader: Callable[..., Any], name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The model and the loading info of a drafter in any dialect; `loader` is transformers' `from_pretrained`.
 

@@ -117,9 +117,7 @@ class ScriptedDrafter(DFlashDraftModel):
         wrong = torch.where(own == right, (right + 1) % size, own)
         runs: Any = self.runs
         token_ids = torch.where(steps < runs[anchors], right, wrong)
-        sure = proposals.confidences
-        confidences = None if sure is None else torch.full_like(sure, self.script.chance)
-        return replace(proposals, token_ids=token_ids, confidences=confidences)
+        return replace(proposals, token_ids=token_ids)
 
 
 def scripted_pair(
