@@ -9,11 +9,11 @@ from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dflash.common.cards import pair_card
 from dflash.common.files import adapter_fault
 from dflash.common.messages import first_line
 from dflash.common.version import __version__
 
-from .cards import pair_card
 from .conversion import convert_checkpoint
 from .folders import DRAFTERS, save_checkpoint, written_aside
 from .licences import read_card
@@ -309,8 +309,8 @@ def _write_card(folder: Path, name: str, source: Path, **models: str) -> None:
 
 def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_error: str) -> None:
     """Raises ValueError for what no request of this pair can have."""
+    from dflash.drafter import DFlashDraftModel
     from dflash.engine import check_keywords
-    from dflash.model.modeling_dflash import DFlashDraftModel
     from dflash.model.requests_dflash import OTHER_NAMES, check_settings
 
     if on_error not in ("raise", "plain"):
@@ -333,8 +333,7 @@ def _check_fit(pair: Path, drafter: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dflash.model.configuration_dflash import DFlashConfig
-    from dflash.model.modeling_dflash import DFlashDraftModel
+    from dflash.drafter import DFlashConfig, DFlashDraftModel
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair, trust_remote_code=False))

@@ -141,7 +141,7 @@ class DFlashConfig(Qwen3Config):
     """
 
     model_type = "qwen3"
-    # `dflash.checkpoints.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
+    # `dflash.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
     reader: ClassVar[Any] = None
 
     if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
