@@ -156,7 +156,8 @@ class DFlashAttn(qwen3.Qwen3Attention):
         visible = visible[None, None]
         if attention_mask is not None:
             is_token = attention_mask[:, -num_keys:].bool()
-            visible = visible & is_token[:, None, None]
+            is_token = is_token[:, None, None]
+            visible = visible & is_token
         return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
 
 
@@ -190,7 +191,8 @@ class GroupedDynamicCausalConv(nn.Module):
     def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
         shape = (2, self.kernel_size, -1)
-        deltas = self.kernel_projection(hidden).unflatten(-1, shape)
+        deltas = self.kernel_projection(hidden)
+        deltas = deltas.unflatten(-1, shape)
         deltas = deltas.repeat_interleave(self.group_size, dim=-1)
         kernels = self.base_kernel + deltas
         before, after = kernels.unbind(dim=2)

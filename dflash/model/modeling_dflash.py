@@ -202,16 +202,18 @@ class DFlashDraftModel(PreTrainedModel):
         rotation = Rotation.of(cos, sin)
         implementation = attn_implementation or self.config._attn_implementation
         masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+        layer_types = self.config.layer_types
+        for layer, layer_type in zip(self.layers, layer_types, strict=True):
             mask = masks[layer_type]
             hidden_states = layer(hidden_states, context, rotation, mask, cache, implementation)
-        # By position: transformers 5.24 renamed the cache.
-        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(hidden_states, cache)  # by position: transformers 5.24 renamed the cache
 
     def _context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's states [B, C, L * D] as the layers read them, [B, C, D]."""
         dtype = self.hidden_norm.weight.dtype
-        return self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
+        projected = self.fc(context_hidden_states.to(dtype))
+        return self.hidden_norm(projected)
 
     def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
         masks: dict[str, Any] = {}
@@ -261,7 +263,8 @@ class DFlashDraftModel(PreTrainedModel):
         if hook is not None:
             (token_ids,), _ = hook.pre_forward(embedding, token_ids)
         weight = embedding.get_parameter("weight")
-        embeddings = functional.embedding(token_ids, weight) * scale
+        embeddings = functional.embedding(token_ids, weight)
+        embeddings = embeddings * scale
         if hook is not None:
             embeddings = hook.post_forward(embedding, embeddings)
         return embeddings
@@ -277,7 +280,8 @@ class DFlashDraftModel(PreTrainedModel):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
+            share = logits / cap
+            logits = cap * share.tanh()
         if self.d2t is None:
             return logits
         own_ids = torch.arange(len(self.d2t), device=self.d2t.device)
