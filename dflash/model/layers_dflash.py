@@ -132,7 +132,8 @@ class DFlashAttn(qwen3.Qwen3Attention):
     def _rotated(self, norm: nn.Module, projected: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
         heads = norm(self._heads(projected))
-        return rotation.turn(heads).transpose(1, 2)
+        turned = rotation.turn(heads)
+        return turned.transpose(1, 2)
 
     def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
         """The additive mask of a block after its context, within a 2-D `attention_mask` of its last keys; a 4-D one stays."""
@@ -196,7 +197,8 @@ class GroupedDynamicCausalConv(nn.Module):
         deltas = deltas.repeat_interleave(self.group_size, dim=-1)
         kernels = self.base_kernel + deltas
         before, after = kernels.unbind(dim=2)
-        output = sublayer(self._mixed(hidden, before))
+        mixed = self._mixed(hidden, before)
+        output = sublayer(mixed)
         return self._mixed(output, after)
 
     def _mixed(self, hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
