@@ -213,7 +213,7 @@ def test_one_bad_block_is_bad_luck(clock: Clock) -> None:
 
 def test_few_accepted_proposals_make_narrow_steps_where_columns_cost(clock: Clock) -> None:
     """Promise: steps become as narrow as pays, for one sequence and for a batch."""
-    clock.seconds = lambda width, num_sequences: 1.0 if width == 0 else 1.1 + 0.05 * num_sequences * width
+    clock.seconds = lambda width, num_sequences: 1.0 if width == 0 else 1.1 + 0.1 * num_sequences * width
     for num_sequences, num_right, narrowest, widest in ((1, 2, 1, 3), (16, 3, 0, 3), (1, 14, 15, 15)):
         chosen = Text(clock, num_sequences=num_sequences).run(120, num_right)
         usual_width = max(set(chosen[40:]), key=chosen[40:].count)

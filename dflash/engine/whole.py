@@ -151,7 +151,7 @@ def whole_step(
     def embed_ids(token_ids: torch.Tensor) -> torch.Tensor:
         return drafter.embed(token_ids, target.get_input_embeddings())
 
-    proposals = drafter.propose(hidden_states[:, proposing], state.anchors, logits_of_proposals, None, embed_ids)
+    proposals = drafter.propose(hidden_states[:, proposing], state.anchors, logits_of_proposals, embed=embed_ids)
     token_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     positions = state.starts[:, None] + torch.arange(token_ids.shape[1], device=token_ids.device)
     cache = target_storage.cache(positions)

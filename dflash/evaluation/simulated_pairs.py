@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.model.configuration_dflash import default_target_layer_ids
 
 from .measurements import Measurement, Prompt, compare
 from .memory import allocated_memory

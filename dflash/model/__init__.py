@@ -24,13 +24,3 @@ A pair's folder ships one more.
 
 15. `pair_dflash`: the door of a target that drafts by itself.
 """
-
-from dflash import engine
-from dflash.checkpoints import dialects
-
-from .configuration_dflash import DFlashConfig
-from .modeling_dflash import DFlashDraftModel
-
-
-DFlashDraftModel.engine = engine
-DFlashConfig.reader = dialects  # a shipped copy has no package around it, and reads the form that it was saved in

@@ -110,10 +110,10 @@ def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window:
 
 def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device) -> torch.Tensor:
     """The predicate as a dense mask, bool [B, S, K]."""
-    batch = torch.arange(batch_size, device=device)
-    query = torch.arange(width, device=device)
+    batch = torch.arange(batch_size, device=device).view(-1, 1, 1)
+    query = torch.arange(width, device=device).unsqueeze(1)
     key = torch.arange(num_keys, device=device)
-    visible = mask(batch[:, None, None], None, query[:, None], key)
+    visible = mask(batch, None, query, key)
     return visible.expand(batch_size, width, num_keys)
 
 
@@ -132,9 +132,11 @@ def step_mask(
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where visible, the dtype's minimum elsewhere: a mask that both SDPA and eager attention accept."""
     *shape, num_keys = visible.shape
-    row = -(-num_keys // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    mask = torch.zeros((*shape, row), dtype=dtype, device=visible.device)[..., :num_keys]
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+    padding = -num_keys % ROW_ALIGNMENT
+    rows = torch.zeros(*shape, num_keys + padding, dtype=dtype, device=visible.device)
+    mask = rows[..., :num_keys]
+    lowest = torch.finfo(dtype).min
+    return mask.masked_fill_(~visible, lowest)
 
 
 # -- the attention of a step
@@ -174,14 +176,23 @@ def _attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and attention_mask is None and width > 1
-    is_uncommon = any(kwargs.get(name) is not None for name in UNCOMMON)
-    if is_uncommon and is_causal:
+    uncommon = [name for name in UNCOMMON if kwargs.get(name) is not None]
+    if uncommon and is_causal:
         is_causal = False
         attention_mask = _lower_right(query, num_keys)
     is_later = is_causal and width < num_keys
-    if is_uncommon or (attention_mask is None and not is_later):
-        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+    if uncommon or (attention_mask is None and not is_later):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
     if attention_mask is not None and attention_mask.shape[1] == 1 and query.device.type == "cuda":
         output = expanded_attention(query, key, value, attention_mask, dropout, scaling)
     else:
@@ -231,8 +242,9 @@ def _repeated(states: torch.Tensor, num_shared: int) -> torch.Tensor:
 def _lower_right(query: torch.Tensor, num_keys: int) -> torch.Tensor:
     """The causal mask of the last queries, additive [1, 1, S, K]."""
     width = query.shape[2]
-    visible = torch.ones(1, 1, width, num_keys, dtype=torch.bool, device=query.device)
-    return additive_mask(visible.tril(num_keys - width), query.dtype)
+    every = torch.ones(1, 1, width, num_keys, dtype=torch.bool, device=query.device)
+    visible = every.tril(num_keys - width)
+    return additive_mask(visible, query.dtype)
 
 
 @contextmanager
@@ -256,10 +268,14 @@ def mask_in_step(*args: Any, local_size: int | None = None, **kwargs: Any) -> to
     `None` where it would be only causal and this thread's step runs on CUDA, whose kernels align causal attention.
     """
     is_causal_alone = local_size is None and kwargs.get("attention_mask") is None
-    if is_causal_alone and kwargs.get("allow_is_causal_skip", True) and getattr(_thread, "is_on_cuda", False):
+    may_be_skipped = kwargs.get("allow_is_causal_skip", True)
+    is_on_cuda = getattr(_thread, "is_on_cuda", False)
+    if is_causal_alone and may_be_skipped and is_on_cuda:
         return None
     visible = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
-    return None if visible is None else additive_mask(visible, kwargs["dtype"])
+    if visible is None:
+        return None
+    return additive_mask(visible, kwargs["dtype"])
 
 
 def attention_of(model: PreTrainedModel) -> str:

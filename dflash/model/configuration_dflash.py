@@ -86,8 +86,10 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[
     last = max(num_target_layers - 3, min(1, num_target_layers - 2))
     first = min(1, last)
     if num_taps == 1:
-        return [num_target_layers // 2 if num_target_layers // 2 < num_target_layers - 1 else last]
-    return sorted({round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)})
+        return [min(num_target_layers // 2, num_target_layers - 2)]
+    distance = (last - first) / (num_taps - 1)
+    ids = {round(first + i * distance) for i in range(num_taps)}
+    return sorted(ids)
 
 
 # What a value has to be, if there is one.
@@ -139,7 +141,7 @@ class DFlashConfig(Qwen3Config):
     """
 
     model_type = "qwen3"
-    # `dflash.checkpoints.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
+    # `dflash.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
     reader: ClassVar[Any] = None
 
     if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
@@ -184,7 +186,8 @@ class DFlashConfig(Qwen3Config):
         target_layer_ids = _agreed("target_layer_ids", target_layer_ids, nested)
         num_target_layers = _agreed("num_target_layers", num_target_layers, nested)
         for name in CAUSALITY_FIELDS:
-            is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.pop(name, None)})
+            declared = {"is_causal": nested.pop(name, None)}
+            is_causal = _agreed("is_causal", is_causal, declared)
         width = _agreed("target_hidden_size", kwargs.pop("target_hidden_size", None), nested)
         if width is not None:
             kwargs["target_hidden_size"] = width
@@ -193,7 +196,8 @@ class DFlashConfig(Qwen3Config):
             logger.warning_once(unused_fields_message(unused))
         optional = dict(OPTIONAL_FIELDS)
         for name in OPTIONAL_FIELDS:
-            value = _agreed(name, kwargs.pop(name, None), nested)
+            top_level = kwargs.pop(name, None)
+            value = _agreed(name, top_level, nested)
             if value is not None:
                 optional[name] = value
         dialect = kwargs.pop("dialect", None)
@@ -287,7 +291,8 @@ class DFlashConfig(Qwen3Config):
             remedy = f"write that of the training run, at most {LARGEST_BLOCK}"
             raise ValueError(f"block_size={self.block_size} is no block of a drafter: {remedy}.")
         mask = self.mask_token_id
-        if mask is not None and not 0 <= mask < (self.vocab_size or float("inf")):
+        vocab_size = self.vocab_size or float("inf")
+        if mask is not None and not 0 <= mask < vocab_size:
             fault = f"mask_token_id={mask} is outside the vocabulary of {self.vocab_size}"
             raise ValueError(f"{fault}: choose an id of the target's embedding that never occurs in text.")
 
@@ -341,9 +346,10 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"{fault}, which is not supported: serve this drafter with an engine that reads it.")
 
     def _check_both(self, first: str, second: str) -> None:
-        values = (getattr(self, first), getattr(self, second))
-        if values.count(None) == 1:
-            raise ValueError(f"{first}={values[0]} and {second}={values[1]}: a drafter has both or neither.")
+        value = getattr(self, first)
+        other = getattr(self, second)
+        if (value is None) != (other is None):
+            raise ValueError(f"{first}={value} and {second}={other}: a drafter has both or neither.")
 
     def _doubled(self) -> dict[str, Any]:
         """The current values of the fields that are written twice."""
@@ -362,14 +368,18 @@ class DFlashConfig(Qwen3Config):
 
     def layer_window(self, layer_idx: int) -> int | None:
         """The window W of layer `layer_idx` (queries see keys less than W positions away), `None` for a full layer."""
-        return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
+        if self.layer_types[layer_idx] != "sliding_attention":
+            return None
+        return self.sliding_window
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with rope in both spellings: transformers 4 silently takes theta 10000 from the newer one alone."""
         fields = super().to_dict()
         doubled = self._doubled()
-        nested = {name: value for name, value in self.dflash_config.items() if name not in OPTIONAL_FIELDS}
-        fields["dflash_config"] = {**nested, **doubled}
+        nested = dict(self.dflash_config)
+        for name in OPTIONAL_FIELDS:
+            nested.pop(name, None)
+        fields["dflash_config"] = nested | doubled
         fields.pop("dialect", None)
         for name in OPTIONAL_FIELDS:
             if name not in doubled:

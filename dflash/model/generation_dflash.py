@@ -26,6 +26,7 @@ from .requests_dflash import (
     OTHER_NAMES,
     Prompts,
     Request,
+    check_config,
     check_drafter,
     check_engine_keywords,
     check_prepared,
@@ -129,9 +130,8 @@ def generate_blocks(
               "auto" is "block" for drafters that draw their proposals and "match" for others.
             - **conversation** ([`Conversation`]): Its caches are reused and kept. One prompt only.
             - **max_draft_tokens** (`int`): Most proposals to verify in a step; 0 drafts nothing.
-            - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the drafter's confidence and
-              by the durations of the forwards, which are measured for each pair.
-            - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
+            - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the time that steps have taken
+              and by how many of their proposals were accepted.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
             - **draft_window** (`(int, int)`): How many of the first and of the newest tokens (up to an eighth more) a drafter
@@ -269,6 +269,7 @@ def custom_generate(
         "temperature": generation_config.temperature if generation_config.do_sample else None,
     }
     check_settings(settings)
+    check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
         "compile": compile,

@@ -26,9 +26,10 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         rank = int(config.selector_rank or 0)
+        shape = (config.vocab_size, rank)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape))
 
 
 class PrefixGRU(nn.Module):
@@ -36,8 +37,9 @@ class PrefixGRU(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * hidden_size, input_size))
-        self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * hidden_size, hidden_size))
+        num_gates = 3 * hidden_size
+        self.weight_ih_l0 = nn.Parameter(torch.zeros(num_gates, input_size))
+        self.weight_hh_l0 = nn.Parameter(torch.zeros(num_gates, hidden_size))
 
     def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The next state [..., H], of inputs [..., D]."""
@@ -114,7 +116,13 @@ class CausalHead:
         for i, candidates in enumerate(top_ids.unbind(dim=1)):  # [B, K]
             states.append(state)
             state = self.read(previous, state)
-            of_candidates = self.scores(i, features[:, i], top_logits[:, i], candidates, state)
+            of_candidates = self.scores(
+                position=i,
+                features=features[:, i],
+                logits=top_logits[:, i],
+                candidate_ids=candidates,
+                state=state,
+            )
             scores.append(of_candidates)
             choice = choose(of_candidates, i).unsqueeze(1)
             previous = candidates.gather(1, choice).squeeze(1)
@@ -139,7 +147,8 @@ class CausalHead:
         anchor = anchors.to(candidate_ids.device).expand(1, self.top_k)
         before = torch.cat([anchor, candidate_ids[:-1]])  # [R, K]
         states = path.states[0].unsqueeze(1)
-        states = self.read(before, states.expand(-1, self.top_k, -1))  # [R, K, H]
+        states = states.expand(-1, self.top_k, -1)
+        states = self.read(before, states)  # [R, K, H]
         positions = torch.arange(len(candidate_ids), device=candidate_ids.device)
         features = self.features(hidden_states[0])
         scores = self.scores(
@@ -186,7 +195,8 @@ class DominoHead(CausalHead):
         mix, _, table = projection.children()
         rows = table.get_parameter("weight")
         state_size = gru.weight_hh_l0.shape[1]
-        super().__init__(rows, min(DOMINO_TOP_K, len(rows)), state_size, num_plain)
+        top_k = min(DOMINO_TOP_K, len(rows))
+        super().__init__(rows, top_k, state_size, num_plain)
         self._gru = gru
         self._embed = embed
         weight = mix.get_parameter("weight")

@@ -30,18 +30,27 @@ class Rotation(NamedTuple):
     def of(cls, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
         """That of cos and sin [B, S, E]."""
         first, second = sin.chunk(2, dim=-1)
-        signed_sin = torch.cat([-first, second], dim=-1)
-        return cls(cos.unsqueeze(2), signed_sin.unsqueeze(2))
+        negative = -first
+        signed_sin = torch.cat([negative, second], dim=-1)
+        return cls(
+            cos=cos.unsqueeze(2),
+            signed_sin=signed_sin.unsqueeze(2),
+        )
 
     def last(self, width: int) -> Rotation:
         """The rotation of the last `width` positions."""
-        return Rotation(self.cos[:, -width:], self.signed_sin[:, -width:])
+        start = self.cos.shape[1] - width
+        return Rotation(
+            cos=self.cos.narrow(1, start, width),
+            signed_sin=self.signed_sin.narrow(1, start, width),
+        )
 
     def turn(self, heads: torch.Tensor) -> torch.Tensor:
         """Heads [B, S, H, E], each rotated by its position."""
         half = heads.shape[-1] // 2
         other_halves = heads.roll(half, dims=-1)
-        return torch.addcmul(heads * self.cos, other_halves, self.signed_sin)
+        cosines = heads * self.cos
+        return torch.addcmul(cosines, other_halves, self.signed_sin)
 
 
 class DFlashRMSNorm(qwen3.Qwen3RMSNorm):
@@ -51,7 +60,12 @@ class DFlashRMSNorm(qwen3.Qwen3RMSNorm):
         """The normed states, in the weight's dtype."""
         if hidden_states.dtype != self.weight.dtype:
             return super().forward(hidden_states)
-        return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return functional.rms_norm(
+            hidden_states,
+            normalized_shape=self.weight.shape,
+            weight=self.weight,
+            eps=self.variance_epsilon,
+        )
 
 
 class DFlashAttn(qwen3.Qwen3Attention):
@@ -63,8 +77,9 @@ class DFlashAttn(qwen3.Qwen3Attention):
         # have a mask, so it is False.
         self.is_causal = False
         self.is_block_causal = config.is_layer_causal(layer_idx)
-        self.q_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = DFlashRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        eps = config.rms_norm_eps
+        self.q_norm = DFlashRMSNorm(self.head_dim, eps=eps)
+        self.k_norm = DFlashRMSNorm(self.head_dim, eps=eps)
 
     def forward(
         self,
@@ -78,8 +93,9 @@ class DFlashAttn(qwen3.Qwen3Attention):
         """Attends from the block to [cached context, new context, block]."""
         states = torch.cat([context, hidden_states], dim=1)
         key, value = self.keys_and_values(states, rotation)
+        projected = self.q_proj(hidden_states)
         of_block = rotation.last(hidden_states.shape[1])
-        query = self._rotated(self.q_norm, self.q_proj(hidden_states), of_block)
+        query = self._rotated(self.q_norm, projected, of_block)
         query = query.to(value.dtype)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -103,8 +119,10 @@ class DFlashAttn(qwen3.Qwen3Attention):
 
     def keys_and_values(self, states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, G, S, E] of states [B, S, D] of context and block."""
-        value = self._heads(self.v_proj(states)).transpose(1, 2)
-        key = self._rotated(self.k_norm, self.k_proj(states), rotation)
+        projected = self.k_proj(states)
+        key = self._rotated(self.k_norm, projected, rotation)
+        value = self._heads(self.v_proj(states))
+        value = value.transpose(1, 2)
         # Under autocast norms return their weights' dtype, and some attention functions need one dtype.
         return key.to(value.dtype), value
 
@@ -114,7 +132,8 @@ class DFlashAttn(qwen3.Qwen3Attention):
     def _rotated(self, norm: nn.Module, projected: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
         heads = norm(self._heads(projected))
-        return rotation.turn(heads).transpose(1, 2)
+        turned = rotation.turn(heads)
+        return turned.transpose(1, 2)
 
     def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
         """The additive mask of a block after its context, within a 2-D `attention_mask` of its last keys; a 4-D one stays."""
@@ -126,13 +145,21 @@ class DFlashAttn(qwen3.Qwen3Attention):
         num_keys = key.shape[2]
         start = num_keys - query.shape[2]
         slots = torch.arange(num_keys, device=key.device)
-        keys = (slots, torch.where(slots < start, -1, 0))
-        queries = (slots[start:, None], 0)
-        visible = sees(queries, keys, start, self.is_block_causal, self.sliding_window)[None]
+        blocks = torch.where(slots < start, -1, 0)
+        of_block = slots[start:]
+        visible = sees(
+            query=(of_block[:, None], 0),
+            key=(slots, blocks),
+            anchor=start,
+            is_causal=self.is_block_causal,
+            window=self.sliding_window,
+        )
+        visible = visible[None, None]
         if attention_mask is not None:
             is_token = attention_mask[:, -num_keys:].bool()
-            visible = visible & is_token[:, None]
-        return additive_mask(visible[:, None], query.dtype)  # [B or 1, 1, N, K]
+            is_token = is_token[:, None, None]
+            visible = visible & is_token
+        return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
 
 
 def _attention_function(implementation: str, is_decoding: bool) -> Any:
@@ -155,18 +182,23 @@ class GroupedDynamicCausalConv(nn.Module):
         self.block_size = config.block_size
         self.kernel_size = int(config.conv_kernel_size or 1)
         self.group_size = int(config.conv_group_size or 1)
-        num_groups = config.hidden_size // self.group_size
+        size = config.hidden_size
+        num_groups = size // self.group_size
         num_deltas = 2 * self.kernel_size * num_groups
-        self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, config.hidden_size))
-        self.kernel_projection = nn.Linear(config.hidden_size, num_deltas, bias=False)
+        base = torch.zeros(2, self.kernel_size, size)
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(size, num_deltas, bias=False)
 
     def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
+        shape = (2, self.kernel_size, -1)
         deltas = self.kernel_projection(hidden)
-        deltas = deltas.unflatten(-1, (2, self.kernel_size, -1))
-        kernels = self.base_kernel + deltas.repeat_interleave(self.group_size, dim=-1)
+        deltas = deltas.unflatten(-1, shape)
+        deltas = deltas.repeat_interleave(self.group_size, dim=-1)
+        kernels = self.base_kernel + deltas
         before, after = kernels.unbind(dim=2)
-        output = sublayer(self._mixed(hidden, before))
+        mixed = self._mixed(hidden, before)
+        output = sublayer(mixed)
         return self._mixed(output, after)
 
     def _mixed(self, hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -178,8 +210,18 @@ class GroupedDynamicCausalConv(nn.Module):
             shifted = functional.pad(blocks, (0, 0, tap, 0))
             shifted = shifted.narrow(2, 0, width)
             taps.append(shifted.flatten(1, 2))
-        products = torch.stack(taps, dim=2) * kernel
+        stacked = torch.stack(taps, dim=2)
+        products = stacked * kernel
         return products.sum(dim=2)
+
+
+def _convolved(
+    conv: GroupedDynamicCausalConv | None, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The output of `sublayer`, inside a convolution if there is one."""
+    if conv is None:
+        return sublayer(hidden)
+    return conv(hidden, sublayer)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -194,8 +236,10 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             self.mlp_conv = GroupedDynamicCausalConv(config)
         self.self_attn = DFlashAttn(config, layer_idx)
         self.mlp = qwen3.Qwen3MLP(config)
-        self.input_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.input_layernorm = DFlashRMSNorm(size, eps=eps)
+        self.post_attention_layernorm = DFlashRMSNorm(size, eps=eps)
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, *inputs: Any) -> torch.Tensor:
         """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
@@ -204,8 +248,8 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             return self.self_attn(hidden, context, *inputs)
 
         hidden = self.input_layernorm(hidden_states)
-        hidden = attend(hidden) if self.attention_conv is None else self.attention_conv(hidden, attend)
+        hidden = _convolved(self.attention_conv, hidden, attend)
         hidden_states = hidden_states + hidden
         hidden = self.post_attention_layernorm(hidden_states)
-        hidden = self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp)
+        hidden = _convolved(self.mlp_conv, hidden, self.mlp)
         return hidden_states + hidden

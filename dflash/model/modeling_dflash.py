@@ -85,13 +85,14 @@ class DFlashDraftModel(PreTrainedModel):
             if getattr(config, name) is None:
                 raise ValueError(f"The drafter's config holds no {name}: write that of its training run.")
         size = config.hidden_size
+        eps = config.rms_norm_eps
         num_taps = len(config.target_layer_ids or ())
         self.fc = nn.Linear(num_taps * size, size, bias=False)
-        self.hidden_norm = DFlashRMSNorm(size, eps=config.rms_norm_eps)
+        self.hidden_norm = DFlashRMSNorm(size, eps=eps)
         self.layers = nn.ModuleList()
         for layer_idx in range(config.num_hidden_layers):
             self.layers.append(DFlashDecoderLayer(config, layer_idx))
-        self.norm = DFlashRMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = DFlashRMSNorm(size, eps=eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self._add_head(config)
         self.lm_head: nn.Linear | None = None
@@ -99,10 +100,12 @@ class DFlashDraftModel(PreTrainedModel):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             # Token i of the own head is token i + d2t[i] of the target.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.long)
+            self.register_buffer("d2t", offsets)
         self.gradient_checkpointing = False
         if config.reader is not None:
-            self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
+            copies = config.reader.COPIES_OF_THE_TARGET
+            self._keys_to_ignore_on_load_unexpected = copies.get(config.dialect)
         self.post_init()
 
     def _add_head(self, config: DFlashConfig) -> None:
@@ -112,11 +115,13 @@ class DFlashDraftModel(PreTrainedModel):
         self.embed_proj: nn.Sequential | None = None
         if config.selector_rank is not None:
             self.candidate_selector = CandidateSelector(config)
-        if config.gru_hidden_dim is not None and config.emb_dim is not None:
-            self.prefix_gru = PrefixGRU(config.hidden_size, config.gru_hidden_dim)
-            width = config.hidden_size + config.gru_hidden_dim
-            mix = nn.Linear(width, config.emb_dim, bias=False)
-            table = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
+        size = config.hidden_size
+        state_size = config.gru_hidden_dim
+        row_size = config.emb_dim
+        if state_size is not None and row_size is not None:
+            self.prefix_gru = PrefixGRU(size, state_size)
+            mix = nn.Linear(size + state_size, row_size, bias=False)
+            table = nn.Linear(row_size, config.vocab_size, bias=False)
             self.embed_proj = nn.Sequential(mix, nn.SiLU(), table)
 
     @torch.no_grad()
@@ -190,20 +195,25 @@ class DFlashDraftModel(PreTrainedModel):
         context = self._context(context_hidden_states)
         if position_ids is None:
             start = 0 if cache is None else int(cache.get_seq_length())
-            end = start + context.shape[1] + hidden_states.shape[1]
-            position_ids = torch.arange(start, end, device=hidden_states.device)[None]
-        rotation = Rotation.of(*self.rotary_emb(hidden_states, position_ids))
+            width = context.shape[1] + hidden_states.shape[1]
+            columns = torch.arange(width, device=hidden_states.device)
+            position_ids = start + columns[None]
+        cos, sin = self.rotary_emb(hidden_states, position_ids)
+        rotation = Rotation.of(cos, sin)
         implementation = attn_implementation or self.config._attn_implementation
         masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states = layer(hidden_states, context, rotation, masks[layer_type], cache, implementation)
-        # By position: transformers 5.24 renamed the cache.
-        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
+        layer_types = self.config.layer_types
+        for layer, layer_type in zip(self.layers, layer_types, strict=True):
+            mask = masks[layer_type]
+            hidden_states = layer(hidden_states, context, rotation, mask, cache, implementation)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(hidden_states, cache)  # by position: transformers 5.24 renamed the cache
 
     def _context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's states [B, C, L * D] as the layers read them, [B, C, D]."""
         dtype = self.hidden_norm.weight.dtype
-        return self.hidden_norm(self.fc(context_hidden_states.to(dtype)))
+        projected = self.fc(context_hidden_states.to(dtype))
+        return self.hidden_norm(projected)
 
     def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
         masks: dict[str, Any] = {}
@@ -232,7 +242,8 @@ class DFlashDraftModel(PreTrainedModel):
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Adds keys and values of new context [B, C, L * D] at positions [B, C] to the cache, without a block."""
         context = self._context(context_hidden_states)
-        rotation = Rotation.of(*self.rotary_emb(context, position_ids))
+        cos, sin = self.rotary_emb(context, position_ids)
+        rotation = Rotation.of(cos, sin)
         for layer_idx, layer in enumerate(self.layers):
             attention: Any = layer.self_attn
             key, value = attention.keys_and_values(context, rotation)
@@ -252,7 +263,8 @@ class DFlashDraftModel(PreTrainedModel):
         if hook is not None:
             (token_ids,), _ = hook.pre_forward(embedding, token_ids)
         weight = embedding.get_parameter("weight")
-        embeddings = functional.embedding(token_ids, weight) * scale
+        embeddings = functional.embedding(token_ids, weight)
+        embeddings = embeddings * scale
         if hook is not None:
             embeddings = hook.post_forward(embedding, embeddings)
         return embeddings
@@ -268,13 +280,15 @@ class DFlashDraftModel(PreTrainedModel):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
+            share = logits / cap
+            logits = cap * share.tanh()
         if self.d2t is None:
             return logits
         own_ids = torch.arange(len(self.d2t), device=self.d2t.device)
-        shape = (*logits.shape[:-1], self.config.vocab_size)
-        everywhere = logits.new_full(shape, -torch.inf)
-        return everywhere.index_copy(-1, own_ids + self.d2t, logits)
+        token_ids = own_ids + self.d2t
+        *shape, _ = logits.shape
+        everywhere = logits.new_full((*shape, self.config.vocab_size), -torch.inf)
+        return everywhere.index_copy(-1, token_ids, logits)
 
     def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
         """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
@@ -308,7 +322,8 @@ class DFlashDraftModel(PreTrainedModel):
         causal_head = self.causal_head(embed)
         if causal_head is None:
             best, token_ids = logits.max(dim=-1)
-            return Proposals(token_ids.to(device), is_finite=best.isfinite().all(dim=-1))
+            is_finite = best.isfinite().all(dim=-1)
+            return Proposals(token_ids.to(device), is_finite=is_finite)
         temperature, uniforms = drawn or (1.0, None)
 
         def probabilities(scores: torch.Tensor) -> torch.Tensor:
@@ -321,7 +336,8 @@ class DFlashDraftModel(PreTrainedModel):
 
         path = causal_head.choose_path(hidden_states, logits, anchors, choose)
         token_ids = path.token_ids.to(device)
-        is_finite = path.scores.amax(dim=-1).isfinite().all(dim=-1)
+        best = path.scores.amax(dim=-1)
+        is_finite = best.isfinite().all(dim=-1)
         if uniforms is None:
             return Proposals(token_ids, is_finite=is_finite)
         return Proposals(
@@ -380,7 +396,9 @@ class DFlashDraftModel(PreTrainedModel):
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(map(str, info[kind]))
             if names:
-                faults.append(f"{len(names)} {kind.replace('_', ' ')}: {', '.join(names[:3])}")
+                what = kind.replace("_", " ")
+                first = ", ".join(names[:3])
+                faults.append(f"{len(names)} {what}: {first}")
         if faults:
             fault = f"{pretrained_model_name_or_path} does not fill a DFlash drafter exactly ({'; '.join(faults)})"
             remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"

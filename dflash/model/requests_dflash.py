@@ -435,18 +435,21 @@ def check_drafter(drafter: Any) -> None:
         raise ValueError("The drafter's weights are on the meta device, without values: load it by from_pretrained.")
 
 
-def check_prepared(request: Request) -> None:
-    """Refuses settings of the prepared generation config, and of the request, that the loop does not support."""
-    config = request.config
-    num_sequences = len(request.input_ids)
-    if request.conversation is not None and num_sequences > 1:
-        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_sequences}: give each its own.")
+def check_config(config: Any) -> None:
+    """Refuses settings of the prepared generation config that the loop does not support."""
     if config.use_cache is False:
         raise InexactError("use_cache=False: speculation needs cached keys and values; leave it out.")
     for name, neutral in OTHER_DECODING.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise InexactError(f"{name}={value!r} is not supported: leave it at {neutral}, or use target.generate.")
+
+
+def check_prepared(request: Request) -> None:
+    """Refuses combinations of prompts and settings that the loop does not support."""
+    num_sequences = len(request.input_ids)
+    if request.conversation is not None and num_sequences > 1:
+        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_sequences}: give each its own.")
     largest = request.drafter.config.block_size
     if not is_whole(request.block_size, 2, largest):
         given = f"block_size={request.block_size}"

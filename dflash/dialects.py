@@ -1,8 +1,8 @@
 """How other tools write a DFlash checkpoint, and what that is in the form that this library writes.
 
 A dialect is recognised by the fields of `config.json` and, in doubt, by the names of the tensors; never by the name of
-the checkpoint. The shipped files read their own form alone. Importing the package gives them this module, by which they
-read the others (`DFlashConfig.reader`).
+the checkpoint. The shipped files read their own form alone. `dflash.drafter` gives them this module, by which they read the
+others (`DFlashConfig.reader`).
 
 | dialect | recognised by | written by |
 |---|---|---|
@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 from transformers import GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
+from dflash.common.cards import complete_card  # noqa: F401  the reader's, for uploads
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
@@ -33,8 +34,6 @@ from dflash.model.configuration_dflash import (
     is_whole_number,
     unused_fields_message,
 )
-
-from .cards import complete_card  # noqa: F401  the reader's, for uploads
 
 
 logger = logging.get_logger(__name__)
