@@ -22,7 +22,7 @@ from .lookup import LookupProposer
 from .options import Options
 from .recorded import Recording, capacity_for
 from .state import PairState
-from .trees import TreeAcceptance, TreeAcceptor, TreeCache, TreeProposals, TreeProposer, verify_tree
+from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer, verify_tree
 from .whole import Drawn, Models, NotWholeError, Shape, State, WholeStep
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
