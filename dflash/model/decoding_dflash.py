@@ -192,9 +192,7 @@ class EagerRunner:
 class Decoder:
     """One request: its sequences, its caches, and the runner of its steps. `cut` is `make_cutter`'s."""
 
-    def __init__(
-        self, request: Any, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
-    ) -> None:
+    def __init__(self, request: Any, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]) -> None:
         self.request = request
         self.acceptor = acceptor
         self.cut = cut
@@ -252,9 +250,7 @@ class Decoder:
         conversation.token_ids = token_ids[0].tolist()
         return logits
 
-    def _read_chunks(
-        self, token_ids: torch.Tensor, cache: PreallocatedCache, context: DrafterContext
-    ) -> torch.Tensor:
+    def _read_chunks(self, token_ids: torch.Tensor, cache: PreallocatedCache, context: DrafterContext) -> torch.Tensor:
         """Reads one text, token_ids [1, S], chunk by chunk. The context of the last chunk waits for the first draft."""
         width = token_ids.shape[1]
         chunk_size = self.request.chunk_size or width

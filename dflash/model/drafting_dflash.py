@@ -212,9 +212,7 @@ class DraftProposer:
         if self._uniforms_of is not None:
             uniforms = self._uniforms_of.fresh(sequences, hidden_states.shape[1], anchors.device)
             drawn = (self.request.temperature, uniforms)
-        proposals: Proposals = self.drafter.propose(
-            hidden_states, anchors, self.target.head, drawn, embed=self.embed
-        )
+        proposals: Proposals = self.drafter.propose(hidden_states, anchors, self.target.head, drawn, embed=self.embed)
         return proposals.first(count)
 
     def hidden_states(self, anchors: torch.Tensor) -> torch.Tensor:

@@ -291,7 +291,9 @@ def _read_encoding(encoding: Mapping[str, Any]) -> tuple[Any, Any]:
     input_ids = fields.pop("input_ids")
     mask = fields.pop("attention_mask", None)
     for name, values in fields.items():
-        is_text = name == "token_type_ids" and not any(bool(torch.as_tensor(leaf).any()) for leaf in tree_leaves(values))
+        is_text = name == "token_type_ids" and not any(
+            bool(torch.as_tensor(leaf).any()) for leaf in tree_leaves(values)
+        )
         if not is_text:
             raise InexactError(f"The prompt holds {name}, which this loop cannot feed the target: leave it out.")
     return input_ids, mask
@@ -531,7 +533,9 @@ def checked_verification(verification: str, is_sampled: bool, processors: Sequen
     for processor in processors:
         name = type(processor).__name__
         if name in STATEFUL_PROCESSORS:
-            raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
+            raise InexactError(
+                f"{name} keeps a state, which drafts would change: leave it out, or use target.generate."
+            )
         if may_keep_state(processor):
             if is_sampled and verification not in ("auto", "match"):
                 given = f"verification={verification!r} also processes tokens that are then rejected"

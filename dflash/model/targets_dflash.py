@@ -415,7 +415,9 @@ def _why_not_lossless(target: PreTrainedModel) -> str | None:
         return "keeps its text in a cache of its own, which cannot be rolled back after rejected tokens"
     num_streams = getattr(config, "altup_num_inputs", None)
     if num_streams is not None:
-        return f"carries altup_num_inputs={num_streams} streams of hidden states between layers, and a drafter reads one"
+        return (
+            f"carries altup_num_inputs={num_streams} streams of hidden states between layers, and a drafter reads one"
+        )
     num_indexed = getattr(config, "index_topk", None)
     if num_indexed is not None:
         return f"attends to the index_topk={num_indexed} keys that an indexer picks, others for a block"
