@@ -18,7 +18,8 @@ from rich.console import Console
 
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import EAGERLY, HAS_NATIVE, NATIVE, SHAPES, measure_point, scripted_pair, scripted_prompt
-from dflash.model.step_dflash import Pair
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.targets_dflash import Target
 
 
 METHODS = (*([NATIVE] if HAS_NATIVE else []), EAGERLY, "dflash compiled")
@@ -29,13 +30,13 @@ WARM_UP = 2  # forwards of each width that are not counted
 def measure_forwards(target: Any, drafter: Any, context: int, repeats: int) -> dict[str, float]:
     """Milliseconds of the target's forward after `context` tokens, by its number of columns: medians."""
     block_size = drafter.config.block_size
-    pair, ids = Pair(target, drafter), scripted_prompt(target, context)
-    cache = pair.new_cache(context + block_size)
-    pair.forward(ids, cache, 1)
+    forwards, ids = Target(target, drafter.config.target_layer_ids), scripted_prompt(target, context)
+    cache = PreallocatedCache(forwards.num_layers, context + block_size)
+    forwards.read(ids, cache)
     times: dict[int, list[float]] = {1: [], block_size: []}
 
     def forward(width: int) -> None:
-        pair.verify(ids[:, -1:].expand(-1, width), cache)
+        forwards.verify(ids[:, -1:].expand(-1, width), cache)
         cache.rollback([width])
 
     for width in turns(list(times), repeats + WARM_UP):

@@ -17,8 +17,8 @@ from rich.progress import track
 
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import SHAPES, scripted_pair
-from dflash.model.cache_dflash import PreallocatedCache
-from dflash.model.step_dflash import Context, Pair
+from dflash.engine.windows import WindowedCache, WindowedContext
+from dflash.model.drafting_dflash import Context, DrafterContext
 
 
 PIECE = 1024  # columns that the drafter reads at a time

@@ -25,7 +25,7 @@ from rich.progress import track
 
 from dflash.checkpoints import load_embedded_pair
 from dflash.evaluation import PLAIN, Prompt, Script, chat_encoder, compare, summarise, timed_blocks, timed_generate
-from dflash.model.verification_dflash import Proposals
+from dflash.model.acceptance_dflash import Proposals
 
 
 MOST_TOKENS = 320  # of a prescribed answer, so that prompt and answer fit into the target's positions

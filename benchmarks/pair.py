@@ -42,7 +42,8 @@ from dflash.checkpoints import DOMINO_NAME, DRAFTER_NAME, load_embedded_pair
 from dflash.cli.loading import read_prompts
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import PLAIN, Prompt, chat_encoder, compare, summarise, timed_blocks, timed_generate
-from dflash.model.verification_dflash import Proposals, pick, verify_block, verify_rejection
+from dflash.model.acceptance_dflash import Proposals, accept_block, accept_rejection
+from dflash.model.sampling_dflash import pick
 from dflash.training import encode, encode_prompt, prompt_of, read_rows
 
 
@@ -218,8 +219,8 @@ def scripted(share: float, num_proposals: int, num_blocks: int = 20_000) -> dict
     proposals = Proposals(tokens[:, 1:], candidates, torch.stack(distributions, dim=1))
     uniforms = torch.rand(num_blocks, num_proposals + 1, generator=generator, dtype=torch.float64)
     accepted = {
-        name: verify(proposals, target[tokens].log(), uniforms).num_accepted.double().mean().item()
-        for name, verify in (("rejection", verify_rejection), ("block", verify_block))
+        name: accept(proposals, target[tokens].log(), uniforms).num_accepted.double().mean().item()
+        for name, accept in (("rejection", accept_rejection), ("block", accept_block))
     }
     return {
         "share_of_the_targets_distribution": share,

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, pad
 from dflash.checkpoints import heldout_problems, load_embedded_pair
 from dflash.common.stopwatch import seconds_of
 from dflash.evaluation import allocated_memory
-from dflash.model.step_dflash import Pair
+from dflash.model.targets_dflash import tapped
 from dflash.training import (
     Batch,
     DrafterLoss,
@@ -71,16 +71,17 @@ def naive_batches(examples: list[Example], args: argparse.Namespace) -> Iterator
         yield collate([examples[i] for i in chosen], anchors, 0, width=max(map(len, examples)))
 
 
-def naive_loss(drafter: Any, tapped: Pair, batch: Batch) -> tuple[torch.Tensor, None]:
+def naive_loss(drafter: Any, pair: FrozenTarget, batch: Batch) -> tuple[torch.Tensor, None]:
     """The same loss written naively: the logits of all positions at once, and all that autograd keeps of them."""
     config = drafter.config
     layout = lay_out_blocks(batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, config, "sdpa")
     with torch.no_grad():
-        cache = tapped.new_cache(batch.input_ids.shape[1])
-        _, features = tapped.forward(batch.input_ids, cache, num_logits=batch.input_ids.shape[1])
-        noise_embeds = tapped.embed(layout.token_ids)
+        with tapped(pair.target, config.target_layer_ids) as states:
+            pair.target(batch.input_ids)
+        features = torch.cat(states, dim=-1)
+        noise_embeds = pair.embed(layout.token_ids)
     states = drafter(noise_embeds, features, layout.position_ids, layout.attention_mask).last_hidden_state
-    logits = tapped.head(states).flatten(0, 1).float()
+    logits = pair.head(states).flatten(0, 1).float()
     losses = cross_entropy(logits, layout.labels.flatten(), reduction="none")
     learned = layout.is_learned.view(-1, config.block_size)[:, 1:]
     weigh = decay_weights(default_gamma(config.block_size))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .model.decoding_dflash import Block, Conversation
     from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
     from .model.modeling_dflash import DFlashDraftModel
-    from .model.proposals_dflash import LatencyCurve
 
 __version__ = "0.1.0"
 
@@ -26,7 +25,6 @@ __all__ = [
     "DFlashConfig",
     "DFlashDraftModel",
     "DFlashOutput",
-    "LatencyCurve",
     "custom_generate",
     "default_target_layer_ids",
     "generate_blocks",

@@ -87,10 +87,9 @@ def prompt_ids() -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compilation.py` to say."""
-    from dflash.model import step_dflash
+    from dflash.engine import compiled
 
-    monkeypatch.setattr(step_dflash, "EXPECTED_SECONDS", float("inf"))
-    monkeypatch.setattr(step_dflash.CompiledPair, "_measured", {})
+    monkeypatch.setattr(compiled, "AUTO_SECONDS", float("inf"))
 
 
 @pytest.fixture

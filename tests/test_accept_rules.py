@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from dflash.model import verification_dflash
-from dflash.model.verification_dflash import (
+from dflash.model import acceptance_dflash
+from dflash.model.acceptance_dflash import (
+    DRAFTER_BROKE,
+    TARGET_BROKE,
+    Acceptance,
     Proposals,
-    Verdict,
-    choose_sampled,
-    pick,
-    verify_block,
-    verify_match,
-    verify_rejection,
+    accept_block,
+    accept_match,
+    accept_rejection,
 )
+from dflash.model.sampling_dflash import choose_sampled, pick
 
 
 VOCAB, DEPTH, ROWS = 4, 3, 60_000
 FIRST = 0  # the anchor
-Rule = Callable[[Proposals, torch.Tensor, torch.Generator], Verdict]
+Rule = Callable[[Proposals, torch.Tensor, torch.Generator], Acceptance]
 
 
 def chain(seed: int, sharpness: float) -> torch.Tensor:
@@ -44,17 +45,17 @@ def uniforms(count: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(ROWS, count, generator=generator, dtype=torch.float64)
 
 
-def by_match(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+def by_match(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
     choices = choose_sampled(scores, uniforms(scores.shape[1], generator))
-    return verify_match(proposals, choices, scores.amax(dim=-1))
+    return accept_match(proposals, choices, scores.amax(dim=-1))
 
 
-def by_rejection(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
-    return verify_rejection(proposals, scores, uniforms(scores.shape[1], generator))
+def by_rejection(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
+    return accept_rejection(proposals, scores, uniforms(scores.shape[1], generator))
 
 
-def by_block(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
-    return verify_block(proposals, scores, uniforms(scores.shape[1], generator))
+def by_block(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
+    return accept_block(proposals, scores, uniforms(scores.shape[1], generator))
 
 
 RULES: dict[str, Rule] = {"match": by_match, "rejection": by_rejection, "block": by_block}
@@ -83,12 +84,12 @@ def write(rule: Rule, is_drawn: bool, seed: int = 0) -> tuple[torch.Tensor, torc
     generator = torch.Generator().manual_seed(seed)
     proposals = propose(is_drawn, generator)
     after = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
-    verdict = rule(proposals, TARGET[after].log(), generator)
-    texts = verdict.token_ids[:, :DEPTH].clone()
+    acceptance = rule(proposals, TARGET[after].log(), generator)
+    texts = acceptance.token_ids[:, :DEPTH].clone()
     for place in range(1, DEPTH):  # what the next steps would write
         more = pick(TARGET[texts[:, place - 1]], uniforms(1, generator).squeeze(1))
-        texts[:, place] = torch.where(place > verdict.num_accepted, more, texts[:, place])
-    return texts, verdict.num_accepted
+        texts[:, place] = torch.where(place > acceptance.num_accepted, more, texts[:, place])
+    return texts, acceptance.num_accepted
 
 
 written = cache(write)  # of the rules as they are
@@ -152,27 +153,35 @@ def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.Mon
 def test_a_wrong_residual_fails_the_distribution_test(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the test: drawing from the target's own distribution after a refusal is a bias, and is caught."""
 
-    def verdict(of: Any, accepted: torch.Tensor, _: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
+    def accept(of: Any, accepted: torch.Tensor, _: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
         place = accepted[:, None]
         drawn = pick(of.scores[torch.arange(ROWS), accepted].double().softmax(dim=-1), uniforms)
         token_ids = torch.cat([of.proposals.token_ids, torch.zeros_like(place)], dim=1)
-        return Verdict(accepted, token_ids.scatter(1, place, drawn[:, None]))
+        return Acceptance(accepted, token_ids.scatter(1, place, drawn[:, None]))
 
-    monkeypatch.setattr(verification_dflash._Drawn, "verdict", verdict)
+    monkeypatch.setattr(acceptance_dflash._Drawn, "accept", accept)
     assert text_p_value(write(RULES[rule], is_drawn=True)[0]) < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_wrong_q_fails_the_distribution_test(rule: str) -> None:
-    """The test of the test: judging by another distribution than the proposals were drawn from is caught."""
+    """The test of the test: accepting by another distribution than the proposals were drawn from is caught."""
 
-    def judge(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+    def lenient(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
         assert proposals.probabilities is not None
         claimed = proposals.probabilities.roll(1, dims=-1)
         lying = Proposals(proposals.token_ids, proposals.candidate_ids, claimed)
         return RULES[rule](lying, scores, generator)
 
-    assert text_p_value(write(judge, is_drawn=True)[0]) < 1e-6
+    assert text_p_value(write(lenient, is_drawn=True)[0]) < 1e-6
+
+
+def mixed(proposals: Proposals, is_found: torch.Tensor, token_ids: torch.Tensor) -> Proposals:
+    """Drawn proposals with a q of one token, those of token_ids [ROWS, DEPTH], where is_found [ROWS, DEPTH]."""
+    assert proposals.probabilities is not None
+    one_token = torch.nn.functional.one_hot(token_ids, VOCAB).double()
+    probabilities = torch.where(is_found[..., None], one_token, proposals.probabilities)
+    return Proposals(torch.where(is_found, token_ids, proposals.token_ids), proposals.candidate_ids, probabilities)
 
 
 @pytest.mark.parametrize("depends_on_kept", [True, False], ids=["kept", "replaced"])
@@ -180,28 +189,53 @@ def test_a_wrong_q_fails_the_distribution_test(rule: str) -> None:
 def test_lookups_after_drawn_proposals_keep_the_distribution(rule: str, depends_on_kept: bool) -> None:
     """Promise: what is looked up may depend on the drawn proposals before it. The test of the test: not on the one it replaces."""
 
-    def verify(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Verdict:
+    def accept(proposals: Proposals, scores: torch.Tensor, generator: torch.Generator) -> Acceptance:
         read = proposals.token_ids[:, 0 if depends_on_kept else 1]
-        found = {row: (1, [3, 1]) for row in (read == 1).nonzero().flatten().tolist()}
-        proposals = proposals.with_lookups(found)
-        behind = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
-        return RULES[rule](proposals, TARGET[behind].log(), generator)
+        is_found = (read == 1)[:, None] & torch.tensor([False, True, True])
+        proposals = mixed(proposals, is_found, torch.tensor([0, 3, 1]).expand(ROWS, -1))
+        after = torch.cat([torch.full((ROWS, 1), FIRST), proposals.token_ids], dim=1)
+        return RULES[rule](proposals, TARGET[after].log(), generator)
 
-    assert (text_p_value(write(verify, is_drawn=True)[0]) > 1e-3) == depends_on_kept
+    assert (text_p_value(write(accept, is_drawn=True)[0]) > 1e-3) == depends_on_kept
 
 
-def test_rows_whose_proposals_were_looked_up_have_a_q_of_one_token() -> None:
-    """Promise: `with_lookups` leaves the other rows as they were drawn."""
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_that_are_not_finite_are_reported(rule: str) -> None:
+    """Promise: NaN or infinite logits of a committed token, or a broken drafter, are told apart; unread columns say nothing."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.zeros(ROWS, 2, VOCAB, dtype=torch.float64)
+    scores[:4, 0] = torch.tensor([[0.0, 9.0, 0.0, torch.nan], [torch.inf, 0.0, 0.0, 0.0], [-torch.inf] * 4, [0.0] * 4])
+    scores[4:7, 0, 0] = 60.0  # word 1 is refused, so the next column is never read
+    scores[4:7, 1] = torch.nan
+    is_finite = torch.ones(ROWS, dtype=torch.bool)
+    is_finite[6] = False
+    proposals = Proposals(torch.ones(ROWS, 1, dtype=torch.long), is_finite=is_finite)
+    num_accepted = RULES[rule](proposals, scores, generator).num_accepted.tolist()
+    assert num_accepted[:3] == [TARGET_BROKE] * 3
+    assert num_accepted[4:7] == [0, 0, DRAFTER_BROKE]
+    assert min(num_accepted[7:] + num_accepted[3:4]) >= 0
+
+
+def test_proposals_are_cut_and_moved_whole() -> None:
+    """Promise: `first` cuts tokens and their q alike, and `to` moves every tensor."""
     drawn = Proposals(
-        torch.tensor([[1, 2], [0, 3]]), torch.arange(VOCAB).expand(2, 2, VOCAB), torch.full((2, 2, VOCAB), 0.25)
+        torch.tensor([[1, 2]]),
+        torch.tensor([[[1, 0], [2, 3]]]),
+        torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]),
+        looked_up=(0,),
     )
-    assert drawn.with_lookups({0: (0, [2])}).token_ids.tolist() == [[2, 2], [0, 3]]  # what is found may be shorter
-    mixed = drawn.with_lookups({1: (1, [2, 1])})
-    assert mixed.token_ids.tolist() == [[1, 2, 0], [0, 2, 1]]
-    assert mixed.looked_up == (1,)
-    assert mixed.probabilities is not None
-    assert mixed.candidate_ids is not None
-    q = torch.zeros(2, 3, VOCAB).scatter_add(-1, mixed.candidate_ids, mixed.probabilities)
-    assert q[0].tolist() == [[0.25] * 4, [0.25] * 4, [1, 0, 0, 0]]
-    assert q[1].tolist() == [[0.25] * 4, [0, 0, 1, 0], [0, 1, 0, 0]]
-    assert (mixed.candidate_ids.sort(dim=-1).values == torch.arange(VOCAB)).all(), "no candidate stands there twice"
+    assert drawn.first(1).token_ids.tolist() == [[1]]
+    assert drawn.first(1).candidate_ids.tolist() == [[[1, 0]]]  # type: ignore[union-attr]
+    assert drawn.first(1).probabilities.tolist() == [[[0.5, 0.5]]]  # type: ignore[union-attr]
+    assert drawn.first(1).looked_up == (0,)
+    assert Proposals(torch.tensor([[1, 2]])).first(0).token_ids.shape == (1, 0)
+    moved = drawn.to(torch.device("meta"))
+    assert moved.token_ids.is_meta
+    assert moved.candidate_ids.is_meta  # type: ignore[union-attr]
+    assert moved.probabilities.is_meta  # type: ignore[union-attr]
+
+
+def test_the_next_anchor_is_the_last_committed_token() -> None:
+    """Promise: also where a model broke, whose sequence has no such token."""
+    acceptance = Acceptance(torch.tensor([0, 2, TARGET_BROKE]), torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]]))
+    assert acceptance.anchors.tolist() == [[5], [7], [5]]

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TextStreamer
 
 from dflash import generate_blocks, spec_generate
 from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.targets_dflash import padded_slots
 
 
 NEW_TOKENS = 24
@@ -200,10 +201,12 @@ def test_a_ragged_cache_equals_lists_of_rows() -> None:
     for step in range(30):
         columns = rng.randint(1, 5)
         is_real = torch.tensor([[rng.random() < 0.6 for _ in range(columns)] for _ in rows])
-        slots = cache.plan(is_real, is_real.sum(dim=1).tolist())
+        num_real = is_real.sum(dim=1).tolist()
+        slots = padded_slots(cache.lengths, is_real, num_real)
         assert all(len(set(row)) == columns for row in slots.tolist()), "two columns share a slot"
         values = torch.arange(len(rows) * columns).view(len(rows), columns) + 100.0 * step
-        keys, _ = cache.layers[0].update(values[:, None, :, None], -values[:, None, :, None])
+        with cache.appending(slots, num_real):
+            keys, _ = cache.layers[0].update(values[:, None, :, None], -values[:, None, :, None])
         for place, row in enumerate(rows):
             row += values[place][is_real[place]].tolist()
         counts = [rng.randint(0, min(2, len(row))) for row in rows]

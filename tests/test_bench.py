@@ -60,8 +60,8 @@ from dflash.evaluation import (
     timed_generate,
     untrained,
 )
-from dflash.model.decoding_dflash import Proposer
-from dflash.model.step_dflash import Pair
+from dflash.model.drafting_dflash import DraftProposer
+from dflash.model.targets_dflash import Target
 
 
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="transformers has native DFlash from 5.15 on")
@@ -294,7 +294,7 @@ def test_a_step_is_split_where_the_models_spend_the_time(pair, monkeypatch, name
 
 def test_what_was_watched_is_left_as_it_was(pair):
     target, drafter, prompt_ids = pair
-    before = Proposer.propose, Pair.verify, Pair.step, num_hooks(target), num_hooks(drafter)
+    before = DraftProposer.propose, Target.verify, num_hooks(target), num_hooks(drafter)
     run = decoding_methods(target, drafter, 8, [OURS])[OURS]
     step_split(run, prompt_ids, target, drafter)
 
@@ -303,7 +303,7 @@ def test_what_was_watched_is_left_as_it_was(pair):
 
     with pytest.raises(KeyError):
         step_split(fails, prompt_ids, target, drafter)
-    assert (Proposer.propose, Pair.verify, Pair.step, num_hooks(target), num_hooks(drafter)) == before
+    assert (DraftProposer.propose, Target.verify, num_hooks(target), num_hooks(drafter)) == before
 
 
 @pytest.mark.parametrize(

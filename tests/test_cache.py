@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from devices import LateDevice
+from families import FAMILIES
 from tiny_models import greedy, make_drafter, make_prompt, make_target
 from transformers import DynamicCache, PreTrainedModel, Qwen3ForCausalLM
 
 from dflash import spec_generate
-from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache, PreallocatedLayer, cache_name
+from dflash.model import cache_dflash
+from dflash.model.attention_dflash import additive_mask
+from dflash.model.cache_dflash import CACHE_NAME, CAPACITY_STEP, PreallocatedCache, PreallocatedLayer
+from dflash.model.targets_dflash import cache_name, linear_mixers
 
 
 NUM_LAYERS = 2
@@ -23,6 +26,13 @@ def states(length: int, value_size: int = 8, batch_size: int = 1) -> tuple[torch
     return torch.randn(batch_size, 2, length, 8), torch.randn(batch_size, 2, length, value_size)
 
 
+@pytest.fixture
+def exact_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacities are not rounded up, so that small caches grow, too."""
+    monkeypatch.setattr(cache_dflash, "CAPACITY_STEP", 1)
+
+
+@pytest.mark.usefixtures("exact_capacities")
 @pytest.mark.parametrize("value_size", [8, 5])
 @pytest.mark.parametrize("capacity", [1, 4, 100])
 def test_append_and_rollback_equal_a_list(capacity: int, value_size: int) -> None:
@@ -65,6 +75,7 @@ def test_equals_dynamic_cache() -> None:
     assert len(ours) == len(theirs)
 
 
+@pytest.mark.usefixtures("exact_capacities")
 def test_append_is_in_place_until_the_room_is_used() -> None:
     """Promise: no copy of the whole cache per step: storage stays where it is, and doubles when it is full."""
     layer = PreallocatedLayer(10)
@@ -79,6 +90,19 @@ def test_append_is_in_place_until_the_room_is_used() -> None:
     assert layer.keys.data_ptr() == second
     layer.update(*states(100))
     assert layer.length == 120
+
+
+def test_capacities_are_multiples_of_a_step() -> None:
+    """Promise: texts of other lengths have the same strides, so kernels that plan for each shape plan once."""
+    for length in (1, CAPACITY_STEP - 1, CAPACITY_STEP):
+        layer = PreallocatedLayer(length)
+        layer.update(*states(1))
+        assert layer.keys.shape[2] == CAPACITY_STEP
+    for length, expected in [(CAPACITY_STEP + 1, 2 * CAPACITY_STEP), (5 * CAPACITY_STEP - 9, 5 * CAPACITY_STEP)]:
+        layer = PreallocatedLayer(1)
+        layer.update(*states(1))
+        layer.reserve(length)
+        assert layer.keys.shape[2] == expected
 
 
 def test_rollback_copies_nothing_and_can_be_written_over() -> None:
@@ -175,59 +199,227 @@ def test_verify_and_rollback_of_a_target_equal_a_full_forward(kind: str, attenti
     torch.testing.assert_close(continued, expected, rtol=0, atol=1e-4)
 
 
-def test_rows_of_their_own_length() -> None:
-    """Promise: in a ragged cache every row appends after its own end, padding is overwritten, and rows can be dropped.
+@pytest.mark.usefixtures("exact_capacities")
+def test_sequences_of_their_own_length() -> None:
+    """Promise: in a batch every sequence appends after its own end, what does not count is overwritten, and sequences leave.
 
-    Random plans against Python lists of what each row holds.
+    Random columns against Python lists of what each sequence holds.
     """
     torch.manual_seed(0)
     cache = PreallocatedCache(NUM_LAYERS, 3, batch_size=3)
     kept: list[list[list[torch.Tensor]]] = [[[] for _ in range(3)] for _ in range(NUM_LAYERS)]
-    alive = [0, 1, 2]
+    batch_size = 3
     for step, (width, counts) in enumerate([(5, [5, 2, 3]), (4, [4, 4, 4]), (3, [0, 3, 1]), (6, [6, 2]), (4, [1, 4])]):
-        if len(counts) < len(alive):
+        if len(counts) < batch_size:
+            pointers = [layer.keys.data_ptr() for layer in cache.layers]  # type: ignore[union-attr]
             cache.keep_sequences([0, 2])
+            assert [layer.keys.data_ptr() for layer in cache.layers] == pointers  # type: ignore[union-attr]
             kept = [[rows[0], rows[2]] for rows in kept]
-            alive = [0, 2]
-        # Padding on the left (a prompt) in even steps, on the right in odd ones.
-        columns = torch.arange(width)
-        wanted = torch.tensor(counts)[:, None]
-        is_real = columns >= width - wanted if step % 2 == 0 else columns < wanted
+            batch_size = 2
+        slots, is_real = slots_for(cache, width, counts, is_left=step % 2 == 0)
         before = cache.lengths
-        slots = cache.plan(is_real, counts)
-        for row, count in enumerate(counts):
-            assert slots[row][is_real[row]].tolist() == list(range(before[row], before[row] + count))
-        for layer in range(NUM_LAYERS):
-            keys, values = states(width, batch_size=len(alive))
-            got, got_values = cache.update(keys, values, layer)
-            assert got.shape[2] == max(before) + width
-            for row in range(len(alive)):
-                kept[layer][row] += list(keys[row][:, is_real[row]].unbind(dim=1))
-                assert torch.equal(got[row, :, : len(kept[layer][row])], torch.stack(kept[layer][row], dim=1))
-            assert torch.equal(got_values.isfinite(), torch.ones_like(got_values, dtype=torch.bool))
+        with cache.appending(slots, counts):
+            for layer in range(NUM_LAYERS):
+                keys, values = states(width, batch_size=batch_size)
+                got, got_values = cache.update(keys, values, layer)
+                assert got.shape[:1] + got.shape[2:3] == (batch_size, max(before) + width)
+                for row in range(batch_size):
+                    kept[layer][row] += list(keys[row][:, is_real[row]].unbind(dim=1))
+                    assert torch.equal(got[row, :, : len(kept[layer][row])], torch.stack(kept[layer][row], dim=1))
+                assert torch.equal(got_values.isfinite(), torch.ones_like(got_values, dtype=torch.bool))
+        assert cache.lengths == [length + count for length, count in zip(before, counts, strict=True)]
         forgotten = [min(count, 2 - row % 2) for row, count in enumerate(counts)]
         cache.rollback(forgotten)
         kept = [[held[: len(held) - n] for held, n in zip(rows, forgotten, strict=True)] for rows in kept]
         assert cache.lengths == [len(held) for held in kept[0]]
 
 
+def slots_for(
+    cache: PreallocatedCache, width: int, counts: list[int], is_left: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [B, width] of columns of which `counts` are real, after padding if `is_left`, else before; which are, [B, width]."""
+    columns, wanted = torch.arange(width), torch.tensor(counts)[:, None]
+    is_real = columns >= width - wanted if is_left else columns < wanted
+    offsets = torch.where(is_real, is_real.cumsum(dim=1) - 1, wanted + (~is_real).cumsum(dim=1) - 1)
+    return torch.tensor(cache.lengths)[:, None] + offsets, is_real
+
+
+def filled(lengths: list[int], capacity: int = 8) -> tuple[PreallocatedCache, list[torch.Tensor]]:
+    """A cache with random keys of these lengths (values are their negatives), and the keys [G, length, E] of layer 0."""
+    cache = PreallocatedCache(NUM_LAYERS, capacity, batch_size=len(lengths))
+    slots, _ = slots_for(cache, max(lengths), lengths, is_left=False)
+    with cache.appending(slots, lengths):
+        for layer in range(NUM_LAYERS):
+            keys, _ = states(max(lengths), batch_size=len(lengths))
+            cache.update(keys, -keys, layer)
+    held = [cache.layers[0].keys[row, :, :length].clone() for row, length in enumerate(lengths)]  # type: ignore[union-attr]
+    return cache, held
+
+
+def assert_holds(cache: PreallocatedCache, expected: list[torch.Tensor]) -> None:
+    """Layer 0 holds these keys and their negatives, also after one more column."""
+    assert cache.lengths == [keys.shape[1] for keys in expected]
+    more = torch.randn(len(expected), 2, 1, 8)
+    slots = torch.tensor(cache.lengths)[:, None]
+    with cache.appending(slots, [1] * len(expected)):
+        keys, values = cache.update(more, -more, 0)
+        for layer in range(1, NUM_LAYERS):
+            cache.update(more, -more, layer)
+    for row, held in enumerate(expected):
+        length = held.shape[1] + 1
+        assert torch.equal(keys[row, :, :length], torch.cat([held, more[row]], dim=1))
+        assert torch.equal(values[row, :, :length], -keys[row, :, :length])
+    cache.rollback([1] * len(expected))
+
+
+@pytest.mark.parametrize("places", [[0], [2], [1, 3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]])
+def test_kept_sequences_move_in_place(places: list[int]) -> None:
+    """Promise: the storage stays where it is and keeps its room; a last sequence appends at its end, without slots."""
+    cache, expected = filled([5, 3, 6, 2])
+    storage = cache.storage(0)
+    cache.keep_sequences(places)
+    assert cache.batch_size == len(places)
+    assert cache.is_ragged == (len(places) > 1)
+    assert_holds(cache, [expected[place] for place in places])
+    for before, now in zip(storage, cache.storage(0), strict=True):
+        assert [keys.data_ptr() for keys in before] == [keys.data_ptr() for keys in now]
+        assert all(len(keys) == 4 for keys in now)
+    if len(places) == 1:
+        keys, _ = states(2)
+        got, _ = cache.update(keys, keys, 0)
+        assert torch.equal(got[0], torch.cat([expected[places[0]], keys[0]], dim=1))
+
+
+def test_prompts_read_one_by_one_become_a_batch() -> None:
+    """Promise: `put_sequence` copies text and length of a single cache, into room for the whole batch."""
+    batch = PreallocatedCache(NUM_LAYERS, 4, batch_size=3)
+    expected = []
+    for place, length in enumerate((300, 2, 9)):  # the first outgrows the room
+        single, (keys,) = filled([length])
+        batch.put_sequence(place, single)
+        expected.append(keys)
+    assert batch.lengths == [300, 2, 9]
+    assert_holds(batch, expected)
+
+
+def fail_inside(cache: PreallocatedCache, slots: torch.Tensor) -> None:
+    """A forward of one column that fails after its first layer."""
+    with cache.appending(slots, [1] * len(slots)):
+        cache.update(*states(1, batch_size=len(slots)), 0)
+        raise ValueError("full")
+
+
+def test_a_forward_that_fails_changes_no_length() -> None:
+    """Promise: after an error the text is the one before, in a batch and alone."""
+    for lengths in ([4, 2], [3]):
+        cache, expected = filled(lengths)
+        slots = torch.tensor(cache.lengths)[:, None]
+        with pytest.raises(ValueError, match="full"):
+            fail_inside(cache, slots)
+        assert_holds(cache, expected)
+    cache, (keys,) = filled([6])
+    cache.update(*states(2), 0)  # one layer of a forward that fails
+    assert cache.truncate(5) == 5
+    assert_holds(cache, [keys[:, :5]])
+
+
+def test_a_text_moves_to_adopted_storage_and_back() -> None:
+    """Promise: what is written goes to the caller's tensors, until `release` copies it out; the tensors are then free."""
+    for lengths in ([5, 3], [4]):
+        cache, expected = filled(lengths)
+        room = [[torch.zeros(3, 2, 2 * CAPACITY_STEP, 8) for _ in range(NUM_LAYERS)] for _ in range(2)]
+        cache.adopt(*room)
+        assert cache.storage(2 * CAPACITY_STEP)[0][0] is room[0][0]
+        assert_holds(cache, expected)
+        assert torch.equal(room[0][0][0, :, : lengths[0]], expected[0])
+        cache.release()
+        assert cache.storage(0)[0][0].shape == (len(lengths), 2, CAPACITY_STEP, 8)
+        for tensors in room:
+            for tensor in tensors:
+                tensor.fill_(torch.nan)
+        assert_holds(cache, expected)
+
+
+def test_columns_written_from_outside_count_after_advance() -> None:
+    """Promise: a whole step writes into `storage`, and `advance` says how many columns it wrote."""
+    cache, expected = filled([4, 2])
+    keys, values = cache.storage(CAPACITY_STEP)
+    new = torch.randn(2, 2, 3, 8)
+    for row, length in enumerate(cache.lengths):
+        keys[0][row, :, length : length + 3] = new[row]
+        values[0][row, :, length : length + 3] = -new[row]
+    cache.advance([3, 3])
+    cache.rollback([0, 2])
+    assert_holds(cache, [torch.cat([expected[0], new[0]], 1), torch.cat([expected[1], new[1, :, :1]], 1)])
+
+
+LINEAR = [name for name in ("qwen3_next", "lfm2", "kimi_linear", "olmo_hybrid") if FAMILIES[name].is_served]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_running_states_are_those_of_the_columns_that_stand(name: str) -> None:
+    """Promise: after a rollback of any number of columns a sequence, logits are those of the text without them.
+
+    Sequences leave, come from single caches, and a forward that fails or was not recorded is never rolled back.
+    """
+    target = FAMILIES[name].make()
+    num_layers, mixers = target.config.get_text_config().num_hidden_layers, linear_mixers(target)
+    cached = cache_name(target)
+    texts = [make_prompt(length, seed=length)[:, :] for length in (9, 12, 7)]
+    continued = [make_prompt(5, seed=40 + i) for i in range(3)]
+    num_kept = [2, 5, 0]
+
+    def logits_of(text_ids: torch.Tensor) -> torch.Tensor:
+        return target(text_ids, use_cache=False).logits[:, -1]
+
+    with torch.no_grad():
+        batch = PreallocatedCache(num_layers, 16, 3, mixers=mixers)
+        for place, text in enumerate(texts):
+            single = PreallocatedCache(num_layers, 16, mixers=mixers)
+            target(text, **{cached: single}, use_cache=True)
+            batch.put_sequence(place, single)
+        slots = torch.tensor(batch.lengths)[:, None] + torch.arange(5)
+        masks = masks_for(target, slots, max(batch.lengths) + 5)
+        with batch.recording(5), batch.appending(slots, [5] * 3):
+            target(torch.cat(continued), position_ids=slots, attention_mask=masks, **{cached: batch}, use_cache=True)
+        with pytest.raises(ValueError, match="linear layers recorded 5"):
+            batch.rollback([6, 0, 0])
+        batch.rollback([5 - kept for kept in num_kept])
+        with pytest.raises(ValueError, match="linear layers recorded 0"):
+            batch.rollback(1)
+        standing = [
+            torch.cat([text, more[:, :kept]], dim=1)
+            for text, more, kept in zip(texts, continued, num_kept, strict=True)
+        ]
+        batch.keep_sequences([0, 2])
+        standing = [standing[0], standing[2]]
+        last = make_prompt(2, seed=50)
+        slots = torch.tensor(batch.lengths)[:, None] + torch.tensor([[0], [0]])
+        masks = masks_for(target, slots, max(batch.lengths) + 1)
+        with batch.recording(1), batch.appending(slots, [1, 1]):
+            logits = target(last.T, position_ids=slots, attention_mask=masks, **{cached: batch}, use_cache=True).logits
+        for row, text in enumerate(standing):
+            expected = logits_of(torch.cat([text, last[:, row : row + 1]], dim=1))
+            torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-4)
+        assert all(not running._arguments for running in single._running.values())
+        with pytest.raises(RuntimeError, match="full"), single.recording(1):
+            raise RuntimeError("full")
+        assert single.truncate(single.lengths[0]) == 0
+
+
+def masks_for(target: PreTrainedModel, positions: torch.Tensor, num_keys: int) -> dict[str, Any]:
+    """The masks of columns at positions [B, S], by layer type."""
+    visible = torch.arange(num_keys) <= positions[..., None]
+    mask = additive_mask(visible[:, None], torch.float32)
+    types = set(target.config.get_text_config().layer_types)
+    return {name: mask if "full" in name else None for name in types}
+
+
 def test_ragged_rollback_out_of_range_is_refused() -> None:
     """Promise: each row's count is checked against that row."""
     cache = PreallocatedCache(1, 8, batch_size=2)
-    cache.plan(torch.tensor([[True, True], [False, True]]), [2, 1])
-    cache.update(*states(2, batch_size=2), 0)
+    with cache.appending(torch.tensor([[0, 1], [1, 0]]), [2, 1]):
+        cache.update(*states(2, batch_size=2), 0)
     with pytest.raises(ValueError, match=r"Cannot roll back \[1, 2\] of \[2, 1\]"):
         cache.rollback([1, 2])
     assert cache.lengths == [2, 1]
-
-
-def test_a_plan_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known bug: lengths went to the device from memory that is not pinned, so each prompt's chunk waited for the last."""
-    cache = PreallocatedCache(1, 8, batch_size=2)
-    device, is_real = LateDevice(), torch.tensor([[True, True], [False, True]])
-    is_real._place = "device"
-    device.install(monkeypatch)
-    with device:
-        slots = cache.plan(is_real, [2, 1])
-    assert device.faults == []
-    assert slots.tolist() == [[0, 1], [1, 0]]

@@ -82,7 +82,7 @@ def test_the_drafters_cache_is_the_one_of_starting_afresh() -> None:
         drafter.num_blocks = 0
         spec_generate(drafter, target, second, max_new_tokens=NEW, temperature=0.0, conversation=conversation)
     assert kept.token_ids == fresh.token_ids
-    for mine, theirs in ((kept.target_cache, fresh.target_cache), (kept.draft_cache, fresh.draft_cache)):
+    for mine, theirs in ((kept.target_cache, fresh.target_cache), (kept.context.cache, fresh.context.cache)):
         length = min(mine.get_seq_length(), theirs.get_seq_length())
         assert length > second.shape[1]
         for layer, other in zip(mine.layers, theirs.layers, strict=True):

@@ -28,9 +28,10 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
-from dflash.model.cache_dflash import LINEAR_TYPES, LinearAttentionLayer, PreallocatedCache, RunningState
+from dflash.model.cache_dflash import LinearAttentionLayer, PreallocatedCache, RunningState
+from dflash.model.drafting_dflash import embed
 from dflash.model.decoding_dflash import Conversation
-from dflash.model.step_dflash import Pair, decoder_layers
+from dflash.model.targets_dflash import LINEAR_TYPES, Target, decoder_layers
 
 
 SERVED = [name for name, family in FAMILIES.items() if family.exists and family.is_served]
@@ -107,12 +108,12 @@ def test_three_rows_padded_on_the_left(known: Known) -> None:
 def test_taps_and_embedding_are_the_models_own(known: Known) -> None:
     """Promise: a tap is the output of its decoder layer, and a row of the block enters as `generate` would embed it."""
     drafter = drafter_for(known.target)
-    tapped = Pair(known.target, drafter)
+    tapped = Target(known.target, drafter.config.target_layer_ids)
     prompt = known.prompts[2]
     with torch.no_grad():
         output = known.target(prompt, output_hidden_states=True)
-        _, features = tapped.forward(prompt, tapped.new_cache(16), num_logits=1)
-        embeds = tapped.embed(prompt)
+        _, features = tapped.read(prompt, PreallocatedCache(tapped.num_layers, 16, mixers=tapped.mixers))
+        embeds = embed(known.target, drafter, prompt)
     expected = torch.cat([output.hidden_states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-4)
     config = known.target.config
@@ -181,22 +182,22 @@ def test_hybrids_in_300_random_cases() -> None:
 def test_a_rewound_state_equals_one_that_never_saw_the_rest(name: str) -> None:
     """Promise: after a rollback the state is, to rounding, the one of a forward over the columns that stand; and rows leave."""
     target = hybrid_target(name, seed=3)
-    tapped = Pair(target, small_drafter())
+    tapped = Target(target, small_drafter().config.target_layer_ids)
     prompts, block = make_prompt(15, vocab_size=32).view(3, 5), make_prompt(18, seed=5, vocab_size=32).view(3, 6)
-    cache = tapped.new_cache(32, num_sequences=3)
+    cache = PreallocatedCache(tapped.num_layers, 32, 3, mixers=tapped.mixers)
     with torch.no_grad():
-        tapped.forward(prompts, cache, num_logits=1)
-        tapped.forward(block, cache, num_logits=6)
+        tapped.read_batch(prompts, cache, torch.ones_like(prompts, dtype=torch.bool), [5, 5, 5])
+        tapped.verify(block, cache)
         cache.rollback([0, 2, 6])
         cache.keep_sequences([0, 1, 2])
         for row, kept in enumerate([6, 4, 0]):
-            fresh = tapped.new_cache(32)
-            tapped.forward(torch.cat([prompts[row], block[row, :kept]])[None], fresh, num_logits=1)
+            fresh = PreallocatedCache(tapped.num_layers, 32, mixers=tapped.mixers)
+            tapped.read(torch.cat([prompts[row], block[row, :kept]])[None], fresh)
             for ours, theirs in zip(states_of(cache), states_of(fresh), strict=True):
                 torch.testing.assert_close(ours[row], theirs[0], rtol=0, atol=1e-4)
         cache.keep_sequences([1])
         expected = target(torch.cat([prompts[1], block[1, :4], block[0]])[None]).logits[:, -6:]
-        got, _ = tapped.forward(block[:1], cache, num_logits=6)
+        got, _ = tapped.verify(block[:1], cache)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
 
 
@@ -240,10 +241,10 @@ def test_hybrids_verify_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_state_that_was_not_kept_is_not_rolled_back() -> None:
     """Promise: a rollback that cannot be exact is refused, and a cache is reused only from its last position."""
     target = hybrid_target("qwen3.5", seed=3)
-    tapped = Pair(target, small_drafter())
-    cache = tapped.new_cache(32)
+    tapped = Target(target, small_drafter().config.target_layer_ids)
+    cache = PreallocatedCache(tapped.num_layers, 32, mixers=tapped.mixers)
     with torch.no_grad():
-        tapped.forward(make_prompt(9, vocab_size=32), cache, num_logits=1)
+        tapped.read(make_prompt(9, vocab_size=32), cache)
     with pytest.raises(ValueError, match="linear layers recorded 0"):
         cache.rollback(1)
     assert cache.truncate(9) == 9
@@ -252,7 +253,7 @@ def test_a_state_that_was_not_kept_is_not_rolled_back() -> None:
     layer = decoder_layers(target)[0]
     layer.mlp.forward, forward = None, layer.mlp.forward
     with pytest.raises(TypeError), torch.no_grad():
-        tapped.forward(make_prompt(4, vocab_size=32), cache, num_logits=4)
+        tapped.verify(make_prompt(4, vocab_size=32), cache)
     layer.mlp.forward = forward
     assert cache.truncate(9) == 0, "a forward that failed half-way has moved some states and not others"
 

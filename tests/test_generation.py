@@ -52,8 +52,8 @@ from transformers import (
 )
 
 from dflash import DFlashDraftModel, DFlashOutput, generate_blocks, spec_generate
-from dflash.model import decoding_dflash, verification_dflash
-from dflash.model.verification_dflash import PositionUniforms, choose_sampled
+from dflash.model import acceptance_dflash, decoding_dflash, drafting_dflash
+from dflash.model.sampling_dflash import PositionUniforms, choose_sampled
 
 
 # Two layers below one: what is shown here does not depend on how many there are.
@@ -593,7 +593,7 @@ def test_inactive_drafter_is_reported_once(
         ([0], 20),
         ([N - 1], 50),
         ([1] + [0] * 60, 50),
-        ([0] * (decoding_dflash.INACTIVE_STEPS - 1) + [1] + [0] * 60, 50),
+        ([0] * (drafting_dflash.INACTIVE_STEPS - 1) + [1] + [0] * 60, 50),
     ],
     ids=["too short to say", "active", "once at first", "once at the last step looked at"],
 )
@@ -899,7 +899,7 @@ def test_a_wrong_accept_rule_fails_the_distribution_test(
     distribution_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, wrong_rule: Any
 ) -> None:
     """The test of the test: a rule that keeps what the target did not choose is caught by the same chi-square."""
-    monkeypatch.setattr(verification_dflash, "accept_prefix", wrong_rule)
+    monkeypatch.setattr(acceptance_dflash, "accept_prefix", wrong_rule)
     options = LAW_OPTIONS[0]
     assert p_value(sample_cells(distribution_target, options), distribution_of(distribution_target, options)) < 1e-6
 

@@ -18,16 +18,16 @@ SHIPPED = {name.removeprefix("model/") for name in FILES if name.startswith("mod
 ORDER = (
     "configuration_dflash",
     "attention_dflash",
-    "modeling_dflash",
     "cache_dflash",
     "proposals_dflash",
     "verification_dflash",
     "step_dflash",
+    "modeling_dflash",
     "decoding_dflash",
     "generation_dflash",
 )
 # The model's own methods enter the loop, and transformers 4.57 ships only the files that this one names.
-LAZY = {"modeling_dflash": set(ORDER[3:])}
+LAZY = {"modeling_dflash": {"decoding_dflash", "generation_dflash"}}
 # The rooms from the ground up: each imports rooms before it alone. Of a room that has a face nothing else is imported
 # (`from dflash.evaluation import x`); `common` and `model` have none, each of their files is a door.
 FLOORS = ("common", "model", "checkpoints", "training", "regeneration", "evaluation", "cli")

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.model.step_dflash import check_pair
+from dflash.model.targets_dflash import check_pair
 
 
 FOLDER = Path(__file__).parent.parent / "model_cards"

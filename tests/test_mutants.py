@@ -114,7 +114,7 @@ def assert_caches_hold_the_text(
     # Three tokens are enough for a draft, before which the drafter reads the whole prompt.
     spec_generate(drafter, target, text, max_new_tokens=3, conversation=fresh, **GREEDY)
     assert conversation.target_cache.lengths == [text.shape[1]]
-    assert num_read <= conversation.draft_cache.lengths[0] <= text.shape[1]
+    assert num_read <= conversation.context.cache.lengths[0] <= text.shape[1]
     for name in ("target_cache", "draft_cache"):
         held, expected = getattr(conversation, name), getattr(fresh, name)
         length = held.lengths[0]

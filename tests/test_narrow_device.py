@@ -15,7 +15,7 @@ from processes import forked
 from tiny_models import PAD_TOKEN_ID, left_padded, make_drafter, make_prompt, make_target
 
 from dflash import DFlashOutput, spec_generate
-from dflash.model.verification_dflash import has_float64
+from dflash.model.sampling_dflash import has_float64
 
 
 VOCAB = 8  # so few words that a random drafter is right now and then

@@ -28,7 +28,7 @@ from transformers import (
     pipeline,
 )
 
-from dflash import Conversation
+from dflash import Conversation, DFlashDraftModel
 from dflash.checkpoints import (
     DRAFTER_NAME,
     TARGET_NAME,
@@ -238,6 +238,7 @@ def test_a_mistake_is_an_error(model: Any, one: torch.Tensor) -> None:
 def test_every_keyword_of_the_loop_is_known(model: Any) -> None:
     """Guards `OWN`: a keyword that plain `generate` does not know would be an error there."""
     assert set(door_of(model).OWN) == {*KEYWORDS, "stop_token_ids"}
+    assert set(DFlashDraftModel.KEYWORDS) == set(door_of(model).OWN)
     assert not set(GENERATES_OWN) & set(door_of(model).OWN)
 
 
@@ -250,7 +251,7 @@ def test_settings_are_defaults(
     (own_folder / "dflash.json").write_text(json.dumps({**said, "settings": settings}))
     pair, conversation = load(own_folder), Conversation()
     assert torch.equal(pair.generate(one, conversation=conversation, **GREEDY), truth)
-    assert conversation.draft_cache.lengths[0] < one.shape[1], "the newest of a longer prompt"
+    assert conversation.context.cache.lengths[0] < one.shape[1], "the newest of a longer prompt"
     assert max(pair.dflash_stats["acceptance_lengths"][0]) == 4
     pair.generate(one, draft_tree=0, block_size=8, **GREEDY)
     assert max(pair.dflash_stats["acceptance_lengths"][0]) > 4

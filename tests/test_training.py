@@ -14,7 +14,7 @@ from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_prompt, make_t
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks
-from dflash.model.step_dflash import Pair
+from dflash.model.targets_dflash import check_pair
 from dflash.regeneration import regenerate
 from dflash.training import (
     DrafterLoss,
@@ -70,7 +70,7 @@ def test_new_drafter_fits_its_target(target: PreTrainedModel, drafter: DFlashDra
     config = drafter.config
     assert (config.vocab_size, config.hidden_size, config.num_target_layers) == (VOCAB, 32, 5)
     assert config.target_layer_ids == [0, 1, 2, 3]
-    Pair(target, drafter)  # refuses pairs that do not belong together
+    check_pair(target, drafter)  # refuses pairs that do not belong together
 
 
 def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 from families import FAMILIES
+from test_acceptor import request_of
 from tiny_models import (
     BLOCK_SIZE,
     PAD_TOKEN_ID,
@@ -23,12 +24,24 @@ from tiny_models import (
     make_prompt,
     make_target,
 )
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from dflash import Conversation, spec_generate
+from dflash.engine.trees import (
+    DraftTree,
+    TreeAcceptance,
+    TreeAcceptor,
+    TreeCache,
+    TreeProposals,
+    accept_tree,
+    branches,
+    tree_tensors,
+    verify_tree,
+)
+from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Proposals
 from dflash.model.attention_dflash import target_sees, written_out
-from dflash.model.cache_dflash import PreallocatedCache
-from dflash.model.proposals_dflash import DraftTree
+from dflash.model.sequences_dflash import TextSequence
+from dflash.model.targets_dflash import Target
 
 
 NEW_TOKENS = 30
@@ -108,7 +121,7 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     torch.manual_seed(0)
     hidden_states, anchor = torch.randn(3, drafter.config.hidden_size), torch.tensor([7])
     head = target.get_output_embeddings()
-    log_probs, token_ids = drafter.branches(hidden_states[None], anchor[None], head, 0.8, most=2, embed=embed)
+    log_probs, token_ids = branches(drafter, hidden_states[None], anchor[None], head, 0.8, most=2, embed=embed)
     logits, candidate_ids = drafter.compute_logits(hidden_states, head).topk(5, dim=-1)
     assert torch.equal(token_ids, candidate_ids)
     features, start = causal_head.features(hidden_states), torch.zeros(1, causal_head.state_size)
@@ -129,17 +142,20 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     likeliest = sorted(chances, key=chances.__getitem__, reverse=True)[:40]
     assert paths(tree) == [tuple(int(token_ids[d, i]) for d, i in enumerate(path)) for path in likeliest]
     assert tree.probabilities == pytest.approx([chances[path] for path in likeliest], rel=1e-4)
-    assert [tree.token_ids[i] for i in tree.chain()] == chain.tolist()[: len(tree.chain())]
+    best = [0]
+    while children := tree.children[best[-1]]:
+        best.append(min(children.values()))
+    assert [tree.token_ids[column - 1] for column in best[1:]] == chain.tolist()[: len(best) - 1]
     assert not torch.equal(
         chain, drafter.compute_logits(hidden_states, head).argmax(dim=-1)
     )  # the head changes something
 
 
-def test_depths_children_chain_and_ancestors() -> None:
+def test_depths_children_paths_and_ancestors() -> None:
     tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
     assert tree.depths == [0, 1, 2, 1, 3, 4]
     assert tree.children == [{7: 1, 9: 3}, {8: 2}, {7: 4}, {}, {5: 5}, {}]
-    assert tree.chain() == [0, 1, 3, 4]
+    assert tree.leaf_paths == [[0, 3], [0, 1, 2, 4, 5]]
     assert tree.first(2).parents == [0, 1]
     expected = [{0}, {0, 1}, {0, 1, 2}, {0, 3}, {0, 1, 2, 4}, {0, 1, 2, 4, 5}]
     assert [set(row.nonzero().flatten().tolist()) for row in tree.ancestors()] == expected
@@ -176,7 +192,7 @@ def test_a_chain_sees_what_causal_rows_see() -> None:
 
 
 def test_kept_columns_move_together() -> None:
-    cache = PreallocatedCache(num_layers=2, capacity=16)
+    cache = TreeCache(num_layers=2, capacity=16)
     states = torch.arange(9.0).view(1, 1, 9, 1).repeat(1, 2, 1, 4)
     for layer in range(2):
         cache.update(states, -states, layer)
@@ -185,6 +201,134 @@ def test_kept_columns_move_together() -> None:
     keys, values = cache.update(torch.full((1, 2, 1, 4), 50.0), torch.full((1, 2, 1, 4), -50.0), 0)
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 5, 8, 50]
     assert torch.equal(values, -keys)
+
+
+def test_kept_columns_are_checked() -> None:
+    """Promise: what is not there cannot be kept."""
+    cache = TreeCache(num_layers=1, capacity=16)
+    cache.update(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), 0)
+    with pytest.raises(ValueError, match=r"Cannot roll back \[5\] of \[4\]"):
+        cache.keep_columns(5, [])
+    cache.keep_columns(4, [])
+    assert cache.lengths == [0]
+
+
+LINEAR = ("qwen3_next", "lfm2", "kimi_linear", "olmo_hybrid")
+TREE = DraftTree([7, 8, 9, 7, 5, 4], [0, 1, 0, 2, 4, 3], [0.5] * 6)
+CHAIN = DraftTree([7, 8, 9], [0, 1, 2], [0.5] * 3)
+
+
+@pytest.mark.parametrize("columns", [[0], [0, 1, 2, 4, 5], [0, 1, 2], [0, 3, 6], [0, 3]])
+@pytest.mark.parametrize("name", ["gemma3", *(name for name in LINEAR if FAMILIES[name].is_served)])
+def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> None:
+    """Promise: each column's logits are those after its path, and after a path is kept, the text goes on from it."""
+    target, text = FAMILIES[name].make(), make_prompt(11, seed=5)
+    own = Target(target, [0])
+    cache = TreeCache(own.num_layers, 4, mixers=own.mixers)
+    last_ids = torch.tensor([[6, 2]])
+
+    def logits_after(more_ids: torch.Tensor) -> torch.Tensor:
+        return target(torch.cat([text, more_ids], dim=1), use_cache=False).logits[:, -more_ids.shape[1] :]
+
+    def assert_close(logits: torch.Tensor, more_ids: torch.Tensor) -> None:
+        # Running states and experts enlarge rounding; logits are up to 4.
+        torch.testing.assert_close(logits, logits_after(more_ids), rtol=0, atol=3e-3)
+
+    with torch.no_grad():
+        own.read(text, cache)
+        for tree, kept in ((TREE, columns), (CHAIN, [0, 1]), (CHAIN, [0, 1, 2, 3])):
+            token_ids = torch.tensor([[3, *tree.token_ids]])
+            logits, _ = verify_tree(own, token_ids, cache, tree)
+            for path in tree.leaf_paths:
+                assert_close(logits[:, path], token_ids[:, path])
+            cache.keep_columns(token_ids.shape[1], kept)
+            text = torch.cat([text, token_ids[:, kept]], dim=1)
+            last, _ = own.verify(last_ids, cache)
+            assert_close(last, last_ids)
+            cache.rollback(2)
+    assert cache.lengths == [text.shape[1]]
+
+
+def choices_for(token_ids: list[int]) -> torch.Tensor:
+    """Logits [1, S, V] whose best tokens are these."""
+    return 5.0 * torch.nn.functional.one_hot(torch.tensor([token_ids]), 12).float()
+
+
+def test_the_choices_are_followed_down_the_tree() -> None:
+    """Promise: the accepted path is the target's own, its columns are named, and the token after it is the target's."""
+    tree = TreeProposals.of(TREE, torch.device("cpu"))
+    for choices, columns in [
+        ([1, 7, 7, 7, 7, 7, 7], [0]),
+        ([7, 8, 7, 1, 5, 2, 1], [0, 1, 2, 4, 5]),
+        ([9, 8, 7, 4, 5, 2, 1], [0, 3, 6]),
+        ([7, 9, 7, 4, 5, 2, 1], [0, 1]),
+    ]:
+        acceptance = accept_tree(tree, torch.tensor([choices]), torch.zeros(1, 7))
+        assert acceptance.columns == columns
+        assert acceptance.num_accepted.tolist() == [len(columns) - 1]
+        assert acceptance.token_ids.tolist() == [[choices[column] for column in columns]]
+        assert acceptance.anchors.tolist() == [[choices[columns[-1]]]]
+
+
+def test_broken_logits_on_the_path_are_reported() -> None:
+    """Promise: of the target on the accepted path alone, and of the drafter."""
+    choices, best = torch.tensor([[9, 8, 7, 4, 5, 2, 1]]), torch.zeros(1, 7)
+    best[0, 1] = torch.nan
+    proposals = TreeProposals.of(TREE, torch.device("cpu"))
+    assert accept_tree(proposals, choices, best).num_accepted.tolist() == [2]
+    best[0, 6] = torch.inf
+    assert accept_tree(proposals, choices, best).num_accepted.tolist() == [TARGET_BROKE]
+    broken = TreeProposals.of(TREE, torch.device("cpu"), is_finite=False)
+    assert accept_tree(broken, choices, torch.zeros(1, 7)).num_accepted.tolist() == [DRAFTER_BROKE]
+
+
+def test_the_first_nodes_are_a_tree() -> None:
+    """Promise: a width is chosen by cutting; what is left are the most probable paths, also none."""
+    proposals = TreeProposals.of(TREE, torch.device("cpu"))
+    for count in range(7):
+        first = proposals.first(count)
+        assert first.token_ids.tolist() == [TREE.token_ids[:count]]
+        assert first.tree == TREE.first(count)
+        assert len(first.tree.depths) == 1 + count
+    ancestors, depths = tree_tensors(proposals.first(0).tree, torch.device("cpu"))
+    assert (ancestors.tolist(), depths.tolist()) == ([[True]], [0])
+
+
+def test_processors_follow_the_path_that_the_target_takes() -> None:
+    """Promise: called once for each token that is committed, in order; scores are those of the path."""
+    texts: list[list[int]] = []
+
+    def noted(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        texts.append(input_ids[0].tolist())
+        return scores - torch.nn.functional.one_hot(input_ids[:, -1], 12) * 100.0  # no token twice in a row
+
+    request = request_of(keeping={"scores"})
+    acceptor = TreeAcceptor(request, [LogitsProcessorList([noted])], lambda text_ids: False)
+    logits = choices_for([9, 8, 7, 4, 5, 2, 1])
+    tree = TreeProposals.of(TREE, torch.device("cpu"))
+    acceptance = acceptor.accept(logits, [TextSequence(0, torch.tensor([1, 2]))], tree)
+    assert isinstance(acceptance, TreeAcceptance)
+    assert acceptance.columns == [0, 3, 6]
+    assert texts == [[1, 2], [1, 2, 9], [1, 2, 9, 4]]
+    assert acceptance.scores is not None
+    assert acceptance.scores.argmin(dim=-1).tolist() == [[2, 9, 4]]
+    texts.clear()
+    chain = acceptor.accept(logits[:, :3], [TextSequence(0, torch.tensor([1, 2]))], Proposals(torch.tensor([[9, 8]])))
+    assert chain.num_accepted.tolist() == [2]  # a chain is accepted as ever
+    assert texts == [[1, 2], [1, 2, 9], [1, 2, 9, 8]]
+
+
+def test_a_sampled_choice_has_the_uniform_of_its_depth() -> None:
+    """Promise: columns of equal depth draw with the number of one position, so a tree writes the text of a chain."""
+    torch.manual_seed(4)
+    of_depth = torch.randn(5, 12)
+    trees = TreeProposals.of(TREE, torch.device("cpu"))
+    acceptor = TreeAcceptor(request_of(do_sample=True), [LogitsProcessorList()], lambda text_ids: False)
+    sequence = TextSequence(0, torch.tensor([1, 2]), [4])
+    choices = acceptor.choose(of_depth[TREE.depths][None], [sequence], TREE.depths)[0].tolist()
+    expected = acceptor.choose(of_depth[None], [sequence], range(5))[0].tolist()
+    assert choices == [expected[depth] for depth in TREE.depths]
+    assert trees.tree.depths == TREE.depths
 
 
 def forked(target: PreTrainedModel, prompt: torch.Tensor, **overrides: Any) -> tuple[ForkingDrafter, torch.Tensor]:

@@ -1,18 +1,18 @@
-"""The accept rule, the target's choices and the noise, each against a loop that anyone can check."""
+"""The accept rule, the target's choices and the uniforms, each against a loop that anyone can check."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dflash.model.verification_dflash import (
-    UNIFORMS_CHUNK,
-    PositionUniforms,
-    accept_prefix,
-    choose_sampled,
-)
+from dflash.model.acceptance_dflash import accept_prefix
+from dflash.model.sampling_dflash import UNIFORMS_CHUNK, PositionUniforms, Sampler, choose_sampled, pick
 
 
 @given(
@@ -153,3 +153,74 @@ def test_noise_does_not_disturb_the_global_stream_as_it_is_read() -> None:
     state = torch.get_rng_state()
     noise(0, 0, 3 * UNIFORMS_CHUNK)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def warpers(temperature: float = 1.0, k: int = 0, p: float = 1.0) -> LogitsProcessorList:
+    """The processors that `generate` makes of these settings."""
+    of_settings = LogitsProcessorList()
+    if temperature != 1.0:
+        of_settings.append(TemperatureLogitsWarper(temperature))
+    if k:
+        of_settings.append(TopKLogitsWarper(k))
+    if p < 1.0:
+        of_settings.append(TopPLogitsWarper(p))
+    return of_settings
+
+
+TIES = torch.bfloat16  # a dtype in which tokens tie; of those at the edge of top-p, either may be cut
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "dtype"),
+    [
+        ({"temperature": 0.7, "k": 20, "p": 0.6}, torch.float32),
+        ({"temperature": 2.0}, torch.float32),
+        ({"k": 50}, torch.float32),
+        ({"k": 5}, TIES),
+        ({"temperature": 0.7, "k": 20}, TIES),
+    ],
+)
+def test_the_sampler_draws_what_the_warpers_allow(settings_of: dict[str, Any], dtype: torch.dtype) -> None:
+    """Promise: the tokens are those drawn from the processed logits, also among ties at the k-th."""
+    torch.manual_seed(3)
+    logits = torch.randn(4, 500, 300).mul(3).to(dtype)
+    uniforms = torch.rand(4, 500, dtype=torch.float64)
+    processors = warpers(**settings_of)
+    sampler = Sampler.of(processors, logits.device)
+    assert sampler is not None
+    processed = processors(torch.zeros(2000, 1, dtype=torch.long), logits.float().flatten(0, 1)).view(4, 500, 300)
+    assert torch.equal(sampler(logits, uniforms), choose_sampled(processed, uniforms))
+
+
+def test_other_processors_have_no_sampler() -> None:
+    """Promise: what is not temperature, top-k and top-p in this order is left to transformers."""
+    device = torch.device("cpu")
+    assert Sampler.of(warpers(0.5, 5, 0.5), device) is not None
+    assert Sampler.of(warpers(), device) is not None
+    assert Sampler.of(warpers(p=0.5), device) is None  # it would read the whole vocabulary
+    assert Sampler.of(LogitsProcessorList(reversed(warpers(0.5, 5))), device) is None
+    assert Sampler.of([TopKLogitsWarper(5), TopKLogitsWarper(3)], device) is None
+    assert Sampler.of([TopKLogitsWarper(5, filter_value=-9.0)], device) is None
+    assert Sampler.of([TopKLogitsWarper(5), TopPLogitsWarper(0.5, min_tokens_to_keep=2)], device) is None
+
+    class Other(TopKLogitsWarper):
+        pass
+
+    assert Sampler.of([Other(5)], device) is None
+
+
+def test_weights_of_any_sum_are_picked_alike() -> None:
+    """Promise: `pick` scales the uniform by the sum of the weights; a weight of 0 is never picked."""
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0])
+    uniforms = torch.tensor([0.0, 0.74, 0.76, 1.0], dtype=torch.float64)
+    for scale in (1.0, 1e-6, 1e6):
+        assert pick((scale * weights).expand(4, -1), uniforms).tolist() == [1, 1, 3, 3]
+
+
+def test_one_generator_for_each_sequence_or_one() -> None:
+    """Promise: with one each, every sequence's uniforms are those that it has alone; other counts are refused."""
+    together = PositionUniforms(3, [seeded(seed) for seed in (4, 5, 6)])
+    for index, seed in enumerate((4, 5, 6)):
+        assert torch.equal(together(index, 0, 7), PositionUniforms(1, seeded(seed))(0, 0, 7))
+    with pytest.raises(ValueError, match="generator holds 2 for 3 sequences"):
+        PositionUniforms(3, [seeded(1), seeded(2)])

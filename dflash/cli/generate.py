@@ -46,7 +46,7 @@ def generate(
         raise ValueError("--compare shows two greedy texts: leave out --json, --temperature and --trace.")
     from dflash.common.provenance import versions
     from dflash.evaluation import timed_blocks
-    from dflash.model.generation_dflash import SETTINGS
+    from dflash.model.requests_dflash import SETTINGS
 
     request: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     request |= {name: value for name, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}

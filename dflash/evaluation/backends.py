@@ -14,7 +14,7 @@ from dflash.common.logits import check_logits
 from dflash.common.provenance import environment
 from dflash.model.cache_dflash import CACHE_NAME
 from dflash.model.decoding_dflash import Conversation
-from dflash.model.generation_dflash import max_positions
+from dflash.model.targets_dflash import max_positions
 
 from .memory import PeakMemory
 from .methods import OURS, PLAIN, VARIANTS, Method, decoding_methods

@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.decoding_dflash import Proposer
-from dflash.model.step_dflash import Pair
+from dflash.engine import runner
+from dflash.engine.lookup import LookupProposer
+from dflash.model.drafting_dflash import DraftProposer
+from dflash.model.targets_dflash import Target
 
 from .memory import allocated_memory
 from .timing import TimedRun
@@ -125,9 +127,13 @@ def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
 
     with ExitStack() as patches:
         for owner, name, part in (
-            (Proposer, "propose", "draft"),
-            (Pair, "verify", "verify"),
-            (Pair, "step", "verify"),
+            (LookupProposer, "propose", "draft"),
+            (runner.WidthProposer, "propose", "draft"),
+            (runner.TreeProposer, "propose", "draft"),
+            (DraftProposer, "propose", "draft"),
+            (Target, "verify", "verify"),
+            (runner, "verify_tree", "verify"),
+            (runner.EngineRunner, "run_whole", "verify"),
         ):
             patches.enter_context(mock.patch.object(owner, name, around(part, getattr(owner, name))))
         yield

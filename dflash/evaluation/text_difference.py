@@ -7,7 +7,7 @@ from itertools import zip_longest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.generation_dflash import read_prompt
+from dflash.model.requests_dflash import read_prompt
 
 
 @dataclass(frozen=True)

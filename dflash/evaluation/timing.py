@@ -14,7 +14,8 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.decoding_dflash import Block
-from dflash.model.generation_dflash import generate_blocks, read_prompt
+from dflash.model.generation_dflash import generate_blocks
+from dflash.model.requests_dflash import read_prompt
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,35 @@
 """What a checkpoint ships, and nothing else: read the files in this order.
 
-1. `configuration_dflash`: what a drafter is.
-2. `attention_dflash`: which positions attend to which.
-3. `modeling_dflash`: the network.
-4. `cache_dflash`: keys, values and running states, rolled back after rejected tokens.
-5. `proposals_dflash`: sequences, draft trees, lookup, and how many tokens to propose.
-6. `verification_dflash`: which proposals are accepted, and why the text is the target's.
-7. `step_dflash`: the target's and the drafter's forward, eager or compiled.
+These decide the text. A reader who only asks whether it is the target's may stop after them.
+
+1. `attention_dflash`: which positions attend to which.
+2. `cache_dflash`: keys, values and running states, rolled back after rejected tokens.
+3. `targets_dflash`: what a target is, and its forward.
+4. `sequences_dflash`: a text, and where it stops.
+5. `sampling_dflash`: which token the target draws at a position.
+6. `acceptance_dflash`: which proposals are accepted, and why the text is the target's.
+7. `drafting_dflash`: what the drafter reads and proposes.
 8. `decoding_dflash`: the loop: propose, verify, accept, commit.
-9. `generation_dflash`: what `spec_generate` takes, checks and returns.
+
+These say what a drafter is, and what may be asked for.
+
+9. `configuration_dflash`: what a drafter is.
+10. `heads_dflash`: how proposals depend on each other.
+11. `modeling_dflash`: the network.
+12. `requests_dflash`: what may be asked for, and what is refused.
+13. `generation_dflash`: what `spec_generate` takes and returns.
+
+A pair's folder ships one more.
+
+14. `pair_dflash`: the door of a target that drafts by itself.
 """
 
+from dflash import engine
 from dflash.checkpoints import dialects
 
 from .configuration_dflash import DFlashConfig
+from .modeling_dflash import DFlashDraftModel
 
 
+DFlashDraftModel.engine = engine
 DFlashConfig.reader = dialects  # a shipped copy has no package around it, and reads the form that it was saved in

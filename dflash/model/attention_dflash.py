@@ -102,31 +102,14 @@ def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, dev
 
 def step_mask(
     predicate: Predicate,
-    starts: torch.Tensor,  # [B] keys before the first query
+    starts: torch.Tensor,  # [B]
     width: int,
     num_keys: int,
-    window: int | None,
-    dtype: torch.dtype | None,
-) -> Any:
-    """The predicate as an additive mask [B, 1, S, K] of `dtype`; `None`: as a block mask of flex attention."""
-    if dtype is not None:
-        return additive_mask(written_out(predicate, len(starts), width, num_keys, starts.device)[:, None], dtype)
-    indices = torch.arange(-(-num_keys // KEY_BLOCK), device=starts.device, dtype=torch.int32)
-    # Blocks of keys that every query sees, then blocks that need the predicate. Others are not read.
-    num_whole = starts // KEY_BLOCK if window is None else torch.zeros_like(starts)
-    first = num_whole if window is None else (starts - window + 1).clamp(min=0) // KEY_BLOCK
-    num_partial = (starts + width - 1) // KEY_BLOCK - first + 1
-    partial = (first[:, None] + indices).clamp(max=len(indices) - 1)
-    return BlockMask.from_kv_blocks(
-        num_partial[:, None, None].int(),
-        partial[:, None, None].int(),
-        num_whole[:, None, None].int(),
-        indices.expand(len(starts), 1, 1, -1).contiguous(),
-        BLOCK_SIZE=KEY_BLOCK,
-        mask_mod=predicate,
-        seq_lengths=(width, num_keys),
-        compute_q_blocks=False,  # needed only for gradients
-    )
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The predicate as an additive mask [B, 1, S, K]."""
+    visible = written_out(predicate, len(starts), width, num_keys, starts.device)
+    return additive_mask(visible[:, None], dtype)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -197,7 +180,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def step_attention(model: PreTrainedModel, name: str = GROUPED) -> Iterator[None]:
+def step_attention(model: PreTrainedModel, name: str = CHUNK) -> Iterator[None]:
     """Replaces "sdpa" by `grouped_attention` in forwards inside, of any thread; `name` selects how masks are made."""
     config = model.config.get_text_config(decoder=True)
     if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED, CHUNK):

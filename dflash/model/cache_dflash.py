@@ -1,11 +1,10 @@
 """Caches of keys, values and running states. Appending writes in place, and a rollback moves a length.
 
-All layers store all positions: sliding windows are applied by the mask alone. A single sequence appends at the end. In
-a ragged cache each forward is given the slots of its new columns: tokens directly after the sequence's last one, then padding,
-which the next forward overwrites.
+All layers store all positions: sliding windows are applied by the mask alone. A single sequence appends at its end. In a batch
+each sequence has its own length: a forward inside `appending` writes its columns to given slots, and says how many of them count.
 
 A linear mixer (gated delta net, delta attention, short convolution) folds each column into a state of fixed size. A rollback
-restores its state from before the step and replays the columns that were kept. A tree's paths run as sequences.
+restores its state from before the step and replays the columns that are kept (`RunningState`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,53 +25,38 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 4 has none
 
-# The `layer_types` whose running states can be replayed.
-LINEAR_TYPES = ("linear_attention", "conv")
-
 # Names of the cache in forwards, in `generate` and in outputs. transformers 5.24 renamed it.
 CACHE_NAMES = ("cache", "past_key_values")
 # The name in this transformers.
 CACHE_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(Qwen3Model.forward).parameters)
 
+# Capacities are multiples of it, so that shapes of attention repeat from text to text: some kernels plan for each new shape.
+CAPACITY_STEP = 256
 
-def cache_name(target: nn.Module) -> str:
-    """The name of the cache in the target's forward. Code that a checkpoint carries may know the older name only."""
-    parameters = inspect.signature(target.forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
+States = dict[int, torch.Tensor | None]  # those of a mixer, by their index in it
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Storage [B, G, capacity, E] of one layer, `length` positions in use. New columns go to `slots` [B, S] or the end."""
+    """Storage [B, G, capacity, E] of one layer, with `length` positions in use."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, capacity: int, num_sequences: int | None = None) -> None:
+    def __init__(self, capacity: int, num_sequences: int = 1) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.num_sequences = num_sequences  # None: as many as the first keys have
+        self.capacity = _rounded(capacity)
+        self.num_sequences = num_sequences  # to allocate, or more if the first keys have more
         self.length = 0
-        self.slots: torch.Tensor | None = None
-
-    @classmethod
-    def lent(cls, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> PreallocatedLayer:
-        """A layer over storage that another one owns. `update` writes to `slots` and returns the first `num_keys` positions."""
-        layer = cls(capacity=num_keys)
-        layer.keys, layer.values, layer.is_initialized = keys, values, True
-        layer.slots, layer.length = slots, num_keys - slots.shape[1]
-        return layer
+        self.slots: torch.Tensor | None = None  # where the next columns go, [B, S]; None: to the end
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Allocates the storage on the device and in the dtype of the first keys. Values may have another head size."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-
-        def zeros(states: torch.Tensor) -> torch.Tensor:
-            # Zeros: a masked slot has weight 0, and 0 times NaN is NaN.
-            shape = (self.num_sequences or len(states), states.shape[1], self.capacity, states.shape[3])
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-        with torch.inference_mode(False):  # the storage may be written after inference mode has ended
-            self.keys, self.values = zeros(key_states), zeros(key_states if value_states is None else value_states)
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        num_sequences = max(self.num_sequences, len(key_states))
+        value_states = key_states if value_states is None else value_states
+        self.keys = _room_like(key_states, num_sequences, self.capacity)
+        self.values = _room_like(value_states, num_sequences, self.capacity)
         self.is_initialized = True
 
     def update(
@@ -82,33 +65,61 @@ class PreallocatedLayer(CacheLayerMixin):
         """Writes keys and values [B, G, S, E] in place and returns views [B, G, length, E] of all positions in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self.length, self.length + key_states.shape[2]
-        self.length = end  # not read again here: after flex attention, Dynamo may lose an attribute that was set
+        end = self.length + key_states.shape[2]
         self.reserve(end)
-        batch_size = len(key_states)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        self.length = end
+        batch = slice(len(key_states))  # the storage may have room for more sequences
+        return self.keys[batch, :, :end], self.values[batch, :, :end]
+
+    def _write(self, storage: torch.Tensor, states: torch.Tensor) -> None:
+        """Writes states [B, G, S, E] after the positions in use, or to `slots`."""
+        batch_size, _, width, _ = states.shape
         if self.slots is None:
-            self.keys[:batch_size, :, start:end] = key_states
-            self.values[:batch_size, :, start:end] = value_states
-        else:
-            # An indexed assignment is compiled in place; `scatter_` would copy the whole storage twice.
-            slots = self.slots.to(key_states.device)
-            index = torch.arange(batch_size, device=slots.device)[:, None]
-            self.keys.transpose(1, 2)[index, slots] = key_states.transpose(1, 2)
-            self.values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
-        return self.keys[:batch_size, :, :end], self.values[:batch_size, :, :end]
+            end = self.length + width
+            storage[:batch_size, :, self.length : end] = states
+            return
+        slots = self.slots.to(states.device)
+        index = torch.arange(batch_size, device=slots.device)
+        by_position = storage.transpose(1, 2)
+        by_position[index[:, None], slots] = states.transpose(1, 2)
 
     def reserve(self, length: int) -> None:
         """Makes room for at least `length` positions. Capacity doubles, so appending takes linear time in total."""
         if length > self.capacity:
-            added = max(length - self.capacity, self.capacity)
+            capacity = _rounded(max(length, 2 * self.capacity))
+            padding = (0, 0, 0, capacity - self.capacity)
             with torch.inference_mode(False):
-                self.keys = functional.pad(self.keys, (0, 0, 0, added))
-                self.values = functional.pad(self.values, (0, 0, 0, added))
-            self.capacity += added
+                self.keys = functional.pad(self.keys, padding)
+                self.values = functional.pad(self.values, padding)
+            self.capacity = capacity
+
+    def copy_sequence(self, source: PreallocatedLayer, origin: int, place: int) -> None:
+        """Makes the positions of sequence `origin` in another layer, or in this one, those of sequence `place`."""
+        if not source.is_initialized:  # it reads the keys of another layer
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(source.keys[:1], source.values[:1])
+        self.reserve(source.length)
+        used = slice(source.length)
+        self.keys[place, :, used] = source.keys[origin, :, used]
+        self.values[place, :, used] = source.values[origin, :, used]
+
+    def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Goes on in storage keys and values [B, G, capacity, E], of at least `length` positions."""
+        batch = slice(min(len(keys), len(self.keys)))
+        used = slice(self.length)
+        keys[batch, :, used] = self.keys[batch, :, used]
+        values[batch, :, used] = self.values[batch, :, used]
+        self.keys = keys
+        self.values = values
+        self.capacity = keys.shape[2]
 
     def reset(self) -> None:
         """Empties the layer; the storage stays allocated."""
-        self.length, self.slots = 0, None
+        self.length = 0
+        self.slots = None
 
     def get_seq_length(self, *args: Any) -> int:
         """Number of positions in use."""
@@ -116,7 +127,8 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query: int | torch.Tensor, *args: Any) -> tuple[int, int]:
         """`(keys, offset)` of a mask for the next query, an int or, in transformers 4.57, its positions."""
-        return self.length + (query if isinstance(query, int) else query.shape[0]), 0
+        width = query if isinstance(query, int) else query.shape[0]
+        return self.length + width, 0
 
     def get_max_length(self) -> int:
         """-1: the layer grows without limit."""
@@ -125,178 +137,213 @@ class PreallocatedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name of transformers 4
 
 
-def linear_mixers(layers: nn.ModuleList, layer_types: Sequence[str]) -> dict[int, nn.Module]:
-    """The modules with a running state, by decoder layer. Raises ValueError if a linear layer does not have exactly one."""
-    mixers = {}
-    for index, layer_type in enumerate(layer_types):
-        if layer_type not in LINEAR_TYPES:
-            continue
-        found = [child for child in layers[index].children() if getattr(child, "layer_idx", None) == index]
-        if len(found) != 1:
-            raise ValueError(f"Layer {index}, a {layer_type}, shows {len(found)} states, not 1: use target.generate.")
-        mixers[index] = found[0]
-    return mixers
+def _rounded(capacity: int) -> int:
+    return -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def _room_like(states: torch.Tensor, num_sequences: int, capacity: int) -> torch.Tensor:
+    """Storage for states like these [B, G, S, E]. Zeros: a masked slot has weight 0, and 0 times NaN is NaN."""
+    shape = (num_sequences, states.shape[1], capacity, states.shape[3])
+    with torch.inference_mode(False):  # it may be written after inference mode has ended
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
 
 class RunningState:
-    """The state of one linear mixer before and after a verify step, and what the mixer was called with in it."""
+    """The state of one linear mixer, which a rollback can take back.
+
+    The state after rejected columns cannot be cut. So a step keeps the state before it and the mixer's arguments, and `rewind`
+    calls the mixer again on the columns that stand. With four columns of which two are kept:
+
+        state before --- mixer(columns 0 1 2 3) --> state after       `hooks` record both on the left
+        state before --- mixer(columns 0 1) ------> state             `rewind([2])`
+
+    `layer` is where the model reads and writes the state.
+    """
 
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
-        self.layer: Any = LinearAttentionLayer()  # where the model reads and writes the state
-        self._states: list[dict[int, torch.Tensor | None]] = [self.layer.conv_states, self.layer.recurrent_states]
-        self.forget()
+        self.layer: Any = LinearAttentionLayer()
+        self._before: list[States] = []
+        self._arguments: dict[str, Any] = {}
+
+    @property
+    def _states(self) -> list[States]:
+        return [self.layer.conv_states, self.layer.recurrent_states]
 
     def forget(self) -> None:
-        """Drops the kept state and the recorded call, which refers to the cache and would keep it alive."""
-        self._before: list[dict[int, torch.Tensor | None]] = []
-        self._call: dict[str, Any] = {}
+        """Drops what was recorded; the arguments refer to the cache and would keep it alive."""
+        self._before = []
+        self._arguments = {}
 
-    def record(self, thread: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook that keeps state and arguments of `thread`'s call. Other threads may use the model too."""
-        if threading.get_ident() == thread:  # copied, because mixers write parts of the state in place
-            self._before = [{i: None if s is None else s.clone() for i, s in held.items()} for held in self._states]
-            self._call = {**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]}
+    def hooks(self) -> list[Any]:
+        """Adds hooks that record this thread's next call of the mixer; returns their handles.
 
-    def join(self, thread: int, paths_on: Callable[[Any], Any], module: Any, args: Any, output: Any) -> torch.Tensor:
-        """A forward hook: the output of a tree's columns, whose paths run as sequences; `paths_on(device)`: `DraftTree.paths`."""
-        if threading.get_ident() != thread:
-            return output
-        paths, (path, depth) = paths_on(output.device)
-        output = self._replay(self._call["hidden_states"][0, paths], torch.zeros_like(paths[:, 0]))[path, depth][None]
-        if len(paths) > 1:  # else all columns may be kept; the states of paths take memory in every layer
-            self._restore()
-        return output
+        Other threads may run the model at the same time.
+        """
+        thread = threading.get_ident()
 
-    def _restore(self) -> None:
-        for held, before in zip(self._states, self._before, strict=True):
-            held.update(before)
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != thread:
+                return
+            # Copied, because mixers write parts of the state in place.
+            self._before = [_copied(states) for states in self._states]
+            self._arguments = dict(kwargs)
+            if args:
+                self._arguments["hidden_states"] = args[0]
 
-    def _replay(self, inputs: torch.Tensor, sequences: torch.Tensor) -> Any:
-        """Runs the mixer on inputs [R, S, D] after the kept state of `sequences` [R]."""
-        self._restore()
-        self.layer.reorder_cache(sequences)
-        return self.mixer.forward(**{**self._call, "hidden_states": inputs}) if inputs.shape[1] else None
+        return [self.mixer.register_forward_pre_hook(record, with_kwargs=True)]
 
     @torch.no_grad()
-    def rewind(self, num_kept: Sequence[int], columns: Sequence[int] | None) -> None:
-        """Sets the state to that after each sequence's first `num_kept` columns of the recorded step, or a tree's `columns`."""
-        inputs, after = self._call["hidden_states"], [dict(held) for held in self._states]  # [B, S, D]
-        counts = sorted(set(num_kept) - {inputs.shape[1]})  # sequences with equal counts are replayed together
-        if columns is not None:
-            inputs, after = chosen(inputs, 1, columns), [dict(held) for held in self._before]
-        for count in counts:
-            index = to_device(torch.tensor([i for i, kept in enumerate(num_kept) if kept == count]), inputs.device)
-            self._replay(inputs[:, :count].index_select(0, index), index)
-            for whole, held in zip(after, self._states, strict=True):
-                for i, state in held.items():
-                    if state is not None:
-                        whole[i] = cast(torch.Tensor, whole[i]).index_copy(0, index, state)
-        for held, whole in zip(self._states, after, strict=True):
-            held.update(whole)
+    def rewind(self, num_kept: Sequence[int]) -> None:
+        """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
+        inputs = self._arguments["hidden_states"]  # [B, S, D]
+        result = [dict(states) for states in self._states]
+        counts = set(num_kept) - {inputs.shape[1]}
+        for count in sorted(counts):  # sequences with equal counts are replayed together
+            places = [place for place, kept in enumerate(num_kept) if kept == count]
+            index = to_device(torch.tensor(places), inputs.device)
+            kept = inputs[:, :count]
+            self.replay(kept.index_select(0, index), index)
+            for whole, states in zip(result, self._states, strict=True):
+                _put_rows(whole, index, states)
+        self._set(result)
+
+    def replay(self, inputs: torch.Tensor, sequences: torch.Tensor) -> Any:
+        """Calls the mixer on inputs [R, S, D] after the recorded state of `sequences` [R]; its output, `None` without columns."""
+        self.restore()
+        self.layer.reorder_cache(sequences)
+        if inputs.shape[1] == 0:
+            return None
+        arguments = {**self._arguments, "hidden_states": inputs}
+        return self.mixer.forward(**arguments)
+
+    def restore(self) -> None:
+        """Sets the state to that before the recorded step."""
+        self._set(self._before)
+
+    def _set(self, values: Sequence[States]) -> None:
+        for states, value in zip(self._states, values, strict=True):
+            states.update(value)
+
+    def put_sequence(self, place: int, single: RunningState, batch_size: int) -> None:
+        """Makes the state of a single sequence that of sequence `place` of `batch_size`."""
+        for name in ("conv_states", "recurrent_states"):
+            own = getattr(self.layer, name)
+            for index, state in getattr(single.layer, name).items():
+                if state is None:
+                    continue
+                if own[index] is None:
+                    of_batch = state.expand(batch_size, *state.shape[1:])
+                    self.layer.lazy_initialization(**{name: of_batch}, state_idx=index)
+                own[index][place] = state[0]
+        self.layer.has_previous_state.update(single.layer.has_previous_state)
+
+
+def _copied(states: States) -> States:
+    return {index: None if state is None else state.clone() for index, state in states.items()}
+
+
+def _put_rows(whole: States, index: torch.Tensor, states: States) -> None:
+    """Replaces the rows `index` of the states in `whole` by `states`."""
+    for i, state in states.items():
+        before = whole[i]
+        if state is not None and before is not None:
+            whole[i] = before.index_copy(0, index, state)
 
 
 class PreallocatedCache(Cache):
-    """`past_key_values` of any model whose layers attend by softmax or are linear mixers (`linear_mixers`).
+    """`past_key_values` of any model whose layers attend by softmax or are linear mixers (`mixers`, by layer).
 
-    It has room for `capacity` positions, which doubles when a text outgrows it, of `num_sequences` sequences (default: those
-    of the first forward). With a `batch_size` above 1 each sequence has its own length. With mixers, a forward that may be
-    rolled back runs inside `recording()`, and a rollback directly after it drops any number of its columns per sequence.
+    It has room for `capacity` positions of `batch_size` sequences. The capacity is rounded up, and doubles when a text outgrows
+    it. With mixers, a forward that may be rolled back runs inside `recording`, and a rollback directly after it drops any
+    number of its columns per sequence.
     """
+
+    running_state_class: type[RunningState] = RunningState
 
     def __init__(
         self,
         num_layers: int,
         capacity: int,
         batch_size: int = 1,
-        num_sequences: int | None = None,
         mixers: Mapping[int, nn.Module] | None = None,
     ) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity, num_sequences) for _ in range(num_layers)])
-        self._lengths = [0] * batch_size
-        self.window: tuple[int, int] | None = None  # the first and the newest positions that `drop` keeps; None: all
-        self.dropped = [0] * batch_size  # positions between these two whose keys are gone
-        self._running = {index: RunningState(mixer) for index, mixer in (mixers or {}).items()}
-        for index, running in self._running.items():
+        layers = [PreallocatedLayer(capacity, batch_size) for _ in range(num_layers)]
+        super().__init__(layers=layers)
+        self._running: dict[int, Any] = {}
+        for index, mixer in (mixers or {}).items():
+            running = self.running_state_class(mixer)
+            self._running[index] = running
             self.layers[index] = running.layer
         self._num_recorded: int | None = 0  # columns that mixers can roll back; None: a forward did not finish
+        # Of a single sequence the layers know the length: a model appends to them without saying so here.
+        self._lengths = [0] * batch_size
 
-    def _storage(self) -> list[PreallocatedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+    # -- how long it is
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Declares the first `lengths` positions of the storage as the text."""
-        self._lengths = list(lengths)
-        for layer in self._storage():
-            layer.slots, layer.length = None, max(lengths)
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences. The storage may have room for more."""
+        return len(self._lengths)
 
     @property
     def is_ragged(self) -> bool:
         """Whether each sequence has its own length, so that every forward needs slots, positions and a mask."""
-        return len(self._lengths) > 1
+        return self.batch_size > 1
 
     @property
     def lengths(self) -> list[int]:
         """Valid positions of each sequence."""
         return list(self._lengths) if self.is_ragged else [self.get_seq_length()]
 
-    @property
-    def text_lengths(self) -> list[int]:
-        """Positions of each sequence's text, with those that were dropped."""
-        return [held + dropped for held, dropped in zip(self.lengths, self.dropped, strict=True)]
-
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """The positions of new columns in `slots` [B, S]."""
-        return slots if self.window is None else slots + to_device(torch.tensor(self.dropped), slots.device)[:, None]
-
-    @property
-    def excess(self) -> list[int]:
-        """How many keys of each sequence `drop` drops: all beyond the window, once they are an eighth of it."""
-        first, newest = self.window or (0, float("inf"))
-        return [int(count) if 8 * (count := held - first - newest) > newest else 0 for held in self.lengths]
-
-    def drop(self) -> None:
-        """Drops the keys between each sequence's first and newest positions, and moves these together."""
-        if self.window is None or not any(counts := self.excess):
-            return
-        sink, lengths = self.window[0], self.lengths
-        for layer in self._storage():
-            for states in (layer.keys, layer.values):
-                for of_sequence, held, count in zip(states, lengths, counts, strict=False):
-                    of_sequence[:, sink : held - count] = of_sequence[:, sink + count : held].clone()
-        self.dropped = [dropped + count for dropped, count in zip(self.dropped, counts, strict=True)]
-        self.set_lengths([held - count for held, count in zip(lengths, counts, strict=True)])
-
-    def plan(self, is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
-        """Slots, which are positions too, of the next forward's columns. Appends those that is_real [B, S] marks."""
-        host = torch.tensor([list(num_real), self._lengths])[..., None]
-        counts, starts = to_device(host, is_real.device).unbind()  # [B, 1] each
-        slots = starts + torch.where(is_real, is_real.cumsum(dim=1), counts + (~is_real).cumsum(dim=1)) - 1
-        self.place(slots, max(self._lengths) + slots.shape[1])
-        self._lengths = [held + count for held, count in zip(self._lengths, num_real, strict=True)]
+        """The positions of columns in `slots` [B, S]: the same, because all positions are stored."""
         return slots
 
-    def place(self, slots: torch.Tensor, num_keys: int) -> None:
-        """Sets the slots [B, S] and the number of keys of a ragged cache's next forward. Lengths do not change."""
-        for layer in self._storage() if self.is_ragged else ():
-            layer.slots, layer.length = slots, num_keys - slots.shape[1]
+    def _set_lengths(self, lengths: Sequence[int]) -> None:
+        """Declares the first `lengths` positions of the storage valid. The only place where lengths of layers are set."""
+        self._lengths = list(lengths)
+        for layer in self._attention_layers():
+            layer.slots = None
+            layer.length = max(lengths)
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Adds `counts` columns that a forward has written after each sequence's end to the sequence."""
-        self.set_lengths([held + count for held, count in zip(self.lengths, counts, strict=True)])
+    def _attention_layers(self) -> list[PreallocatedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+
+    # -- a forward appends
 
     @contextmanager
-    def recording(self, num_columns: int, tree: Any = None) -> Iterator[None]:
-        """Records what `rollback` needs for the one forward of a chain or `tree` inside the `with`; 0 columns: nothing."""
-        self._num_recorded, thread, handles = None, threading.get_ident(), list[Any]()
-        paths_on = cache(lambda device: [to_device(part, device) for part in tree.paths])
+    def appending(self, slots: torch.Tensor, counts: Sequence[int]) -> Iterator[None]:
+        """The forward inside writes its columns to slots [B, S]; after it sequence i has `counts[i]` more positions.
+
+        The columns that count have the slots after a sequence's last position; the next forward overwrites the others. A
+        single sequence appends at its end, whatever the slots. If the forward fails, the lengths stay as they were.
+        """
+        before = self.lengths
+        after = [length + count for length, count in zip(before, counts, strict=True)]
+        if self.is_ragged:
+            for layer in self._attention_layers():
+                layer.slots = slots
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self._set_lengths(after if is_done else before)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Adds `counts` columns, which were written into `storage` from outside after each sequence's end."""
+        self._set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    @contextmanager
+    def recording(self, num_columns: int) -> Iterator[None]:
+        """Records what `rollback` needs of the one forward inside, of `num_columns`; 0: it cannot be rolled back."""
+        self._num_recorded = None
+        handles: list[Any] = []
         for running in self._running.values():
             running.forget()
             if num_columns:
-                record = partial(running.record, thread)
-                handles.append(running.mixer.register_forward_pre_hook(record, with_kwargs=True))
-            if tree is not None:
-                handles.append(running.mixer.register_forward_hook(partial(running.join, thread, paths_on)))
+                handles += running.hooks()
         try:
             yield
         finally:
@@ -304,78 +351,97 @@ class PreallocatedCache(Cache):
                 handle.remove()
         self._num_recorded = num_columns
 
-    def rollback(self, counts: int | Sequence[int], columns: Sequence[int] | None = None) -> None:
-        """Drops the last `counts` positions, of a tree all but `columns`. ValueError: they were not held, or not recorded."""
-        lengths, num_recorded = self.lengths, self._num_recorded or 0
-        counts = [counts] * len(lengths) if isinstance(counts, int) else list(counts)
+    # -- a rollback drops
+
+    def rollback(self, counts: int | Sequence[int]) -> None:
+        """Drops the last `counts` positions of the sequences. ValueError: they are not there, or were not recorded."""
+        if isinstance(counts, int):
+            counts = [counts] * self.batch_size
+        num_recorded = self._num_recorded or 0
+        num_kept = [num_recorded - count for count in counts]
+        self._drop(counts, lambda running: running.rewind(num_kept))
+
+    def _drop(self, counts: Sequence[int], rewind: Callable[[Any], None]) -> None:
+        """Drops the last `counts` positions. `rewind` takes the running state of a mixer back."""
+        lengths = self.lengths
+        num_recorded = self._num_recorded or 0
         if self._running and max(counts) > num_recorded:
             raise ValueError(f"Cannot roll back {counts} positions: linear layers recorded {num_recorded}.")
-        if len(counts) != len(lengths) or not all(0 <= n <= held for n, held in zip(counts, lengths, strict=True)):
+        has_all = len(counts) == len(lengths)
+        if not has_all or any(not 0 <= count <= length for count, length in zip(counts, lengths, strict=True)):
             raise ValueError(f"Cannot roll back {counts} of {lengths} positions: give one count up to each of these.")
-        self.set_lengths([held - n for held, n in zip(lengths, counts, strict=True)])
-        self._num_recorded = None
+        self._set_lengths([length - count for length, count in zip(lengths, counts, strict=True)])
+        self._num_recorded = None  # until all states are taken back
         for running in self._running.values():
             if any(counts):
-                running.rewind([num_recorded - count for count in counts], columns)
+                rewind(running)
             running.forget()
         self._num_recorded = 0
 
-    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Keys and values of all layers, each with room for at least `capacity` positions."""
-        for layer in self._storage():
-            layer.reserve(capacity)
-        return [layer.keys for layer in self._storage()], [layer.values for layer in self._storage()]
-
-    def copy_sequences(self, other: PreallocatedCache, sequences: Sequence[int]) -> None:
-        """Replaces the content by that of another cache's `sequences`."""
-        lengths = [other.lengths[i] for i in sequences]
-        used = slice(max(lengths))
-        for layer, theirs in zip(self._storage(), other._storage(), strict=True):
-            if not theirs.is_initialized:
-                continue
-            if not layer.is_initialized:
-                layer.lazy_initialization(theirs.keys, theirs.values)
-            for i, source in enumerate(sequences):
-                layer.keys[i, :, used] = theirs.keys[source, :, used]
-                layer.values[i, :, used] = theirs.values[source, :, used]
-        self.window, self.dropped = other.window, [other.dropped[i] for i in sequences]
-        self.set_lengths(lengths)
-
-    def keep_columns(self, width: int, columns: Sequence[int]) -> None:
-        """Keeps the given `columns` (rising) of a single sequence's last `width` positions, moved together."""
-        start = self.get_seq_length() - width
-        index = torch.tensor([start + column for column in columns], dtype=torch.long)
-        kept = slice(start, start + len(columns))
-        for layer in self._storage():
-            if layer.is_initialized:  # else the layer reads the keys of another one
-                index = to_device(index, layer.keys.device)
-                layer.keys[:, :, kept] = layer.keys.index_select(2, index)
-                layer.values[:, :, kept] = layer.values.index_select(2, index)
-        self.rollback(width - len(columns), columns)
-
-    def keep_sequences(self, sequences: Sequence[int]) -> None:
-        """Drops all sequences of the batch except these. A single one needs no slots and no mask."""
-        index = torch.tensor(sequences)
-        for layer in self._storage():
-            if layer.is_initialized:
-                index = to_device(index, layer.keys.device)
-                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-        for running in self._running.values():
-            running.forget()
-            running.layer.reorder_cache(torch.tensor(sequences))
-        self._num_recorded = None if self._num_recorded is None else 0
-        self.dropped = [self.dropped[i] for i in sequences]
-        self.set_lengths([self.lengths[i] for i in sequences])
-
     def truncate(self, length: int) -> int:
         """Keeps a single sequence's first `length` positions, also after a failed forward; 0: running states cannot go back."""
-        if self._running and (self._num_recorded is None or self.lengths != [length]):
+        is_finished = self._num_recorded is not None and self.lengths == [length]
+        if self._running and not is_finished:
             return 0
-        # Of a text cut where keys were dropped, the first ones are left.
-        held = max(length - self.dropped[0], min(length, self.window[0] if self.window else 0))
-        self.dropped = [length - held]
-        self.set_lengths([held])
+        self._set_lengths([length])
         return length
+
+    def reset(self) -> None:
+        """Empties the cache; the storage stays allocated."""
+        super().reset()
+        self._set_lengths([0] * self.batch_size)
+        self._num_recorded = 0
+
+    # -- sequences come and go
+
+    def put_sequence(self, place: int, single: PreallocatedCache) -> None:
+        """Makes the text of a single sequence's cache sequence `place` of this batch, with its running states."""
+        for layer, source in zip(self._attention_layers(), single._attention_layers(), strict=True):
+            layer.copy_sequence(source, 0, place)
+        for index, running in self._running.items():
+            running.put_sequence(place, single._running[index], self.batch_size)
+        lengths = self.lengths
+        lengths[place] = single.lengths[0]
+        self._set_lengths(lengths)
+
+    def keep_sequences(self, places: Sequence[int]) -> None:
+        """Drops all sequences of the batch except those at `places` (rising). A single one needs no slots and no mask.
+
+        Sequences move in place, so the storage stays where it is, with room for as many as before.
+        """
+        for layer in self._attention_layers():
+            for place, origin in enumerate(places):
+                if place != origin:
+                    layer.copy_sequence(layer, origin, place)
+        for running in self._running.values():
+            running.forget()
+            running.layer.reorder_cache(torch.tensor(places))
+        if self._num_recorded is not None:
+            self._num_recorded = 0
+        lengths = self.lengths
+        self._set_lengths([lengths[place] for place in places])
+
+    # -- its storage
+
+    def storage(self, capacity: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of all layers, each with room for at least `capacity` positions."""
+        layers = self._attention_layers()
+        for layer in layers:
+            layer.reserve(capacity)
+        return [layer.keys for layer in layers], [layer.values for layer in layers]
+
+    def adopt(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Moves the sequences to storage of the caller, a tensor of each a layer, with room for them, and goes on there."""
+        for layer, layer_keys, layer_values in zip(self._attention_layers(), keys, values, strict=True):
+            layer.move(layer_keys, layer_values)
+
+    def release(self) -> None:
+        """Moves the sequences from adopted storage to storage of its own."""
+        for layer in self._attention_layers():
+            capacity = _rounded(layer.length + 1)
+            keys = _room_like(layer.keys, self.batch_size, capacity)
+            values = _room_like(layer.values, self.batch_size, capacity)
+            layer.move(keys, values)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -387,7 +453,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def chosen(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
     """`tensor.index_select` by a list, without the wait for the device that `tensor[list]` causes."""
-    return tensor.index_select(dim, to_device(torch.tensor(indices, dtype=torch.long), tensor.device))
+    index = torch.tensor(indices, dtype=torch.long)
+    return tensor.index_select(dim, to_device(index, tensor.device))
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .attention_dflash import additive_mask, draft_sees, grouped_attention, sees, step_mask
 from .configuration_dflash import DFlashConfig
+from .targets_dflash import InexactError, check_pair
 
 
 class DFlashAttn(qwen3.Qwen3Attention):
@@ -253,6 +254,31 @@ class DFlashDraftModel(PreTrainedModel):
         >>> text_ids = drafter.spec_generate(input_ids, target=target, max_new_tokens=256, temperature=0.0)
     """
 
+    # Keywords of `spec_generate`, in the loop's own spelling too, that plain `generate` does not know.
+    KEYWORDS: ClassVar[tuple[str, ...]] = (
+        "adaptive",
+        "as_blocks",
+        "block_size",
+        "compile",
+        "conversation",
+        "cuda_graph",
+        "draft_tree",
+        "draft_window",
+        "drafter",
+        "max_draft_tokens",
+        "ngram_size",
+        "num_looked_up",
+        "stop_token_ids",
+        "token_streamer",
+        "uniforms_generator",
+        "verification",
+    )
+    # A request that only plain `generate` can serve exactly.
+    InexactError: ClassVar[type[ValueError]] = InexactError
+
+    # `dflash.engine`, which makes the loop faster; `None` in a shipped copy.
+    engine: ClassVar[Any] = None
+
     config: DFlashConfig
     d2t: torch.Tensor | None
     config_class = DFlashConfig
@@ -392,7 +418,7 @@ class DFlashDraftModel(PreTrainedModel):
         for layer, layer_type in enumerate(config.layer_types):
             if layer_type not in masks:
                 visible = draft_sees(config, layer, starts, width)
-                masks[layer_type] = step_mask(visible, starts, width, num_keys, config.layer_window(layer), dtype)
+                masks[layer_type] = step_mask(visible, starts, width, num_keys, self.hidden_norm.weight.dtype)
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
@@ -471,7 +497,8 @@ class DFlashDraftModel(PreTrainedModel):
         `embed`, chooses greedily or, with `drawn` (uniforms are float64, in [0, 1)), draws each token from softmax(scores /
         temperature) of its candidates, which is returned too. `with_confidences` adds the probability of each token.
         """
-        from .verification_dflash import Proposals, pick
+        from .acceptance_dflash import Proposals
+        from .sampling_dflash import pick
 
         logits, device, confidences = self.compute_logits(hidden_states, head), anchors.device, None
         if (causal_head := self.causal_head(embed)) is None:
@@ -480,7 +507,7 @@ class DFlashDraftModel(PreTrainedModel):
             if with_confidences:  # the argmax's probability, without a float32 copy of the logits
                 confidences = (logits - best).exp().sum(dim=-1, dtype=torch.float32).reciprocal()
             is_finite = best.isfinite().all(dim=-1).all(dim=-1)
-            return Proposals(token_ids.to(device), confidences=confidences, is_finite=is_finite)
+            return Proposals(token_ids.to(device), is_finite=is_finite)
 
         def chances(scores: torch.Tensor) -> torch.Tensor:
             return (scores.float() / (drawn[0] if drawn else 1.0)).softmax(dim=-1)
@@ -492,7 +519,7 @@ class DFlashDraftModel(PreTrainedModel):
         if with_confidences:
             confidences = (scores.float().softmax(dim=-1) * (candidate_ids == path[..., None])).sum(dim=-1)
         is_finite = scores.amax(dim=-1).isfinite().all(dim=-1)
-        proposals = Proposals(path.to(device), confidences=confidences, is_finite=is_finite)
+        proposals = Proposals(path.to(device), is_finite=is_finite)
         if drawn is None:
             return proposals
         return replace(proposals, candidate_ids=candidate_ids.to(device), probabilities=chances(scores).to(device))
@@ -521,14 +548,23 @@ class DFlashDraftModel(PreTrainedModel):
         best = (values - values[:, :1]).float() / temperature - total.log()
         return best[:, None], token_ids
 
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises ValueError, with the value and the remedy, unless this model can draft for `target`.
+
+        The class is `InexactError` where only the loop cannot decode the target exactly, and its own `generate` can.
+        """
+        check_pair(target, self)
+
     def spec_generate(self, input_ids: Any, target: PreTrainedModel, **kwargs: Any) -> Any:
         """The target's continuation of `input_ids`, drafted by this model: see `generation_dflash.spec_generate`."""
         # From a local folder, transformers 4.57 copies only the files that this one imports.
         from .cache_dflash import PreallocatedCache  # noqa: F401
         from .decoding_dflash import Block  # noqa: F401
+        from .drafting_dflash import Context  # noqa: F401
         from .generation_dflash import spec_generate
-        from .proposals_dflash import DraftTree  # noqa: F401
-        from .step_dflash import Pair  # noqa: F401
+        from .requests_dflash import Request  # noqa: F401
+        from .sampling_dflash import pick  # noqa: F401
+        from .sequences_dflash import TextSequence  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
 

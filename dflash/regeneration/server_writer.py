@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from dflash.common.fingerprints import config_fingerprint
 from dflash.common.openai_client import OpenAIClient, quote, with_retries
-from dflash.model.generation_dflash import max_positions
+from dflash.model.targets_dflash import max_positions
 from dflash.training import stop_ids
 
 from .target_writer import Answer, Request, Sampling

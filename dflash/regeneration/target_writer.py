@@ -13,10 +13,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.fingerprints import config_fingerprint, model_fingerprint
 from dflash.common.logits import broken_logits, check_logits, is_broken
-from dflash.model.cache_dflash import CACHE_NAME, LINEAR_TYPES, PreallocatedCache
+from dflash.model.cache_dflash import CACHE_NAME, PreallocatedCache
 from dflash.model.decoding_dflash import Block
-from dflash.model.generation_dflash import SETTINGS, generate_blocks, max_positions
-from dflash.model.verification_dflash import PositionUniforms, choose_sampled, place_uniforms
+from dflash.model.generation_dflash import generate_blocks
+from dflash.model.requests_dflash import SETTINGS
+from dflash.model.sampling_dflash import PositionUniforms, choose_sampled, place_uniforms
+from dflash.model.targets_dflash import LINEAR_TYPES, max_positions
 from dflash.training import Example, Trace, stop_ids, was_rejected, with_response
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model import decoding_dflash
+from dflash.model import drafting_dflash
 from dflash.model.generation_dflash import generate_blocks
 
 
@@ -54,8 +54,8 @@ def measure_acceptance(
     """
     config: Any = drafter.config
     total = Acceptance(0, 0, 0, (0,) * config.num_proposals)
-    level = decoding_dflash.logger.level
-    decoding_dflash.logger.setLevel(logging.ERROR)
+    level = drafting_dflash.logger.level
+    drafting_dflash.logger.setLevel(logging.ERROR)
     try:
         for prompt in prompts:
             input_ids = torch.tensor([list(prompt)], device=target.device)
@@ -65,5 +65,5 @@ def measure_acceptance(
                 if not block.is_prefill:
                     total += Acceptance(1, block.acceptance_length, len(block.token_ids), (1,) * block.num_accepted)
     finally:
-        decoding_dflash.logger.setLevel(level)
+        drafting_dflash.logger.setLevel(level)
     return total

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.cache_dflash import LINEAR_TYPES
-from dflash.model.step_dflash import Pair, decoder_layers
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.drafting_dflash import embed
+from dflash.model.targets_dflash import LINEAR_TYPES, Layout, check_pair, decoder_layers, head
 
 from .batches import Batch
 from .layout import packed_causal_mask, positions_in_documents
@@ -38,11 +39,14 @@ def can_pack(target: PreTrainedModel) -> bool:
     return not types - {"full_attention", "sliding_attention"} and config._attn_implementation in PACKING_ATTENTION
 
 
-class FrozenTarget(Pair):
-    """A pair whose target is frozen and reads whole batches."""
+class FrozenTarget:
+    """A frozen target that reads whole batches, and its drafter."""
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
-        super().__init__(target, drafter)
+        check_pair(target, drafter)
+        self.target: Any = target
+        self.drafter: Any = drafter
+        self.layout = Layout.of(target, drafter.config.target_layer_ids)
         target.requires_grad_(False)
         self.config = target.config.get_text_config(decoder=True)
         layers = decoder_layers(target)
@@ -61,7 +65,9 @@ class FrozenTarget(Pair):
         batch, target = batch.to(self.target.device), self.target
         placed = self._placed(batch.document_ids)
         if getattr(self.config, "num_kv_shared_layers", 0):  # such layers read their keys from a cache
-            placed[self.layout.cache_name] = self.new_cache(batch.input_ids.shape[1], len(batch.input_ids))
+            num_sequences, length = batch.input_ids.shape
+            cache = PreallocatedCache(len(decoder_layers(target)), length, num_sequences)
+            placed[self.layout.cache_name] = cache
         last = torch.tensor([batch.input_ids.shape[1] - 1])  # as a number, Gemma 4 would skip the other columns
         read = [*self._taps, self._decoder]
         with _outputs_of(read) as outputs:
@@ -73,6 +79,14 @@ class FrozenTarget(Pair):
             return TargetStates(features)
         self._check_head(last_hidden_state[:, -1], logits)
         return TargetStates(features, last_hidden_state)
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's head over states [..., D]."""
+        return head(self.target, states)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., D] of token_ids [...] by the target, as the drafter reads them, on its device."""
+        return embed(self.target, self.drafter, token_ids)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits [M, V] of its last states [M, D]."""

@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import decoder_layers
+from dflash.model.targets_dflash import decoder_layers
 
 
 # What a drafter takes over from its target unless told otherwise.

@@ -5,7 +5,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import decoder_layers
+from dflash.model.targets_dflash import decoder_layers
 
 from .adaptation_lora import is_changed
 from .batches import epoch_sequences, valid_anchors

@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.files import only_writer
 from dflash.model.modeling_dflash import DFlashDraftModel
-from dflash.model.step_dflash import decoder_layers
+from dflash.model.targets_dflash import decoder_layers
 
 from .acceptance import Acceptance, measure_acceptance
 from .adaptation_lora import change_in_low_rank

@@ -27,7 +27,7 @@ from dflash.cli.loading import Pair, dtype_name, encode, given, load_pair
 from dflash.common.hub import ask_hub_again
 from dflash.common.messages import OWN_CODE, as_sentence
 from dflash.evaluation import TimedRun, first_difference, timed_blocks, timed_generate
-from dflash.model.generation_dflash import max_positions
+from dflash.model.targets_dflash import max_positions
 
 
 MAX_PROMPT_TOKENS = 4096

@@ -1,0 +1,31 @@
+"""What makes the loop faster and never decides a token: the package's own, attached to its classes.
+
+| file | adds |
+|---|---|
+| `lookup` | proposals from the text itself |
+| `trees` | several paths of the drafter, verified together |
+| `widths` | as many proposals as pay |
+| `windows` | a drafter that reads the first and the newest tokens alone |
+| `whole` | the whole step as one function of device state |
+| `compiled` | that function compiled by Inductor |
+| `recorded` | that function recorded as a CUDA graph |
+| `runner` | which of them a request gets |
+
+A checkpoint's own code has none of it and refuses its keywords by name.
+"""
+
+from typing import Any
+
+from .options import check_keywords
+from .runner import EngineDecoder as decoder
+from .state import PairState
+from .trees import TreeAcceptor as acceptor
+
+
+__all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason"]
+
+
+def fallback_reason(drafter: Any, target: Any) -> str | None:
+    """Why compiled or recorded steps of a drafter and a target run eagerly; `None`: nothing fell back."""
+    state = PairState.of(drafter, target)
+    return state.recording_reason or state.compiled.reason

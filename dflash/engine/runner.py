@@ -1,0 +1,267 @@
+"""The engine's side of the loop: which caches, proposers and steps a request gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.utils import logging
+
+from dflash.common.stopwatch import stopwatch
+from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
+from dflash.model.attention_dflash import step_attention
+from dflash.model.cache_dflash import PreallocatedCache, to_device
+from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS, Decoder, EagerRunner, Step
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer, Proposer
+from dflash.model.requests_dflash import Request
+from dflash.model.sequences_dflash import TextSequence
+
+from .compiled import NotCompiledError
+from .lookup import LookupProposer
+from .options import Options
+from .recorded import RECORDERS, Recording, capacity_for
+from .state import PairState
+from .trees import TreeAcceptance, TreeAcceptor, TreeCache, TreeProposals, TreeProposer, verify_tree
+from .whole import Drawn, Models, Shape, State, WholeStep
+from .widths import WidthProposer
+from .windows import WindowedCache, WindowedContext
+
+
+logger = logging.get_logger(__name__)
+
+
+class EngineDecoder(Decoder):
+    """The loop with the engine's proposers and steps."""
+
+    def __init__(
+        self, request: Request, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
+    ) -> None:
+        super().__init__(request, acceptor, cut)
+        self.options = Options.of(request)
+
+    def new_caches(self, num_sequences: int, length: int) -> tuple[PreallocatedCache, DrafterContext]:
+        """Empty caches; the drafter's has the request's window."""
+        drafter = self.request.drafter
+        target_cache = TreeCache(self.target.num_layers, length, num_sequences, mixers=self.target.mixers)
+        num_layers = drafter.config.num_hidden_layers
+        window = self.options.draft_window
+        if window is None:
+            draft_cache = PreallocatedCache(num_layers, length, num_sequences)
+            return target_cache, DrafterContext(drafter, draft_cache)
+        windowed = WindowedCache(num_layers, sum(window), num_sequences, window=window)
+        return target_cache, WindowedContext(drafter, windowed)
+
+    def new_runner(self) -> EngineRunner:
+        """The runner of this request's steps."""
+        options = self.options
+        drafts = DraftProposer(self.request, self.target, self.conversation.context, self.acceptor)
+        proposer: Proposer = drafts
+        if options.num_nodes:
+            proposer = TreeProposer(drafts, options.num_nodes)
+        state = PairState.of(self.request.drafter, self.request.target)
+        if options.adaptive:
+            num_proposals = options.num_nodes or drafts.num_proposals
+            setting = (self.request.block_size, options.num_nodes, options.draft_window, self.acceptor.sampler is None)
+            proposer = WidthProposer(proposer, state, num_proposals, setting)
+        lookup = None
+        if options.num_looked_up:
+            lookup = LookupProposer(proposer, options.num_looked_up, options.ngram_size, drafts.num_proposals)
+            proposer = lookup
+        runner = EngineRunner(self.request, self.target, self.conversation, self.acceptor, proposer)
+        runner.prepare(options, state, drafts, lookup)
+        return runner
+
+
+class EngineRunner(EagerRunner):
+    """Runs a step as one compiled or recorded function where that is possible and asked for, else eagerly; and trees."""
+
+    def prepare(
+        self, options: Options, state: PairState, drafts: DraftProposer, lookup: LookupProposer | None
+    ) -> None:
+        """Decides which steps of this text can be whole."""
+        self._options = options
+        self._state = state
+        self._lookup = lookup
+        self._recording: Recording | None = None
+        request = self.request
+        sampler = self.acceptor.sampler
+        num_candidates = sampler.num_candidates if sampler is not None else 0
+        self._shape = Shape(request.block_size, drafts.num_proposals, num_candidates)
+        self._models = Models(request.target, request.drafter, self.target.layout)
+        can_fuse = self.acceptor.can_fuse and not drafts.draws and not request.keeping
+        is_chain = not options.num_nodes and not options.adaptive and drafts.num_proposals > 0
+        self._can_be_whole = can_fuse and is_chain and not request.prompt_inputs
+        self._mode = self._chosen_mode() if self._can_be_whole else None
+        window = options.draft_window
+        self._kind = (self._shape, len(request.input_ids) > 1, sampler is None, window is None)
+
+    def _chosen_mode(self) -> str | None:
+        """How whole steps run: "compiled", "recorded", "auto", or `None`: eagerly."""
+        state = self._state
+        state.refresh()
+        if self._options.cuda_graph:
+            kind = self.request.target.device.type
+            if state.recording_reason is None and kind not in RECORDERS:
+                state.recording_reason = f"{kind} is no CUDA device"
+            if state.recording_reason is not None:
+                state.warn(f"cuda_graph=True has no effect: {state.recording_reason}.")
+                return None
+            return "recorded"
+        if self._options.compile is True:
+            state.compiled.warn_of_reason()
+            return "compiled"
+        # Never by itself on an accelerator: nothing measured there says that compiling pays.
+        is_auto = self._options.compile == "auto" and self.request.target.device.type == "cpu"
+        return "auto" if is_auto else None
+
+    # -- a step
+
+    def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
+        """As `EagerRunner.run`."""
+        if self._mode is None or most < self._shape.num_proposals or self._has_match(sequences):
+            return self._run_eager(sequences, anchors, most)
+        if self._mode == "auto" and not self._state.compiled.is_due(self._kind):
+            elapsed = stopwatch()
+            step = self._run_eager(sequences, anchors, most)
+            step.read()
+            self._state.compiled.note_eager(self._kind, elapsed())
+            return step
+        try:
+            return self.run_whole(sequences, anchors)
+        except NotCompiledError:
+            return self._run_eager(sequences, anchors, most)
+
+    def _has_match(self, sequences: list[TextSequence]) -> bool:
+        return self._lookup is not None and self._lookup.has_match(sequences)
+
+    def _run_eager(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
+        proposals = self.proposer.propose(sequences, anchors, most)
+        token_ids = torch.cat([anchors, proposals.token_ids], dim=1)
+        cache = self.conversation.target_cache
+        if isinstance(proposals, TreeProposals):
+            logits, features = verify_tree(self.target, token_ids, cache, proposals.tree)
+        else:
+            logits, features = self.target.verify(token_ids, cache)
+        return self.accept(sequences, proposals, logits, features)
+
+    def accept(
+        self,
+        sequences: list[TextSequence],
+        proposals: Proposals,
+        logits: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> Step:
+        """As `EagerRunner.accept`; of a tree, the logits along the accepted path."""
+        step = super().accept(sequences, proposals, logits, features)
+        if isinstance(step.acceptance, TreeAcceptance) and "logits" in step.outputs:
+            step.outputs["logits"] = logits[:, step.acceptance.columns]
+        return step
+
+    def keep(self, step: Step, num_kept: list[int]) -> None:
+        """As `EagerRunner.keep`; of a tree, the columns of the accepted path."""
+        if step.features is None or not isinstance(step.acceptance, TreeAcceptance):
+            super().keep(step, num_kept)
+            return
+        columns = step.acceptance.columns[: num_kept[0]]
+        cache: Any = self.conversation.target_cache
+        cache.keep_columns(step.features.shape[1], columns)
+        index = to_device(torch.tensor(columns), step.features.device)
+        self.conversation.context.append(Context(step.features.index_select(1, index), num_kept))
+
+    # -- a whole step
+
+    def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
+        context = self.conversation.context
+        state = self._device_state(anchors)
+        drawn = self._drawn(sequences, anchors.device)
+        output = self._recorded(state, drawn) if self._mode == "recorded" else self._compiled(state, drawn)
+        # The caches hold the context, then the step's columns, which `keep` rolls back.
+        context.cache.advance(context.waiting().num_real)
+        context.mark_read()
+        width = output.features.shape[1]
+        self.conversation.target_cache.advance([width] * len(sequences))
+        return Step(Proposals(output.proposed_ids), Acceptance(output.num_accepted, output.token_ids), output.features)
+
+    def _device_state(self, anchors: torch.Tensor) -> State:
+        """The state of the sequences. A context with more columns than a step gives is read before it."""
+        context = self.conversation.context
+        cache = context.cache
+        num_columns = self._shape.num_proposals + 1
+        if context.waiting().num_columns > num_columns or not any(cache.lengths):
+            context.absorb()
+        waiting = context.for_next_block()
+        dropped = context.cache.dropped if isinstance(context.cache, WindowedCache) else [0] * len(anchors)
+        padding = num_columns - waiting.num_columns
+        device = anchors.device
+        return State(
+            anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
+            starts=to_device(torch.tensor(self.conversation.target_cache.lengths), device),
+            features=functional.pad(waiting.features, (0, 0, 0, padding)).contiguous(),
+            counts=waiting.counts,
+            dropped=to_device(torch.tensor(dropped), device),
+        )
+
+    def _drawn(self, sequences: list[TextSequence], device: torch.device) -> Drawn | None:
+        sampler = self.acceptor.sampler
+        if sampler is None:
+            return None
+        positions = range(self._shape.num_proposals + 1)
+        return Drawn(self.acceptor.uniforms(sequences, positions, device), sampler.settings)
+
+    def _compiled(self, state: State, drawn: Drawn | None) -> WholeStep:
+        caches = (self.conversation.target_cache, self.conversation.context.cache)
+        return self._state.compiled.run(self._models, state, caches, self._shape, drawn, self._kind)
+
+    def _recorded(self, state: State, drawn: Drawn | None) -> WholeStep:
+        """A replay on the text's recording. NotCompiledError: it cannot be recorded, and runs eagerly from now on."""
+        try:
+            with self._state.lock, step_attention(self.request.target):
+                recording = self._open_recording(state, drawn)
+                return recording.run(state, drawn)
+        except Exception as error:  # of any type: a model that waits for the device raises it, or no memory is left
+            first_line = str(error).strip().partition("\n")[0]
+            self._mode = None
+            self._end_recording()
+            self._state.recordings.clear()
+            self._state.warn(f"A step is not recorded and runs eagerly ({type(error).__name__}: {first_line}).")
+            self._state.recording_reason = first_line
+            raise NotCompiledError(first_line) from error
+
+    def _open_recording(self, state: State, drawn: Drawn | None) -> Recording:
+        """The recording that this text runs on; the text moves to a larger one when it has outgrown its own."""
+        target_cache = self.conversation.target_cache
+        draft_cache = self.conversation.context.cache
+        num_columns = self._shape.num_proposals + 1
+        length = max(target_cache.lengths) + 2 * num_columns + self._shape.block_size
+        if self._recording is not None and length <= self._recording.capacity:
+            return self._recording
+        self._end_recording()
+        room = min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
+        capacity = capacity_for(length + room)
+        key = (len(state.anchors), capacity, self._kind)
+
+        def make() -> Recording:
+            storages = (target_cache.storage(0), draft_cache.storage(0))
+            return Recording(self._models, state, *storages, self._shape, drawn, capacity)
+
+        recording = self._state.recordings.take(key, make)
+        target_cache.adopt(recording.target_storage.keys, recording.target_storage.values)
+        draft_cache.adopt(recording.draft_storage.keys, recording.draft_storage.values)
+        self._recording = recording
+        return recording
+
+    def _end_recording(self) -> None:
+        """Moves the caches back to their own storage, so that another text can use the recording's."""
+        recording = self._recording
+        if recording is None:
+            return
+        self._recording = None
+        self.conversation.target_cache.release()
+        self.conversation.context.cache.release()
+        recording.is_free = True
+
+    def close(self) -> None:
+        """Ends the text: a recording is free for another one."""
+        self._end_recording()

@@ -1,0 +1,86 @@
+"""What the engine has made and learned of a drafter and a target. It lives on the drafter and ends with either model."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from transformers.utils import logging
+
+from .compiled import CompiledStep, fingerprint
+from .recorded import Recordings
+
+
+logger = logging.get_logger(__name__)
+
+ATTRIBUTE = "_dflash_pair_states"  # of the drafter
+
+
+class PairState:
+    """Compiled and recorded steps, and the statistics of widths, of one drafter and one target.
+
+    Attributes:
+        lock (`threading.RLock`): Held while something here is made.
+        compiled (`CompiledStep`): Compiled steps.
+        recordings (`Recordings`): Recorded steps.
+        recording_reason (`str`, *optional*): Why steps are not recorded; `None`: they may be.
+        widths (`dict[Any, Any]`): What `WidthProposer` has learned, by the kind of step.
+    """
+
+    def __init__(self, drafter: Any, target: Any) -> None:
+        self._drafter = weakref.ref(drafter)
+        self._target = weakref.ref(target)
+        self._fingerprint: Any = None
+        self._warnings: set[str] = set()
+        self.lock = threading.RLock()
+        self.compiled = CompiledStep(target, drafter)
+        self.recordings = Recordings()
+        self.recording_reason: str | None = None
+        self.widths: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, drafter: Any, target: Any) -> PairState:
+        """The state of these two models. A copy of a drafter, shallow, deep or pickled, begins without any."""
+        states = vars(drafter).get(ATTRIBUTE)
+        if states is None or states.drafter() is not drafter:
+            states = PairStates(drafter)
+            vars(drafter)[ATTRIBUTE] = states  # past the hooks of `nn.Module`
+        return states.of_target(target)
+
+    def refresh(self) -> None:
+        """Drops what was compiled or recorded if a model has changed since: cast, moved, hooked, or given an adapter."""
+        drafter = self._drafter()
+        target = self._target()
+        current = fingerprint(target, drafter)
+        with self.lock:
+            if self._fingerprint is not None and self._fingerprint != current:
+                self.compiled = CompiledStep(target, drafter)
+                self.recordings.clear()
+                self.recording_reason = None
+            self._fingerprint = current
+
+    def warn(self, message: str) -> None:
+        """Logs a warning, the same one once."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            logger.warning(message)
+
+
+class PairStates:
+    """The states of one drafter, by target, which they do not keep alive."""
+
+    def __init__(self, drafter: Any = None) -> None:
+        self.drafter: Any = (lambda: None) if drafter is None else weakref.ref(drafter)
+        self._lock = threading.Lock()
+        self._by_target: weakref.WeakKeyDictionary[Any, PairState] = weakref.WeakKeyDictionary()
+
+    def of_target(self, target: Any) -> PairState:
+        """The state of the drafter and this target."""
+        with self._lock:
+            if target not in self._by_target:
+                self._by_target[target] = PairState(self.drafter(), target)
+            return self._by_target[target]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PairStates, ()  # copies and pickles are empty

@@ -1,0 +1,400 @@
+"""Which proposals are accepted: the accept rules, as functions of tensors, and why the text is the target's.
+
+Every rule is lossless: for any proposals, the committed text has the distribution of plain decoding. The logits of column i are
+the target's after [committed text, proposals 1..i]. If these proposals are accepted, they are the logits of plain decoding.
+
+ * `match`: the target chooses a token for every column. Proposals are accepted while they equal its choices, and the choices are
+   committed, so the committed text is what the target chooses alone. A greedy choice is the argmax. A sampled one is drawn
+   with the uniform number of its position (`PositionUniforms`), which the drafter never sees. So it is independent of the
+   proposals, and the text depends only on the seed.
+ * `rejection` (Leviathan et al. 2023, algorithm 1): a proposal x that was drawn from q is accepted with probability
+   min(1, p(x)/q(x)), where p is the target's distribution. So x is drawn and accepted with probability min(q(x), p(x)). The
+   first rejected proposal is replaced by a draw from the residual max(p - q, 0), scaled to a sum of 1. It adds the missing
+   p(x) - min(q(x), p(x)), so x is committed with probability p(x).
+ * `block` (Sun et al. 2024, block verification, algorithm 2): the proposals of a block are verified together. On average it
+   accepts at least as many as `rejection`, with the same distribution.
+
+A proposal that was not drawn has a q of one token. Then all rules accept it with probability p(x).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.generation import logits_process
+
+from .sampling_dflash import PositionUniforms, Sampler, choose_sampled, pick, place_uniforms
+from .sequences_dflash import TextSequence
+
+
+VERIFICATIONS = ("auto", "match", "rejection", "block")
+TARGET_BROKE, DRAFTER_BROKE = -1, -2  # values of `num_accepted` where a model's logits are NaN or infinite
+
+# Processors that read only the scores, so that all columns of a step can share one call.
+PREFIX_FREE_PROCESSORS = (
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Tokens that the target verifies after the anchor, n per sequence."""
+
+    token_ids: torch.Tensor  # [B, n]
+    candidate_ids: torch.Tensor | None = None  # [B, n, K], tokens that each was drawn from; None: q has one token
+    probabilities: torch.Tensor | None = None  # [B, n, K], q of the candidates
+    is_finite: torch.Tensor | None = None  # [B], whether the drafter's logits were finite; None: not drafted
+    looked_up: tuple[int, ...] = ()  # places in the batch whose proposals come from a lookup, at least in part
+
+    def first(self, count: int) -> Proposals:
+        """The first `count` proposals of each sequence."""
+        token_ids = self.token_ids[:, :count]
+        if self.candidate_ids is None or self.probabilities is None:
+            return replace(self, token_ids=token_ids)
+        return replace(
+            self,
+            token_ids=token_ids,
+            candidate_ids=self.candidate_ids[:, :count],
+            probabilities=self.probabilities[:, :count],
+        )
+
+    def to(self, device: torch.device) -> Proposals:
+        """The proposals on `device`."""
+        tensors: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value.to(device)
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The decision of a rule. The first `num_accepted + 1` of a sequence's `token_ids` are committed."""
+
+    num_accepted: torch.Tensor  # [B], accepted proposals, or `TARGET_BROKE` or `DRAFTER_BROKE`
+    token_ids: torch.Tensor  # [B, n + 1]
+    scores: torch.Tensor | None = None  # [B, n + 1, V], that they were chosen by, if requested
+
+    @property
+    def anchors(self) -> torch.Tensor:
+        """The last committed token, [B, 1], which is the anchor of the next block."""
+        last = self.num_accepted.clamp(min=0)
+        return self.token_ids.gather(1, last[:, None])
+
+
+def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """Length [B] of the longest prefix in which proposals [B, N - 1] equal choices [B, N]."""
+    is_equal = proposals == choices[:, : proposals.shape[1]]
+    return _length_of_prefix(is_equal)
+
+
+def _length_of_prefix(is_true: torch.Tensor) -> torch.Tensor:
+    """How many columns of is_true [B, n] come before the first that is false, [B]."""
+    return is_true.long().cumprod(1).sum(1)
+
+
+def accept_match(proposals: Proposals, choices: torch.Tensor, best: torch.Tensor) -> Acceptance:
+    """Accepts proposals while they equal the target's choices [B, n + 1], which are committed.
+
+    `best` [B, n + 1] holds a number of each column that is not finite where its logits are not.
+    """
+    num_accepted = accept_prefix(proposals.token_ids, choices)
+    num_accepted = _checked(num_accepted, best, proposals)
+    return Acceptance(num_accepted, choices)
+
+
+def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
+    """`num_accepted` [B], negative where the logits of a committed token, or the drafter's, are not finite."""
+    columns = torch.arange(best.shape[1], device=best.device)
+    is_committed = columns <= num_accepted[:, None]
+    is_broken = is_committed & ~best.isfinite()
+    is_broken = is_broken.any(1)
+    num_accepted = torch.where(is_broken, TARGET_BROKE, num_accepted)
+    if proposals.is_finite is None:
+        return num_accepted
+    is_finite = proposals.is_finite.to(best.device)
+    return torch.where(is_finite, num_accepted, DRAFTER_BROKE)
+
+
+class _Drawn:
+    """Drawn proposals with p and q of their candidates. All tensors are on `device`.
+
+    Attributes:
+        target_probs: p of all tokens, [B, n + 1, V].
+        p, q: of the candidates, float64 [B, n + 1, K]. After the last proposal nothing was drafted, so q is 0 there.
+        p_of, q_of: of the proposals themselves, [B, n].
+    """
+
+    def __init__(self, proposals: Proposals, scores: torch.Tensor, device: torch.device) -> None:
+        self.proposals = proposals.to(device)
+        self.scores = scores.to(device)
+        token_ids = self.proposals.token_ids[..., None]
+        candidate_ids = self.proposals.candidate_ids
+        q = self.proposals.probabilities
+        if candidate_ids is None or q is None:  # q has one token
+            candidate_ids = token_ids
+            q = torch.ones_like(token_ids)
+        q = q.double()
+        one_column = (0, 0, 0, 1)
+        self.candidate_ids = functional.pad(candidate_ids, one_column)
+        self.q = functional.pad(q, one_column)
+        self.target_probs = self.scores.float().softmax(-1)
+        p = self.target_probs.gather(-1, self.candidate_ids)
+        self.p = p.double()
+
+        is_proposed = candidate_ids == token_ids
+        p_of = self.p[:, :-1] * is_proposed
+        q_of = q * is_proposed
+        self.p_of = p_of.sum(-1)
+        self.q_of = q_of.sum(-1)
+
+    def surplus(self, reach: torch.Tensor) -> torch.Tensor:
+        """The sum over all tokens of max(reach * p - q, 0), [B, n + 1]. Only candidates have a q above 0."""
+        of_candidates = reach[..., None] * self.p
+        of_candidates = of_candidates - self.q
+        of_candidates = of_candidates.clamp(min=0.0)
+        p_elsewhere = 1.0 - self.p.sum(-1)
+        p_elsewhere = p_elsewhere.clamp(min=0.0)
+        return reach * p_elsewhere + of_candidates.sum(-1)
+
+    def accept(self, num_accepted: torch.Tensor, reach: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
+        """Accepts `num_accepted` [B] proposals and draws a token by uniforms [B] from the residual max(reach * p - q, 0).
+
+        `reach` is [B, n + 1].
+        """
+        places = torch.arange(len(num_accepted), device=num_accepted.device)
+        last = (places, num_accepted)
+        p = self.target_probs[last].double()  # [B, V]
+        q = self.q[last]  # [B, K]
+        residual = reach[last][:, None] * p
+        residual = residual.scatter_add(1, self.candidate_ids[last], -q)
+        residual = residual.clamp(min=0.0)
+        # Empty only by rounding: a proposal is only rejected where p exceeds q for some token.
+        has_tokens = residual.sum(1, keepdim=True) > 0
+        residual = torch.where(has_tokens, residual, p)
+
+        token_ids = functional.pad(self.proposals.token_ids, (0, 1))
+        token_ids[last] = pick(residual, uniforms)
+        best = self.scores.amax(-1)
+        num_accepted = _checked(num_accepted, best, self.proposals)
+        return Acceptance(num_accepted, token_ids)
+
+
+def accept_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
+    """Speculative sampling by the target's scores [B, n + 1, V], with fresh uniforms [B, n + 1]: one a proposal, one more."""
+    drawn = _Drawn(proposals, scores, uniforms.device)
+    is_accepted = uniforms[:, :-1] * drawn.q_of < drawn.p_of
+    num_accepted = _length_of_prefix(is_accepted)
+    reach = torch.ones_like(uniforms)
+    return drawn.accept(num_accepted, reach, uniforms[:, -1])
+
+
+def accept_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
+    """Block verification: accepts the longest prefix that passes its test. Arguments as in `accept_rejection`."""
+    drawn = _Drawn(proposals, scores, uniforms.device)
+    reach = _reach(drawn)
+    surplus = drawn.surplus(reach)
+    missing = surplus + 1.0 - reach
+    pass_rates = surplus / missing
+    # Nothing missing: p equals q, and no prefix ends here. NaN passes, too, so that it is committed and reported.
+    pass_rates = torch.where(missing > 0, pass_rates, 1.0)
+    pass_rates[:, -1] = reach[:, -1]
+
+    of_proposals = uniforms[:, :-1]
+    passes = of_proposals < pass_rates[:, 1:]
+    num_accepted = _last_true(passes)
+    return drawn.accept(num_accepted, reach, uniforms[:, -1])
+
+
+def _last_true(is_true: torch.Tensor) -> torch.Tensor:
+    """How many columns of is_true [B, n] there are up to the last that is true, [B]; 0: none is."""
+    columns = torch.arange(is_true.shape[1], device=is_true.device)
+    lengths = is_true * (columns + 1)
+    lengths = functional.pad(lengths, (1, 0))  # so that there is a maximum without columns
+    return lengths.amax(1)
+
+
+def _reach(drawn: _Drawn) -> torch.Tensor:
+    """Probability of the first i proposals under the target, relative to the drafter, at most 1 after each: [B, n + 1]."""
+    before = torch.ones_like(drawn.p[:, 0, 0])
+    reach = [before]
+    for p_of, q_of in zip(drawn.p_of.unbind(1), drawn.q_of.unbind(1), strict=True):
+        before = before * p_of / q_of
+        before = before.clamp(max=1.0)
+        reach.append(before)
+    return torch.stack(reach, 1)
+
+
+class Acceptor:
+    """Processes logits as plain `generate` does, and accepts proposals by a rule, for one request.
+
+    `verification` names the rule; "auto" is "block" for drawn proposals and "match" for others. Without sampling the rule is
+    "match".
+    """
+
+    def __init__(self, request: Any, processors: Sequence[Any], ends: Callable[[torch.Tensor], bool]) -> None:
+        """`processors`: a list of them for each sequence. All lists do the same; some processors keep a state of a text.
+
+        `ends` says whether a text [1, S] stops at its end.
+        """
+        self.processors = processors[0]
+        self._processors_of = processors
+        self._ends = ends
+        self._batch_size = len(request.input_ids)
+        self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in self.processors)
+        self.keeps_scores = "scores" in request.keeping
+        self.verification = "match"
+        self.uniforms_of: Any = None  # `PositionUniforms`; None: choices are greedy
+        # Instead of the processors, where it gives the same tokens: it gives no scores.
+        self.sampler: Sampler | None = None
+        if request.config.do_sample:
+            self.verification = request.verification
+            self.uniforms_of = PositionUniforms(self._batch_size, request.uniforms_generator)
+            if not self.keeps_scores:
+                self.sampler = Sampler.of(self.processors, request.input_ids.device)
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether accepting needs only the logits, so that one function on the device can draft, verify and accept."""
+        if self.uniforms_of is None:
+            return not self.processors and not self.keeps_scores
+        return self.verification in ("auto", "match") and self.sampler is not None
+
+    def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
+        """Accepts proposals by logits [B, n + 1, V]; those of column i are processed after [text, proposals 1..i].
+
+        Raises ValueError if the processors leave no token possible, or return scores of another shape.
+        """
+        logits = logits.to(proposals.token_ids.device)
+        scores = self.process(logits, sequences, proposals)
+        rule = self.rule(proposals)
+        width = scores.shape[1]
+        if rule == "match":
+            choices = self.choose(scores, sequences, range(width))
+            best = self.best(scores, choices)
+            acceptance = accept_match(proposals, choices, best)
+        else:
+            accept = accept_rejection if rule == "rejection" else accept_block
+            uniforms = self.uniforms_of.fresh(sequences, width, scores.device)
+            acceptance = accept(proposals, scores, uniforms)
+        if self.keeps_scores:
+            acceptance = replace(acceptance, scores=scores)
+        return acceptance
+
+    def rule(self, proposals: Proposals) -> str:
+        """The rule by which these proposals are accepted."""
+        if self.verification != "auto":
+            return self.verification
+        return "match" if proposals.probabilities is None else "block"
+
+    def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Uniforms [B, N] of the positions `depths` tokens after each sequence's last one, for logits on `device`."""
+        index = list(depths)
+        count = max(index) + 1
+        uniforms = []
+        for sequence in sequences:
+            following = self.uniforms_of(sequence.index, len(sequence.new_ids), count)
+            uniforms.append(following[index])
+        return place_uniforms(torch.stack(uniforms), device)
+
+    def choose(self, scores: torch.Tensor, sequences: list[TextSequence], depths: Sequence[int]) -> torch.Tensor:
+        """The target's choices [B, N] by scores [B, N, V] of columns that are `depths` tokens after the anchor."""
+        if self.uniforms_of is None:
+            return scores.argmax(-1)
+        uniforms = self.uniforms(sequences, depths, scores.device)
+        draw = choose_sampled if self.sampler is None else self.sampler
+        return draw(scores, uniforms)
+
+    def best(self, scores: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        """A number of each column [B, N] that is not finite if its scores [B, N, V] hold NaN or +inf, or nothing but -inf."""
+        if self.uniforms_of is None:  # the argmax of scores with a NaN is the NaN
+            return scores.gather(-1, choices[..., None]).squeeze(-1)
+        return scores.amax(-1)
+
+    def process(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> torch.Tensor:
+        """Scores [B, n + 1, V] that tokens are chosen by. Columns that cannot be accepted may keep their logits."""
+        is_sampler_used = self.sampler is not None and self.rule(proposals) == "match"
+        if not self.processors or is_sampler_used:
+            return logits
+        scores = logits.float()
+        if self._is_prefix_free:
+            processed = self.processors(proposals.token_ids, scores.flatten(0, 1))
+            return processed.view_as(scores)
+        processed = scores.clone()
+        for place, sequence in enumerate(sequences):
+            self.process_sequence(processed[place], sequence, place, proposals)
+        return processed
+
+    def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
+        """Processes the columns of scores [n + 1, V] in place, up to the first proposal that cannot be accepted.
+
+        So processors are called once for each token that may be committed, in order. `place`: that of the sequence in the batch.
+        """
+        token_ids = proposals.token_ids[place].tolist()
+        is_matched = self.rule(proposals) == "match"
+        for column in range(len(scores)):
+            processed = self.processed_column(sequence, token_ids[:column], scores[column])
+            if processed is None:
+                return
+            scores[column] = processed
+            if column == len(token_ids):
+                return
+            proposal = token_ids[column]
+            if is_matched:
+                may_accept = proposal == self.choice(processed, sequence, column)
+            else:
+                may_accept = bool(processed[proposal] > -torch.inf)
+            if not may_accept:
+                return
+
+    def choice(self, scores: torch.Tensor, sequence: TextSequence, depth: int) -> int:
+        """The target's choice by processed scores [V], `depth` tokens after the anchor of a sequence."""
+        return int(self.choose(scores[None, None], [sequence], [depth]))
+
+    def processed_column(self, sequence: TextSequence, path: list[int], logits: torch.Tensor) -> torch.Tensor | None:
+        """Scores [V] of logits [V] after a sequence's text and the proposals of `path`.
+
+        `None`: no token follows this text, because it has stopped, or the logits are not finite, which is reported when they
+        are read. Raises ValueError if the processors leave no token possible for another reason.
+        """
+        text_ids = sequence.text(path)
+        # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
+        # the prefix is repeated for the whole batch, and the result of this sequence is taken.
+        texts = text_ids.expand(self._batch_size, -1)
+        of_batch = self._call_processors(sequence, texts, logits.repeat(self._batch_size, 1))
+        scores = of_batch[sequence.index]
+        if scores.max() > -torch.inf:  # false for NaN, too
+            return scores
+        if self._ends(text_ids) or not logits.max().isfinite():
+            return None
+        raise ValueError(
+            f"The logits processors ({self._names()}) left no token possible after {text_ids.shape[1]} tokens "
+            "(scores are NaN or all -inf): remove or correct the one that does."
+        )
+
+    def _call_processors(self, sequence: TextSequence, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] after the processors of a sequence. Raises ValueError if these return another shape."""
+        processed: torch.Tensor = self._processors_of[sequence.index](text_ids, scores)
+        # Plain `generate` decodes this form of one text, too.
+        if len(scores) == 1 and processed.shape == scores.shape[1:]:
+            processed = processed[None]
+        if processed.shape != scores.shape:
+            raise ValueError(
+                f"The logits processors ({self._names()}) returned {list(processed.shape)} for scores "
+                f"{list(scores.shape)}: return scores of the same shape."
+            )
+        return processed
+
+    def _names(self) -> str:
+        return ", ".join(type(processor).__name__ for processor in self.processors)

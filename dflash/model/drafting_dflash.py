@@ -1,0 +1,261 @@
+"""How the drafter reads the text and proposes the tokens of a block. Nothing here can change the text.
+
+The drafter attends to context features, the target's hidden states of committed tokens. `DrafterContext` holds their keys and
+values, and the features that wait to be read. `DraftProposer` reads them with the next block and proposes its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers.utils import logging
+
+from .acceptance_dflash import Acceptor, Proposals
+from .cache_dflash import PreallocatedCache, chosen, to_device
+from .sequences_dflash import TextSequence
+from .targets_dflash import Target
+
+
+logger = logging.get_logger(__name__)
+
+INACTIVE_STEPS = 32  # verify steps without an accepted proposal after which a warning is logged
+
+
+class Proposer(Protocol):
+    """Proposes tokens for each verify step. It reads no cache but its own."""
+
+    def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
+        """At most `most` tokens after the anchors [B, 1] of the sequences that are not done."""
+
+    def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
+        """Tells what the step with these proposals committed: a `Block` for each sequence, its `num_accepted` among it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Context features of committed text."""
+
+    features: torch.Tensor  # [B, C, L * D]
+    num_real: list[int]  # each sequence's number of valid columns, which are the first ones
+
+    @property
+    def num_columns(self) -> int:
+        """C, with the padding of shorter sequences."""
+        return self.features.shape[1]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """`num_real` on the device, [B]."""
+        return to_device(torch.tensor(self.num_real), self.features.device)
+
+    @property
+    def is_real(self) -> torch.Tensor:
+        """Which columns are valid, [B, C]."""
+        columns = torch.arange(self.num_columns, device=self.features.device)
+        return columns < self.counts[:, None]
+
+    def part(self, begin: int, end: int) -> Context:
+        """Columns `begin` to `end` of each sequence, as far as it has them."""
+        num_real = [max(min(end, count) - begin, 0) for count in self.num_real]
+        return Context(self.features[:, begin:end], num_real)
+
+    def of_sequences(self, places: list[int]) -> Context:
+        """The context of these sequences of the batch."""
+        num_real = [self.num_real[place] for place in places]
+        return Context(chosen(self.features[:, : max(num_real)], 0, places), num_real)
+
+
+def packed(features: torch.Tensor, is_real: torch.Tensor, num_real: list[int]) -> Context:
+    """The context of features [B, C, L * D]: each sequence's valid columns moved to the front, cut to the longest."""
+    if min(num_real) < features.shape[1]:
+        order = (~is_real).long().argsort(dim=1, stable=True)[:, : max(num_real)]
+        index = order.to(features.device)[..., None]
+        features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
+    return Context(features, num_real)
+
+
+class DrafterContext:
+    """The drafter's keys and values of the text, and the context features that it has not read."""
+
+    def __init__(self, drafter: Any, cache: PreallocatedCache) -> None:
+        self.drafter = drafter
+        self.cache = cache
+        self._waiting: list[Context] = []  # oldest first
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens of a single text whose context the cache holds."""
+        return self.cache.lengths[0]
+
+    def append(self, context: Context) -> None:
+        """Adds the context of new text."""
+        features = context.features.to(self.drafter.device, self.drafter.dtype)
+        self._waiting.append(Context(features, context.num_real))
+
+    def waiting(self) -> Context:
+        """The context that the drafter has not read, which may be empty."""
+        if not self._waiting:
+            raise RuntimeError("The drafter has no context: nothing of the text was read by the target.")
+        if len(self._waiting) > 1:
+            features = torch.cat([part.features for part in self._waiting], dim=1)
+            is_real = torch.cat([part.is_real for part in self._waiting], dim=1)
+            num_real = [sum(counts) for counts in zip(*(part.num_real for part in self._waiting), strict=True)]
+            self._waiting = [packed(features, is_real, num_real)]
+        return self._waiting[0]
+
+    def for_next_block(self) -> Context:
+        """The context that the drafter reads together with the next block."""
+        return self.waiting()
+
+    def mark_read(self) -> None:
+        """Marks the waiting context as read: its keys and values are in the cache."""
+        self._waiting = [self.waiting().part(0, 0)]
+
+    def absorb(self) -> None:
+        """Reads the waiting context now, without a block."""
+        context = self.waiting()
+        if context.num_columns:
+            self._absorb(context)
+        self.mark_read()
+
+    def _absorb(self, context: Context) -> None:
+        columns = torch.arange(context.num_columns, device=context.features.device)
+        starts = to_device(torch.tensor(self.cache.lengths), columns.device)
+        slots = starts[:, None] + columns  # columns that are not valid are overwritten by the next ones
+        with self.cache.appending(slots, context.num_real):
+            self.drafter.absorb(context.features, self.cache.positions(slots), self.cache)
+
+    def put_sequence(self, place: int, single: DrafterContext) -> None:
+        """Makes the text that `single` has read, and read completely, sequence `place` of this batch."""
+        self.cache.put_sequence(place, single.cache)
+        empty = single.waiting().part(0, 0).features
+        self._waiting = [Context(empty.expand(self.cache.batch_size, -1, -1), [0] * self.cache.batch_size)]
+
+    def keep_sequences(self, places: list[int]) -> None:
+        """Drops all sequences of the batch except these."""
+        self.cache.keep_sequences(places)
+        self._waiting = [self.waiting().of_sequences(places)]
+
+    def truncate(self, length: int) -> None:
+        """Keeps the context of a single text's first `length` tokens."""
+        num_read = min(self.num_read, length)
+        self._waiting = [self.waiting().part(0, length - num_read)]
+        self.cache.truncate(num_read)
+
+
+def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Anchors [B, 1] and the masks after them, [B, N]."""
+    masks = anchors.new_full((len(anchors), block_size - 1), drafter.config.mask_token_id)
+    return torch.cat([anchors, masks], dim=1)
+
+
+def block_slots(starts: torch.Tensor, counts: torch.Tensor, num_columns: int, block_size: int) -> torch.Tensor:
+    """Slots [B, C + N] in the drafter's cache: first `counts` of C context columns, the block, then the padding."""
+    columns = torch.arange(num_columns, device=starts.device)
+    after_block = columns + block_size
+    context = torch.where(columns < counts[:, None], columns, after_block)
+    block = counts[:, None] + torch.arange(block_size, device=starts.device)
+    return starts[:, None] + torch.cat([context, block], dim=1)
+
+
+def proposing_positions(drafter: Any, num_proposals: int) -> slice:
+    """Positions of a block whose hidden states propose: all, or all after the anchor."""
+    first = 0 if drafter.config.sample_from_anchor else 1
+    return slice(first, first + num_proposals)
+
+
+def embed(target: Any, drafter: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Embeddings [..., D] of token_ids [...] by the target, as the drafter reads them, on its device."""
+    embedding = target.get_input_embeddings()
+    device = embedding.get_parameter("weight").device
+    if device.type != "meta":  # offloaded: accelerate moves the ids
+        token_ids = token_ids.to(device)
+    return drafter.embed(token_ids, embedding).to(drafter.device)
+
+
+class DraftProposer:
+    """Proposes what the drafter predicts after the anchors."""
+
+    def __init__(self, request: Any, target: Target, context: DrafterContext, acceptor: Acceptor) -> None:
+        self.request = request
+        self.drafter: Any = request.drafter
+        self.target = target
+        self.context = context
+        has_head = self.drafter.causal_head(self.embed) is not None  # a drafter without one proposes its argmax
+        draws = has_head and acceptor.uniforms_of is not None and acceptor.verification != "match"
+        self._uniforms_of = acceptor.uniforms_of if draws else None
+        self.num_proposals = num_proposals(request)
+        self._num_steps = 0
+        self._num_accepted = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether proposals are drawn, not the most probable tokens."""
+        return self._uniforms_of is not None
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., D] of token_ids [...] by the target, on the drafter's device."""
+        return embed(self.target.model, self.drafter, token_ids)
+
+    def propose(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Proposals:
+        """The drafter's proposals after anchors [B, 1]: those of a block, at most `most`."""
+        count = min(most, self.num_proposals)
+        if count == 0:
+            return Proposals(anchors[:, :0])
+        hidden_states = self.hidden_states(anchors)
+        drawn = None
+        if self._uniforms_of is not None:
+            uniforms = self._uniforms_of.fresh(sequences, hidden_states.shape[1], anchors.device)
+            drawn = (self.request.temperature, uniforms)
+        proposals: Proposals = self.drafter.propose(hidden_states, anchors, self.target.head, drawn, self.embed)
+        return proposals.first(count)
+
+    def hidden_states(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Runs the drafter once; its last hidden states at the proposals [B, n, D]. The cache then holds only context."""
+        context = self.context.for_next_block()
+        cache = self.context.cache
+        block_size = self.request.block_size
+        noise_embeds = self.embed(block_ids(self.drafter, anchors, block_size))
+        lengths = to_device(torch.tensor(cache.lengths), context.features.device)
+        slots = block_slots(lengths, context.counts, context.num_columns, block_size)
+        masks = None  # of a single sequence the drafter takes it from its cache
+        if cache.is_ragged:
+            num_keys = max(cache.lengths) + slots.shape[1]
+            masks = self.drafter.step_masks(lengths + context.counts, block_size, num_keys)
+        with cache.appending(slots, context.num_real):
+            output = self.drafter(
+                noise_embeds=noise_embeds,
+                context_hidden_states=context.features,
+                position_ids=cache.positions(slots),
+                attention_mask=masks,
+                past_key_values=cache,
+            )
+        self.context.mark_read()
+        return output.last_hidden_state[:, proposing_positions(self.drafter, self.num_proposals)]
+
+    def record(self, proposals: Proposals, blocks: Sequence[Any]) -> None:
+        """Warns once if drafts are never accepted."""
+        self._num_accepted += sum(block.num_accepted for block in blocks)
+        self._num_steps += proposals.token_ids.shape[1] > 0
+        if self._num_steps == INACTIVE_STEPS and not self._num_accepted:
+            self._num_steps += 1  # said once
+            self._warn_of_inactive_drafts()
+
+    def _warn_of_inactive_drafts(self) -> None:
+        drafter = self.drafter.config._name_or_path or "the drafter"
+        target = self.target.model.config._name_or_path or type(self.target.model).__name__
+        logger.warning(
+            f"{INACTIVE_STEPS} blocks were verified and not one drafted token was accepted: the text is right, but "
+            f"nothing is gained. Likely causes: {drafter} was trained for another target than {target}, the prompt does "
+            "not use the chat template it was trained with (thinking on or off), or its target_layer_ids or "
+            "mask_token_id are wrong."
+        )
+
+
+def num_proposals(request: Any) -> int:
+    """How many tokens a block of the request proposes."""
+    per_block = request.block_size if request.drafter.config.sample_from_anchor else request.block_size - 1
+    return per_block if request.max_draft_tokens is None else min(per_block, request.max_draft_tokens)

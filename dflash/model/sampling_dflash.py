@@ -1,0 +1,224 @@
+"""How a token is drawn: uniform numbers that belong to positions, and three ways to turn one into a token.
+
+All three draw by inverse transform: the tokens share the interval [0, 1) by their probabilities, and the token whose part holds
+the uniform is drawn. They differ in what they read, and give equal tokens:
+
+ * `pick` draws from weights that the caller has computed. It sums all of them in float64. The drafter's candidates and the
+   residual of an accept rule are drawn so: a few tokens, or one distribution a step.
+ * `choose_sampled` draws the target's choices from logits of the whole vocabulary, for all positions of a block. It sums the
+   vocabulary in chunks, so that no float64 copy of the logits is made.
+ * `Sampler` does what temperature, top-k and top-p of transformers and `choose_sampled` do together. It replaces these
+   processors where they are the only ones and the processed scores are not returned. It reads only the most probable tokens.
+
+Tokens are drawn in float64, and where their uniforms lie: on the device of the logits, or on the CPU if that device has no
+float64 (`place_uniforms`). So a seed gives the same choices everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from .cache_dflash import to_device
+from .sequences_dflash import TextSequence
+
+
+UNIFORMS_CHUNK = 256  # uniforms drawn at a time, so that a position's does not depend on how many are requested
+VOCABULARY_CHUNK = 256  # tokens whose probabilities are summed together when a token is drawn
+NUM_TIES = 44  # candidates beyond the k most probable, because top-k keeps every token that ties with the k-th
+# What a `Sampler` does, in this order, and where each keeps its number.
+WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+
+
+class PositionUniforms:
+    """One uniform number per sequence and new position. It does not depend on what is drafted, or how.
+
+    The uniforms of sequence i depend only on i and the state of `generator` (default: torch's global one), on any device and
+    in any batch. With a list of generators, one for each sequence, every text is the one that it would be alone.
+    """
+
+    def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
+        seeds = _seeds(batch_size, generator)
+        self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._drawn = [torch.empty(0, dtype=torch.float64, device="cpu")] * batch_size
+        # For rules that draw per step: they must not reuse a number that has decided something.
+        self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds]
+
+    def __call__(self, sequence: int, start: int, count: int) -> torch.Tensor:
+        """Uniforms in [0, 1) of the new positions `start..start + count - 1` of a sequence, float64 [count] on the CPU."""
+        end = start + count
+        while len(self._drawn[sequence]) < end:
+            chunk = _draw(self._streams[sequence], UNIFORMS_CHUNK)
+            self._drawn[sequence] = torch.cat([self._drawn[sequence], chunk])
+        return self._drawn[sequence][start:end]
+
+    def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
+        """Uniforms of the sequences that no earlier call has returned, float64 [B, count], for logits on `device`."""
+        uniforms = [_draw(self._step_streams[sequence.index], count) for sequence in sequences]
+        return place_uniforms(torch.stack(uniforms), device)
+
+
+def _seeds(batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None) -> list[int]:
+    """A seed for each sequence. Raises ValueError unless there is one generator for all, or one for each."""
+    if not isinstance(generator, Sequence):
+        return _draw_seeds(batch_size, generator)
+    if len(generator) != batch_size:
+        raise ValueError(f"generator holds {len(generator)} for {batch_size} sequences: pass one for each, or one.")
+    seeds: list[int] = []
+    for of_sequence in generator:
+        seeds += _draw_seeds(1, of_sequence)
+    return seeds
+
+
+def _draw_seeds(count: int, generator: torch.Generator | None) -> list[int]:
+    device = "cpu" if generator is None else generator.device
+    seeds: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=device).tolist()
+    return seeds
+
+
+def _draw(stream: torch.Generator, count: int) -> torch.Tensor:
+    return torch.rand(count, generator=stream, dtype=torch.float64, device="cpu")
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether `device` computes in float64. Apple's MPS and some Intel GPUs do not."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).cumsum(dim=0)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def place_uniforms(uniforms: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Uniforms of the CPU for logits on `device`: moved there, or left on the CPU if `device` has no float64."""
+    return to_device(uniforms, device) if has_float64(device) else uniforms
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Temperature, then top-k, then top-p of the rest, as numbers on the device."""
+
+    settings: torch.Tensor  # temperature, k and p, float32 [3]
+    num_candidates: int  # most probable tokens to read, k and room for ties; 0: all, without top-k
+
+    @classmethod
+    def of(cls, processors: Any, device: torch.device) -> Sampler | None:
+        """The sampler of a `LogitsProcessorList`; `None` if it holds anything else, or top-p without top-k."""
+        classes = [type(processor) for processor in processors]
+        in_order = [warper for warper in WARPERS if warper in classes]
+        if classes != in_order:
+            return None
+        if TopPLogitsWarper in classes and TopKLogitsWarper not in classes:
+            return None
+
+        numbers: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        for processor in processors:
+            if getattr(processor, "filter_value", -torch.inf) != -torch.inf:
+                return None
+            if getattr(processor, "min_tokens_to_keep", 1) != 1:
+                return None
+            name = WARPERS[type(processor)]
+            numbers[name] = getattr(processor, name)
+
+        num_candidates = 0
+        if numbers["top_k"]:  # a power of two, so that one compiled step serves many k
+            least = numbers["top_k"] + NUM_TIES
+            num_candidates = 1 << (least - 1).bit_length()
+        settings = torch.tensor(list(numbers.values()), dtype=torch.float32)
+        return cls(to_device(settings, device), num_candidates)
+
+    def __call__(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """Tokens drawn by uniforms [...] from logits [..., V], equal to those after the warpers of transformers."""
+        temperature, k, p = self.settings
+        if not self.num_candidates:
+            return choose_sampled(logits.float() / temperature, uniforms)
+
+        count = min(self.num_candidates, logits.shape[-1])
+        values, token_ids = logits.topk(count)  # descending
+        values = values.float() / temperature
+        values = _keep_top_k(values, k)
+        values = _keep_top_p(values, p)
+        # By id, so that rounding cannot swap two intervals.
+        token_ids, order = token_ids.sort()
+        probabilities = values.gather(-1, order).softmax(-1)
+        return _at(token_ids, pick(probabilities, uniforms))
+
+
+def _keep_top_k(values: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Descending values [..., K], with -inf for those below the k-th."""
+    last = k.long().clamp(max=values.shape[-1]) - 1
+    smallest = values.index_select(-1, last[None])
+    return values.masked_fill(values < smallest, -torch.inf)
+
+
+def _keep_top_p(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Descending values [..., K], with -inf for those outside the smallest set of probability p."""
+    probabilities = values.softmax(-1)
+    tail = probabilities.flip(-1).cumsum(-1).flip(-1)  # of each token and all less probable ones
+    is_cut = (tail <= 1 - p) & (p < 1)
+    is_cut[..., 0] = False
+    return values.masked_fill(is_cut, -torch.inf)
+
+
+def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The target's choice for every position, [B, N] of logits [B, N, V] and uniforms [B, N]: inverse transform sampling.
+
+    Chunks are summed in float32; the sums and the chunk that a uniform falls into are read in float64, to keep the tail.
+    """
+    chunks = _in_chunks(logits)
+    # First the chunk is drawn, then the token in it, by where the uniform lies in the chunk's interval.
+    sums = chunks.sum(-1)
+    sums = sums.to(uniforms.device).double()
+    index = pick(sums, uniforms)  # [B, N]
+    cumulative = sums.cumsum(-1)
+    size = _at(sums, index)
+    begin = _at(cumulative, index) - size
+    drawn = uniforms * cumulative[..., -1]
+    rest = (drawn - begin) / size
+    rest = rest.clamp(0.0, 1.0)
+
+    index = index.to(chunks.device)
+    chunk = chunks.take_along_dim(index[..., None, None], dim=-2)
+    first = index * VOCABULARY_CHUNK
+    token_ids = first + pick(chunk.squeeze(-2), rest)
+    last = logits.shape[-1] - 1
+    return token_ids.clamp(max=last)  # a valid token for NaN, too
+
+
+def _in_chunks(logits: torch.Tensor) -> torch.Tensor:
+    """Weights of the tokens, relative to the most probable one, in chunks: [B, N, C, 256] of logits [B, N, V]."""
+    largest = logits.amax(-1, keepdim=True)
+    weights = logits.float() - largest.float()
+    weights = weights.exp()
+    padding = -weights.shape[-1] % VOCABULARY_CHUNK
+    weights = functional.pad(weights, (0, padding))
+    return weights.unflatten(-1, (-1, VOCABULARY_CHUNK))
+
+
+def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The token whose interval of the cumulative `weights` [..., V] (any sum) holds the uniform [...] (float64)."""
+    placed = weights.to(uniforms.device)  # first: a device without float64 cannot convert it
+    cumulative = placed.double().cumsum(-1)
+    # Scaled by the computed sum and kept below it, so that rounding cannot move a pick past the last token.
+    total = cumulative[..., -1]
+    zero = torch.zeros_like(total)
+    below_total = total.nextafter(zero)
+    drawn = torch.minimum(uniforms * total, below_total)
+
+    token_ids = torch.searchsorted(cumulative, drawn[..., None], right=True)
+    token_ids = token_ids.squeeze(-1)
+    last = weights.shape[-1] - 1
+    token_ids = token_ids.clamp(max=last)  # a valid token for NaN, too
+    return token_ids.to(weights.device)
+
+
+def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The entries [...] of values [..., N] at index [...]."""
+    return values.gather(-1, index[..., None]).squeeze(-1)

@@ -1,0 +1,433 @@
+"""What a target is: its layers, its taps, the masks that it takes, what its family needs, and which targets are refused.
+
+`Target` runs its two forwards: over a prompt, and over a block to verify. Nothing else in the loop calls the target.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import __version__
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from .attention_dflash import attention_of, step_attention, step_mask, target_sees
+from .cache_dflash import CACHE_NAME, CACHE_NAMES, LinearAttentionLayer, PreallocatedCache, to_device
+
+
+# Layer types of transformers whose keys and values can be rolled back by a length.
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Those of them whose mask this loop can make for several sequences or a tree.
+MASKED_TYPES = {"full_attention", "sliding_attention"}
+# Layer types whose running states can be replayed.
+LINEAR_TYPES = ("linear_attention", "conv")
+# Model types with attention and linear layers whose running states are known to replay exactly.
+HYBRID_FAMILIES = {
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+# Multimodal targets whose text after an image is known to be exact, by model_type.
+IMAGE_FAMILIES = {
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+}
+# Rotary embeddings that change with the length of the text.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
+
+
+class InexactError(ValueError):
+    """A request that the loop cannot run exactly, and the target's own `generate` can."""
+
+
+# -- what a target consists of
+
+
+def text_config(target: Any) -> Any:
+    """The config of the target's text decoder."""
+    return target.config.get_text_config(decoder=True)
+
+
+def layer_types(target: Any) -> list[str]:
+    """The type of each layer; empty if the config does not name them."""
+    return list(getattr(text_config(target), "layer_types", None) or ())
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The target's decoder layers, in order."""
+    decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
+    for owner in (decoder, getattr(decoder, "model", None), getattr(target, "model", None)):
+        layers = getattr(owner, "layers", None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    name = type(target).__name__
+    raise ValueError(f"{name} has no list of decoder layers to tap: load a decoder-only model.")
+
+
+def linear_mixers(target: PreTrainedModel) -> dict[int, nn.Module]:
+    """The modules with a running state, by layer. Raises ValueError if a linear layer does not have exactly one."""
+    mixers = {}
+    for index, (layer, layer_type) in enumerate(zip(decoder_layers(target), layer_types(target), strict=False)):
+        if layer_type not in LINEAR_TYPES:
+            continue
+        stateful = [child for child in layer.children() if getattr(child, "layer_idx", None) == index]
+        if len(stateful) != 1:
+            given = f"Layer {index}, a {layer_type}, shows {len(stateful)} states, not 1"
+            raise ValueError(f"{given}: use target.generate.")
+        mixers[index] = stateful[0]
+    return mixers
+
+
+def cache_name(target: nn.Module) -> str:
+    """The name of the cache in the target's forward. Code that a checkpoint carries may know the older name only."""
+    parameters = inspect.signature(target.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAME)
+
+
+def rope_of_images(target: PreTrainedModel) -> Any:
+    """The module of an image model that keeps the offset of positions after images; `None`: there is none."""
+    return next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
+
+
+def max_positions(target: PreTrainedModel) -> int | None:
+    """The target's number of positions, including rope scaling; `None` if its config does not say."""
+    config = text_config(target)
+    limit = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    factor = scaling.get("factor")
+    if limit is None or not isinstance(factor, (int, float)):
+        return limit
+    original = scaling.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * factor))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Properties of a target that a forward depends on."""
+
+    taps: tuple[int, ...]  # layers whose outputs the drafter reads
+    types: tuple[str, ...]  # its layer types, each once
+    window: int | None  # of sliding layers
+    # Whether its forward does not accept 4-D masks: linear layers, attention kernels without masks, positions shifted by
+    # images, or modelling code that makes its own.
+    makes_own_masks: bool
+    shares_keys: bool  # whether layers read the keys of earlier ones
+    cache_name: str  # the name of the cache in its forward
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, taps: Sequence[int]) -> Layout:
+        """The layout of `target`, whose layers `taps` are read."""
+        config = text_config(target)
+        types = tuple(dict.fromkeys(layer_types(target)))
+        takes_masks = target._supports_attention_backend and attention_of(target) in ("sdpa", "eager")
+        is_plain = takes_masks and set(types) <= MASKED_TYPES
+        return cls(
+            taps=tuple(taps),
+            types=types,
+            window=getattr(config, "sliding_window", None),
+            makes_own_masks=not is_plain or rope_of_images(target) is not None,
+            shares_keys=bool(getattr(config, "num_kv_shared_layers", 0)),
+            cache_name=cache_name(target),
+        )
+
+    def masks(
+        self,
+        positions: torch.Tensor,  # [B, S]
+        num_keys: int,
+        dtype: torch.dtype,
+        ancestors: torch.Tensor | None = None,
+        is_real: torch.Tensor | None = None,
+    ) -> Any:
+        """The additive mask of columns at `positions`, by layer type where types differ.
+
+        `ancestors` [S, S] are the columns of a tree that each column sees; `None`: a chain.
+        """
+
+        def of_window(window: int | None) -> torch.Tensor:
+            predicate = target_sees(positions, ancestors, window)
+            return step_mask(predicate, positions[:, 0], positions.shape[1], num_keys, dtype)
+
+        def of_type(name: str) -> torch.Tensor | None:
+            if name in LINEAR_TYPES:
+                # They skip only padding, which is on the left: columns of zeros do not change their state.
+                return is_real
+            return of_window(self.window if name == "sliding_attention" else None)
+
+        if len(self.types) > 1:
+            return {name: of_type(name) for name in self.types}
+        if self.types == ("full_attention",):
+            return of_window(None)
+        return of_window(self.window)
+
+
+# -- its forwards
+
+
+@contextmanager
+def tapped(target: Any, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    """The outputs of layers `taps`, filled by the forward of this thread inside the `with`.
+
+    Hooks exist during this forward alone and record this thread, so several threads can generate on one target.
+    """
+    thread = threading.get_ident()
+    states: list[torch.Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+    hook.is_tap = True  # type: ignore[attr-defined]  # gone after this forward, so the model counts as unchanged
+    layers = decoder_layers(target)
+    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tapped_forward(target: Any, layout: Layout, cache: Cache, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the target's forward, and the concatenated outputs of the layers that are tapped, [B, S, L * D]."""
+    inputs[layout.cache_name] = cache
+    if torch.compiler.is_compiling():  # hooks cannot be added there; the states of other layers are unused
+        output = target(**inputs, use_cache=True, return_dict=True, output_hidden_states=True)
+        states = [output.hidden_states[tap + 1] for tap in layout.taps]
+        return output.logits, torch.cat(states, dim=-1)
+    with tapped(target, layout.taps) as states:
+        logits = target(**inputs, use_cache=True, return_dict=True).logits
+    device = states[0].device
+    return logits, torch.cat([state.to(device) for state in states], dim=-1)
+
+
+def masked_forward(
+    target: Any,
+    layout: Layout,
+    cache: Cache,
+    token_ids: torch.Tensor,  # [B, S]
+    positions: torch.Tensor,  # [B, S]
+    num_keys: int,
+    ancestors: torch.Tensor | None = None,
+    **inputs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tapped_forward` of columns at `positions`, with this loop's own masks over `num_keys` keys."""
+    masks = layout.masks(positions, num_keys, target.dtype, ancestors)
+    inputs |= {"input_ids": token_ids, "position_ids": positions, "attention_mask": masks}
+    return tapped_forward(target, layout, cache, **inputs)
+
+
+def padded_slots(lengths: Sequence[int], is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
+    """Slots [B, S] of columns of which is_real [B, S] are tokens, `num_real` of each sequence.
+
+    They follow the sequence's last position, and its padding follows them; the next forward overwrites it.
+    """
+    starts = to_device(torch.tensor(lengths), is_real.device)[:, None]
+    counts = to_device(torch.tensor(num_real), is_real.device)[:, None]
+    is_padding = ~is_real
+    numbers = torch.where(is_real, is_real.cumsum(dim=1), counts + is_padding.cumsum(dim=1))  # from 1 on
+    return starts + numbers - 1
+
+
+def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
+    layer = target.get_output_embeddings()
+    weight = next(layer.parameters(), None)
+    device = hidden_states.device
+    dtype = target.dtype
+    if weight is not None:  # a quantised head may have none, or one that is not floating point
+        dtype = weight.dtype if weight.is_floating_point() else dtype
+        # Offloaded weights are on "meta" between calls; their hooks fetch them and move the input.
+        device = device if weight.device.type == "meta" else weight.device
+    return layer(hidden_states.to(device, dtype))
+
+
+class Target:
+    """The forwards of a target for one request. `prompt_inputs` are further inputs of a single prompt, such as images.
+
+    Each returns logits and context features [B, S, L * D] of its columns, and appends them to the cache.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, taps: Sequence[int], prompt_inputs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model: Any = model
+        self.layout = Layout.of(model, taps)
+        self.mixers = linear_mixers(model)
+        self.num_layers = len(decoder_layers(model))
+        self._prompt_inputs = dict(prompt_inputs or {})
+        self._rope = rope_of_images(model)
+        self._lag = 0  # number of tokens minus position, after an image
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [B, N, V] of the drafter's hidden states [B, N, D]."""
+        return head(self.model, hidden_states)
+
+    def read(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the last token only, [1, 1, V], of a part of one prompt, token_ids [1, S]; not rolled back."""
+        width = token_ids.shape[1]
+        is_image_prompt = cache.get_seq_length() == 0 and bool(self._prompt_inputs)
+        inputs = dict(self._prompt_inputs) if is_image_prompt else self._positions(token_ids, cache)
+        inputs["logits_to_keep"] = self._kept_logits(token_ids)
+        with cache.recording(0):
+            logits, features = self._forward(token_ids, cache, inputs)
+        if is_image_prompt and self._rope is not None:
+            self._lag = self._lag_after(width)
+        return logits[:, -1:], features
+
+    def read_batch(
+        self,
+        token_ids: torch.Tensor,  # [B, S]
+        cache: PreallocatedCache,
+        is_real: torch.Tensor,  # [B, S]; padding is on the left
+        num_real: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the last column, [B, 1, V], of a part of several prompts, padded; not rolled back."""
+        lengths = cache.lengths
+        slots = padded_slots(lengths, is_real, num_real)
+        num_keys = max(lengths) + token_ids.shape[1]
+        masks = self.layout.masks(slots, num_keys, self.model.dtype, None, is_real)
+        inputs = {"position_ids": slots, "attention_mask": masks}
+        inputs["logits_to_keep"] = self._kept_logits(token_ids)
+        with cache.recording(0), cache.appending(slots, num_real):
+            logits, features = self._forward(token_ids, cache, inputs)
+        return logits[:, -1:], features
+
+    def verify(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, S, V] of anchors and proposals, token_ids [B, S]. All of its columns can be rolled back."""
+        width = token_ids.shape[1]
+        with cache.recording(width):
+            if not cache.is_ragged:
+                return self._forward(token_ids, cache, self._positions(token_ids, cache))
+            lengths = cache.lengths
+            columns = torch.arange(width, device=token_ids.device)
+            positions = to_device(torch.tensor(lengths), token_ids.device)[:, None] + columns
+            masks = self.layout.masks(positions, max(lengths) + width, self.model.dtype)
+            with cache.appending(positions, [width] * len(lengths)):
+                return self._forward(token_ids, cache, {"position_ids": positions, "attention_mask": masks})
+
+    def _forward(
+        self, token_ids: torch.Tensor, cache: PreallocatedCache, inputs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with step_attention(self.model):
+            return tapped_forward(self.model, self.layout, cache, input_ids=token_ids, **inputs)
+
+    def _positions(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> dict[str, torch.Tensor]:
+        """Explicit positions after an image, where the model would use the offset of the prompt that it saw last."""
+        if self._rope is None:
+            return {}
+        start = cache.get_seq_length()
+        columns = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
+        return {"position_ids": columns[None] + self._lag}
+
+    def _kept_logits(self, token_ids: torch.Tensor) -> Any:
+        """`logits_to_keep` for the last column."""
+        if not self.layout.shares_keys:
+            return 1
+        # A number would make Gemma 4 skip the other columns in layers that share keys.
+        width = token_ids.shape[1]
+        return torch.arange(width - 1, width, device=token_ids.device)
+
+    def _lag_after(self, width: int) -> int:
+        """The offset of positions after a prompt of `width` tokens with images."""
+        # `generate` of transformers 5 has prepared positions, [3, 1, S], or [4, 1, S] with the text's own first.
+        prepared = self._prompt_inputs.get("position_ids")
+        if prepared is None:  # the model has computed them
+            return int(self._rope.rope_deltas)
+        return int(prepared[-3:].max() + 1 - width)
+
+
+# -- which targets are refused
+
+
+def check_pair(target: Any, drafter: PreTrainedModel) -> None:
+    """Raises ValueError, with the value and the remedy, unless `drafter` can draft for `target`."""
+    if target is drafter:
+        raise ValueError("drafter and target are the same object: load the target by AutoModelForCausalLM.")
+    name = type(target).__name__
+    if getattr(getattr(target, "config", None), "is_encoder_decoder", False):
+        raise InexactError(f"{name} is an encoder-decoder model: DFlash drafts for decoder-only causal models.")
+    has_head = hasattr(target, "get_output_embeddings") and target.get_output_embeddings() is not None
+    if not has_head or not hasattr(target, "generate"):
+        raise ValueError(f"{name} is not a causal language model: load the target by AutoModelForCausalLM.")
+    reason = _why_not_lossless(target)
+    if reason is not None:
+        raise InexactError(f"{name} {reason}, so DFlash would not be lossless on it. Use target.generate.")
+    if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
+        raise InexactError(f"{name} has a prompt-learning adapter, whose tokens only its generate adds: unload it.")
+    # The property that says so has two names, one of which warns.
+    if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
+        raise InexactError(f"{name} uses gradient checkpointing, which keeps no cache: call its eval() first.")
+    _check_sizes(target, drafter.config)
+
+
+def _check_sizes(target: Any, drafter_config: Any) -> None:
+    """Raises ValueError unless the drafter was made for a target of this size."""
+    config = text_config(target)
+    num_layers = len(decoder_layers(target))
+    sizes = {
+        "hidden_size": (drafter_config.hidden_size, config.hidden_size),
+        # One dialect names no vocabulary.
+        "vocab_size": (drafter_config.vocab_size or config.vocab_size, config.vocab_size),
+        "num_target_layers": (drafter_config.num_target_layers or num_layers, num_layers),
+    }
+    for name, (own, of_target) in sizes.items():
+        if own != of_target:
+            raise ValueError(f"The drafter's {name} is {own} and the target's is {of_target}: load its own target.")
+    taps = drafter_config.target_layer_ids
+    if taps[-1] >= num_layers - 1:
+        given = f"target_layer_ids={taps} reaches the last of {num_layers} layers"
+        raise ValueError(f"{given}: tap up to layer {num_layers - 2}.")
+
+
+def _why_not_lossless(target: PreTrainedModel) -> str | None:
+    """Why a forward over a block would differ from single tokens, or could not be rolled back exactly; `None`: neither."""
+    config = text_config(target)
+    rope_type = _length_dependent_rope(config)
+    if rope_type is not None:
+        return f"has rope_type={rope_type!r}, whose rotation depends on the longest position of a forward"
+    types = set(layer_types(target))
+    unknown = types - ATTENTION_TYPES
+    if config.model_type in HYBRID_FAMILIES and unknown <= set(LINEAR_TYPES) and types & ATTENTION_TYPES:
+        if LinearAttentionLayer is not None:
+            return None
+        return f"keeps a recurrent state that transformers {__version__} cannot roll back (install transformers 5)"
+    unknown |= set(getattr(config, "layers_block_type", None) or ()) - {"attention"}  # an older name
+    if unknown or getattr(target, "_is_stateful", False):
+        state = ", ".join(sorted(unknown)) or "stateful"
+        return f"keeps a state of its text ({state}) that cannot be rolled back exactly after rejected tokens"
+    supports_caches = getattr(target, "_supports_default_dynamic_cache", None)
+    if supports_caches is not None and not supports_caches():
+        return "keeps its text in a cache of its own, which cannot be rolled back after rejected tokens"
+    num_streams = getattr(config, "altup_num_inputs", None)
+    if num_streams is not None:
+        return f"carries altup_num_inputs={num_streams} streams of hidden states between layers, and a drafter reads one"
+    num_indexed = getattr(config, "index_topk", None)
+    if num_indexed is not None:
+        return f"attends to the index_topk={num_indexed} keys that an indexer picks, others for a block"
+    return None
+
+
+def _length_dependent_rope(config: Any) -> str | None:
+    """The `rope_type` of a target whose rotation depends on the length of a forward."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for scaling in (parameters, *by_layer_type):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in LENGTH_DEPENDENT_ROPE:
+            return str(kind)
+    return None
