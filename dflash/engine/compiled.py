@@ -51,6 +51,7 @@ class CompiledStep:
     def __init__(self, target: Any, drafter: Any) -> None:
         self.reason = why_not(target, drafter)  # why steps run eagerly; None: they may be compiled
         self._name = f"{type(target).__name__} and {type(drafter).__name__}"
+        self._has_warned = False
         self._lock = threading.RLock()
         self._functions: dict[Any, Callable[..., WholeStep]] = {}
         self._eager_seconds: dict[Any, float] = {}  # by kind of step
@@ -66,7 +67,13 @@ class CompiledStep:
     def give_up(self, reason: str) -> None:
         """Runs eagerly from now on, and warns once with the reason."""
         self.reason = reason
-        logger.warning(f"{self._name} run eagerly and compile has no effect: {reason}.")
+        self.warn_of_reason()
+
+    def warn_of_reason(self) -> None:
+        """Warns once if steps run eagerly whatever is asked."""
+        if self.reason is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(f"{self._name} run eagerly and compile has no effect: {self.reason}.")
 
     def run(
         self,

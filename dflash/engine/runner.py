@@ -176,7 +176,10 @@ class EngineRunner(EagerRunner):
         context = self.conversation.context
         state = self._device_state(anchors)
         drawn = self._drawn(sequences, anchors.device)
-        output = self._recorded(state, drawn) if self._mode == "recorded" else self._compiled(state, drawn)
+        try:
+            output = self._recorded(state, drawn) if self._mode == "recorded" else self._compiled(state, drawn)
+        finally:
+            self._state.remember_models()
         # The caches hold the context, then the step's columns, which `keep` rolls back.
         context.cache.advance(context.waiting().num_real)
         context.mark_read()

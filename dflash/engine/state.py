@@ -52,13 +52,18 @@ class PairState:
         """Drops what was compiled or recorded if a model has changed since: cast, moved, hooked, or given an adapter."""
         drafter = self._drafter()
         target = self._target()
-        current = fingerprint(target, drafter)
         with self.lock:
-            if self._fingerprint is not None and self._fingerprint != current:
+            if self._fingerprint is not None and self._fingerprint != fingerprint(target, drafter):
                 self.compiled = CompiledStep(target, drafter)
                 self.recordings.clear()
                 self.recording_reason = None
-            self._fingerprint = current
+                self._fingerprint = None
+
+    def remember_models(self) -> None:
+        """Keeps the state of the models that the first compiled or recorded step was made of."""
+        with self.lock:
+            if self._fingerprint is None:
+                self._fingerprint = fingerprint(self._target(), self._drafter())
 
     def warn(self, message: str) -> None:
         """Logs a warning, the same one once."""
