@@ -111,15 +111,13 @@ class ScriptedDrafter(DFlashDraftModel):
     def propose(self, hidden_states: torch.Tensor, anchors: torch.Tensor, head: Any, *args: Any, **kwargs: Any) -> Any:
         """The drafter's proposals with the scripted run in front."""
         proposals = super().propose(hidden_states, anchors, head, *args, **kwargs)
-        own, size = proposals.token_ids, self.config.vocab_size
+        own = proposals.token_ids
+        size = self.config.vocab_size
         steps = torch.arange(own.shape[1], device=own.device)
         right = (anchors + 1 + steps) % size  # [B, n]
         wrong = torch.where(own == right, (right + 1) % size, own)
         runs: Any = self.runs
-        token_ids = torch.where(steps < runs[anchors], right, wrong)
-        sure = proposals.confidences
-        confidences = None if sure is None else torch.full_like(sure, self.script.chance)
-        return replace(proposals, token_ids=token_ids, confidences=confidences)
+        return replace(proposals, token_ids=torch.where(steps < runs[anchors], right, wrong))
 
 
 def scripted_pair(
@@ -159,7 +157,7 @@ def scripted_pair(
 
 
 def useless(drafter: ScriptedDrafter) -> ScriptedDrafter:
-    """A drafter with the weights and confidences of this one, whose proposals are never right."""
+    """A drafter with the weights of this one, whose proposals are never right."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in drafter.parameters()}
     twin = copy.deepcopy(drafter, shared)
     cast(torch.Tensor, twin.runs).zero_()
