@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .common.lazy import lazy_names
 from .common.moved import MovedModules
 from .common.name_clash import import_name_clash
+from .common.version import __version__ as __version__
 
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from .model.decoding_dflash import Block, Conversation
     from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
     from .model.modeling_dflash import DFlashDraftModel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Block",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
 import pickle
 import shutil
 import sys
 import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,8 +29,10 @@ from transformers import (
     TorchAoConfig,
     pipeline,
 )
+from transformers.utils.logging import warning_once
 
-from dflash import Conversation, DFlashDraftModel
+import dflash
+from dflash import Conversation, DFlashDraftModel, custom_generate
 from dflash.checkpoints import (
     DRAFTER_NAME,
     TARGET_NAME,
@@ -37,9 +41,9 @@ from dflash.checkpoints import (
     make_pair,
     plan_publication,
     save_checkpoint,
+    save_pair,
 )
 from dflash.model.cache_dflash import CACHE_NAME
-from dflash.model.generation_dflash import GENERATES_OWN, KEYWORDS
 
 
 TARGET, DRAFTER = embedded_path(TARGET_NAME), embedded_path(DRAFTER_NAME)
@@ -53,6 +57,22 @@ def load(folder: Path, **options: Any) -> Any:
 def door_of(model: Any) -> Any:
     """The module that holds the model's `generate`."""
     return sys.modules[model.generate.func.__module__]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_warnings() -> None:
+    """Each test is warned as a new process is."""
+    warning_once.cache_clear()
+
+
+def drafter_of(model: Any) -> Any:
+    """What the model drafts with since its first request."""
+    return model._dflash_drafting.drafter
+
+
+def has_package_code(drafter: Any) -> bool:
+    """Whether the package has loaded a drafter, and not the code of its folder."""
+    return type(drafter) is DFlashDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -134,21 +154,12 @@ def test_generate_writes_the_targets_text_in_fewer_forwards(
     assert len(model.dflash_stats["acceptance_lengths"]) == 2
 
 
-def test_continuous_batching_says_that_it_does_not_draft(
-    folder: Path, target: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Known silence: `generate_batch` and servers that batch continuously write a pair's text plainly."""
-    started: list[Any] = []
-    whole = GenerationMixin.init_continuous_batching
-    monkeypatch.setattr(GenerationMixin, "init_continuous_batching", lambda self: started.append(self))
-    model = load(folder)
-    door_of(model)._warn_where_nothing_drafts()
-    for each in (target, model, model):
-        each.init_continuous_batching()
-    assert started == [target, model, model]
-    assert caplog.text.count("continuous batching (generate_batch) does not draft") == 1
-    monkeypatch.undo()
-    assert hasattr(whole, "warns_of_pairs")  # since a pair was loaded
+def test_a_pair_changes_nothing_but_its_model(folder: Path, one: torch.Tensor) -> None:
+    """Promise: code of a folder patches no class of transformers, whatever other models of the process do."""
+    classes = PreTrainedModel, GenerationMixin
+    before = [dict(vars(each)) for each in classes]
+    load(folder).generate(one, **GREEDY)
+    assert [dict(vars(each)) for each in classes] == before
 
 
 def test_pipelines_draft(folder: Path, target: Any, tokenizer: Any) -> None:
@@ -204,15 +215,14 @@ def test_what_the_loop_refuses_is_generated_plainly(
     model: Any, target: Any, one: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Promise: the target's text, and one warning however often it is asked; keywords of the loop do not reach `generate`."""
-    door_of(model)._warned.clear()
     looking_up = copy.deepcopy(target.generation_config)
     looking_up.prompt_lookup_num_tokens = 3
     short = {**GREEDY, "max_new_tokens": 4}
     options: tuple[dict[str, Any], ...] = ({"num_beams": 2}, {"use_cache": False}, {"generation_config": looking_up})
     for asked in options:
         plain = target.generate(one, **asked, **short)
-        assert torch.equal(model.generate(one, draft_tree=4, **asked, **short), plain)
-    model.generate(one, num_beams=3, **short)
+        assert torch.equal(model.generate(one, verification="match", **asked, **short), plain)
+    model.generate(one, num_beams=2, **short)
     said = [record.message for record in caplog.records if "Generated without drafts" in record.message]
     assert len(said) == len(options)
     assert "num_beams=2 is not supported" in said[0]
@@ -228,18 +238,24 @@ def test_plain_text_can_be_asked_for(
 
 
 def test_a_mistake_is_an_error(model: Any, one: torch.Tensor) -> None:
-    """Promise: what no request can have is not generated plainly."""
+    """Promise: what no request can have is not generated plainly, and what the engine alone has is named."""
     with pytest.raises(ValueError, match="block_size=99"):
         model.generate(one, block_size=99, **GREEDY)
+    with pytest.raises(
+        ValueError, match="draft_tree=4 asks for draft trees, which a checkpoint's own code does not have"
+    ):
+        model.generate(one, draft_tree=4, **GREEDY)
     with pytest.raises(ValueError, match="outside the target's vocabulary"):
         model.generate(one + 10**6, **GREEDY)
 
 
 def test_every_keyword_of_the_loop_is_known(model: Any) -> None:
-    """Guards `OWN`: a keyword that plain `generate` does not know would be an error there."""
-    assert set(door_of(model).OWN) == {*KEYWORDS, "stop_token_ids"}
-    assert set(DFlashDraftModel.KEYWORDS) == set(door_of(model).OWN)
-    assert not set(GENERATES_OWN) & set(door_of(model).OWN)
+    """Guards `KEYWORDS`: a keyword that plain `generate` does not know would be an error there."""
+    parameters = inspect.signature(custom_generate).parameters.values()
+    own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    assert set(DFlashDraftModel.KEYWORDS) == {*own, "stop_token_ids"}
+    assert set(door_of(model).KEYWORDS) == set(DFlashDraftModel.KEYWORDS)
+    assert not {"generator", "prompt_lookup_num_tokens", "max_matching_ngram_size"} & set(DFlashDraftModel.KEYWORDS)
 
 
 def test_settings_are_defaults(
@@ -292,18 +308,17 @@ def test_the_drafter_follows_its_target(folder: Path, one: torch.Tensor, truth: 
     """Promise: cast, copied and pickled, each with a drafter of its own; all of it is freed with the model."""
     pair = load(folder)
     assert torch.equal(pair.generate(one, **GREEDY), truth)
-    drafters = door_of(pair)._of_models
     copies = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
     for other in copies:
         assert other.generate.keywords["model"] is other
         assert torch.equal(other.generate(one, **GREEDY), truth)
         assert other.dflash_stats["tau"] > 3
-    assert len({id(drafters[each].drafter) for each in (pair, *copies)}) == 3
+    assert len({id(drafter_of(each)) for each in (pair, *copies)}) == 3
     pair.to(torch.bfloat16)
     pair.generate(one, **GREEDY)
-    assert drafters[pair].drafter.dtype == torch.bfloat16
-    assert drafters[copies[0]].drafter.dtype == torch.float32
-    freed = [weakref.ref(each) for each in (pair, *copies, *(drafters[each].drafter for each in (pair, *copies)))]
+    assert drafter_of(pair).dtype == torch.bfloat16
+    assert drafter_of(copies[0]).dtype == torch.float32
+    freed = [weakref.ref(each) for each in (pair, *copies, *map(drafter_of, (pair, *copies)))]
     del pair, copies, other
     gc.collect()
     assert [reference() for reference in freed] == [None] * 6
@@ -340,57 +355,155 @@ def test_two_pairs_in_one_process(model: Any, one: torch.Tensor, truth: torch.Te
     assert other.dflash_stats["tau"] < 2
 
 
+# Whose code drafts.
+
+
+def renamed_package(**names: str) -> ModuleType:
+    """Another package `dflash`, which has only these names."""
+    package = ModuleType("dflash")
+    vars(package).update(names)
+    return package
+
+
+OTHER_PACKAGES = {
+    "missing": (None, "dflash-transformers is not installed"),
+    "another": (renamed_package(DFlashDraftModel="theirs"), "dflash-transformers is not installed"),
+    "older": (
+        renamed_package(spec_generate="ours", __version__="0.0.9"),
+        "dflash 0.0.9 is older than the pair's 0.1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_PACKAGES)
+def test_without_a_package_that_fits_its_own_code_drafts(
+    kind: str,
+    own_folder: Path,
+    one: torch.Tensor,
+    truth: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Promise: the same text, one line that says why, and one warning that names the settings of the engine."""
+    content = json.loads((own_folder / "dflash.json").read_text())
+    settings = {"draft_tree": 8, "prompt_lookup_num_tokens": 7, "compile": False, "block_size": 4}
+    (own_folder / "dflash.json").write_text(json.dumps({**content, "version": "0.1.0", "settings": settings}))
+    package, reason = OTHER_PACKAGES[kind]
+    monkeypatch.setitem(sys.modules, "dflash", package)
+    caplog.set_level("INFO")
+    pair = load(own_folder)
+    for _ in range(2):
+        assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert not has_package_code(drafter_of(pair))
+    assert max(pair.dflash_stats["acceptance_lengths"][0]) == 4
+    assert caplog.text.count(f"{reason}: the folder's own code runs.") == 1
+    assert caplog.text.count("Drafted without draft_tree, prompt_lookup_num_tokens of dflash.json") == 1
+
+
+def test_a_package_that_cannot_be_imported_is_none(
+    folder: Path, one: torch.Tensor, truth: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Promise: what another package named dflash raises does not reach the user."""
+    (tmp_path / "dflash.py").write_text("raise RuntimeError('needs a GPU')\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "dflash"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    pair = load(folder)
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert not has_package_code(drafter_of(pair))
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.0.9", None], ids=["equal", "older folder", "not said"])
+def test_a_package_that_is_not_older_drafts(
+    version: str | None, own_folder: Path, one: torch.Tensor, truth: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a newer package reads older folders, also those that do not say their version."""
+    content = json.loads((own_folder / "dflash.json").read_text())
+    assert content.pop("version") == dflash.__version__
+    said = {} if version is None else {"version": version}
+    (own_folder / "dflash.json").write_text(json.dumps({**content, **said}))
+    pair = load(own_folder)
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert has_package_code(drafter_of(pair))
+    monkeypatch.setattr(dflash, "__version__", "0.10.0")
+    newer = load(own_folder)
+    newer.generate(one, **GREEDY)
+    assert has_package_code(drafter_of(newer))
+
+
 # Saved.
 
 
-def test_a_saved_pair_is_a_pair(
-    folder: Path, target: Any, one: torch.Tensor, truth: torch.Tensor, tmp_path: Path
+def test_a_model_of_a_pair_is_saved_as_a_pair(
+    folder: Path, own_folder: Path, one: torch.Tensor, truth: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Promise: saved before any request, loaded where the first folder is gone, saved again; other models are not touched."""
-    shutil.copytree(folder, tmp_path / "first", symlinks=True)
-    load(tmp_path / "first").save_pretrained(save_directory=tmp_path / "second")
-    shutil.rmtree(tmp_path / "first")
+    """Promise: whole, with tokenizer and settings, from a folder that is gone later; without links, and once more."""
+    content = json.loads((own_folder / "dflash.json").read_text())
+    (own_folder / "dflash.json").write_text(json.dumps({**content, "settings": {"block_size": 4}}))
+    assert save_pair(load(own_folder), tmp_path / "second") == tmp_path / "second"
+    shutil.rmtree(own_folder)
     again = load(tmp_path / "second")
     assert torch.equal(again.generate(one, **GREEDY), truth)
-    assert again.dflash_stats["tau"] > 3
-    again.save_pretrained(tmp_path / "third")
-    assert (tmp_path / "third" / "drafter" / "model.safetensors").is_file()
+    assert max(again.dflash_stats["acceptance_lengths"][0]) == 4
+    save_pair(again, tmp_path / "third")
+    names = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and "model" not in path.name}
+    assert all((tmp_path / "third" / name).is_file() for name in names)
     assert not any(path.is_symlink() for path in (tmp_path / "third").rglob("*"))
-    target.save_pretrained(tmp_path / "target")
-    (tmp_path / "adapter").mkdir()
-    again.generate.func.keep_pair(again, tmp_path / "adapter")  # as after adapters alone were saved
-    assert not any((tmp_path / name / "custom_generate").exists() for name in ("target", "adapter"))
+    assert (tmp_path / "third" / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
 
 
-def test_saving_over_a_pair_leaves_the_targets_own_weights(
-    own_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_save_pretrained_saves_the_target_alone(
+    folder: Path, one: torch.Tensor, truth: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Promise: a pair's weights are links, and what is saved into its folder does not go through them."""
+    """Promise: the model's weights as they are, and `make_pair` makes the folder a pair again."""
+    load(folder).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "custom_generate").exists()
+    pair = load(make_pair(tmp_path / "saved", DRAFTER, tmp_path / "pair"))
+    assert torch.equal(pair.generate(one, **GREEDY), truth)
+    assert pair.dflash_stats["tau"] > 3
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "200KB"])
+@pytest.mark.parametrize("saved_size", ["1GB", "300KB"])
+def test_saving_over_a_pair_leaves_the_targets_own_weights(
+    shard_size: str, saved_size: str, tmp_path: Path, one: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a pair's weights are links, what is saved into its folder does not go through them, and it stays a pair."""
 
     def in_place(tensors: dict[str, torch.Tensor], path: str, metadata: Any = None) -> None:  # safetensors before 0.8
         Path(path).write_bytes(safetensors_bytes(tensors, metadata))
 
+    AutoModelForCausalLM.from_pretrained(TARGET).save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    folder = make_pair(tmp_path / "theirs", DRAFTER, tmp_path / "pair")
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", in_place)
-    theirs = Path(shutil.copyfile(TARGET / "model.safetensors", tmp_path / "theirs.safetensors"))
-    (own_folder / "model.safetensors").unlink()
-    (own_folder / "model.safetensors").symlink_to(theirs)
-    before = theirs.read_bytes()
-    pair = load(own_folder)
+    pair = load(folder)
     pair.get_input_embeddings().weight.data.zero_()
-    pair.save_pretrained(own_folder)
-    assert theirs.read_bytes() == before
-    assert not load(own_folder).get_input_embeddings().weight.any()
+    pair.save_pretrained(folder, max_shard_size=saved_size)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+    again = load(folder)
+    assert not again.get_input_embeddings().weight.any()
+    again.generate(one, **GREEDY)
+    assert drafter_of(again) is not None
 
 
-def test_a_checkpoint_is_saved_though_the_drafter_is_gone(
-    own_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_saved_as_a_pair_is_refused(
+    folder: Path, own_folder: Path, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Promise: hours of training are not lost to it."""
-    pair = load(own_folder)
+    """Promise: one sentence, and nothing is written; the target alone can still be saved."""
+    gone, drafter_gone = load(own_folder), load(folder)
     shutil.rmtree(own_folder)
-    pair.save_pretrained(tmp_path / "saved")
-    assert (tmp_path / "saved" / "model.safetensors").is_file()
-    assert "holds the target alone" in caplog.text
+    out = tmp_path / "out"
+    for model, place, said in (
+        (target, out, "from which the model was loaded, is no pair: save it by save_pretrained"),
+        (gone, out, "is no folder and cannot be fetched"),
+        (drafter_gone, folder, "exists: name a folder that does not"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            save_pair(model, place)
+    assert not list(tmp_path.iterdir())
+    gone.save_pretrained(out)
+    assert (out / "model.safetensors").is_file()
 
 
 # Bad input.
@@ -454,16 +567,16 @@ def test_a_broken_pair_may_write_plain_text(
 
 def test_a_pair_links_weights_and_copies_the_rest(folder: Path, tmp_path: Path) -> None:
     """Promise: no gigabytes twice; nothing else of the target's can be changed through the pair; `copy` links nothing."""
-    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink()} == {
-        "model.safetensors",
-        "drafter/model.safetensors",
-    }
+    (link,) = [path for path in folder.rglob("*") if path.is_symlink()]
+    assert link.name == "model-target-00001-of-00001.safetensors"
+    assert link.resolve() == (TARGET / "model.safetensors").resolve()
     copied = make_pair(TARGET, DRAFTER, tmp_path / "copied", copy=True, settings={"draft_tree": 16}, on_error="plain")
     assert not any(path.is_symlink() for path in copied.rglob("*"))
     assert json.loads((copied / "dflash.json").read_text()) == {
         "drafter": "drafter",
         "settings": {"draft_tree": 16},
         "on_error": "plain",
+        "version": dflash.__version__,
     }
     assert (copied / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
     card = (copied / "README.md").read_text()
@@ -497,7 +610,7 @@ def test_what_is_no_pair_is_refused_and_nothing_is_left(folder: Path, tmp_path: 
 def test_a_drafter_of_the_hub_is_named_with_its_commit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Promise: with this library's code it stays there, at the commit that was checked; `copy` brings it."""
+    """Promise: with this version's code it stays there, at the commit that was checked; other code is not run, nor is a copy's."""
     snapshot = Path(shutil.copytree(folder / "drafter", tmp_path / "snapshots" / ("a" * 40)))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
     pair = make_pair(TARGET, "org/my-DFlash", tmp_path / "pair")
@@ -505,6 +618,10 @@ def test_a_drafter_of_the_hub_is_named_with_its_commit(
     assert (said["drafter"], said["revision"]) == ("org/my-DFlash", "a" * 40)
     assert not (pair / "drafter").exists()
     assert (make_pair(TARGET, "org/my-DFlash", tmp_path / "two", copy=True) / "drafter" / "config.json").is_file()
+    code = snapshot / "modeling_dflash.py"
+    code.write_text(code.read_text() + "# of another version\n")
+    renewed = make_pair(TARGET, "org/my-DFlash", tmp_path / "three") / "drafter" / "modeling_dflash.py"
+    assert "of another version" not in renewed.read_text()
 
 
 def test_a_drafter_of_another_layout_is_converted(tmp_path: Path, one: torch.Tensor, truth: torch.Tensor) -> None:
@@ -522,9 +639,13 @@ def test_publish_takes_a_pair(folder: Path, dflash_command: Any) -> None:
     """Promise: the target, the door, the settings and the drafter; the card loads the repository."""
     plan = plan_publication(folder, "you/my-pair")
     content = {file.path: file.read() for file in plan.files}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "dflash.json", "custom_generate/generate.py"} <= set(
-        content
-    )
+    assert {
+        "config.json",
+        "model-target-00001-of-00001.safetensors",
+        "tokenizer.json",
+        "dflash.json",
+        "custom_generate/generate.py",
+    } <= set(content)
     assert {"drafter/config.json", "drafter/model.safetensors", "drafter/modeling_dflash.py"} <= set(content)
     assert b'AutoModelForCausalLM.from_pretrained("you/my-pair", trust_remote_code=True)' in content["README.md"]
     status, out, err = dflash_command("publish", folder, "you/my-pair", "--dry-run")

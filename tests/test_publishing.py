@@ -312,7 +312,8 @@ def test_publishing_with_the_hub(folder: Path, tmp_path: Path) -> None:
     assert set(hub.repos["me/former-DFlash"].head().files) == {*planned, "figure.png"}
     assert public.commits == {}
     assert [commit.message for commit in paired.commits.values()][1:] == ["Upload a DFlash pair"]
-    for name in ("model.safetensors", "drafter/model.safetensors", "dflash.json", "custom_generate/generate.py"):
+    weights = "model-target-00001-of-00001.safetensors", "drafter/model.safetensors"
+    for name in (*weights, "dflash.json", "custom_generate/generate.py"):
         assert paired.head().files[name] == (pair / name).read_bytes()
 
     def load_line(commit: str) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from .folders import check_replaceable, replace_folder, save_checkpoint, written_aside
     from .licences import STATE_ONE, Card, Licence, licence_lines, read_card, read_licence
-    from .pairing import make_pair
+    from .pairing import make_pair, save_pair
     from .publishing import Publication, Published, plan_publication, publish
     from .rules import ENGINES, Finding, Report, Verdict, check, report_lines
     from .serving import ServerCommand, declared_block_size, refuse_unfit, run_server, server_command
@@ -61,6 +61,7 @@ __all__ = [
     "report_lines",
     "run_server",
     "save_checkpoint",
+    "save_pair",
     "server_command",
     "written_aside",
 ]

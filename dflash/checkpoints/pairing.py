@@ -5,26 +5,42 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from filecmp import cmp
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from dflash.common.files import adapter_fault
 from dflash.common.messages import first_line
+from dflash.common.version import __version__
 
 from .cards import pair_card
 from .conversion import convert_checkpoint
-from .folders import DRAFTERS, written_aside
+from .folders import DRAFTERS, save_checkpoint, written_aside
 from .licences import read_card
 from .publishing import CARD, PAIR, SECRETS, TRAINING_STATE, working_report
 from .rules.checkpoint_files import read_json
 
 
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+
+
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+# What `save_pretrained` writes has another name, so that nothing is saved through a link into the target's own weights.
+LINK = "model-target-{:05d}-of-{:05d}.safetensors"
 LICENCE = ("license", "license_name", "license_link")
 NOT_THE_TARGETS = (*SECRETS, *TRAINING_STATE, ".*", CARD)
 # Keywords of the loop that no JSON holds, and inner names.
 NO_SETTINGS = {
-    *("as_blocks", "conversation", "drafter", "generator", "latency_curve", "ngram_size"),
-    *("num_looked_up", "token_streamer", "uniforms_generator"),
+    "as_blocks",
+    "conversation",
+    "drafter",
+    "generator",
+    "ngram_size",
+    "num_looked_up",
+    "token_streamer",
+    "uniforms_generator",
 }
 
 
@@ -40,10 +56,12 @@ def make_pair(
     """Writes a folder that is the target, with a `generate` that drafts, and returns its path.
 
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, `pipeline` and `transformers serve` then draft
-    with no other change, and without this package. Loaded without `trust_remote_code` it is the target alone.
+    with no other change. They need no package; where this one is installed, its engine drafts. Loaded without
+    `trust_remote_code` it is the target alone.
 
-    Weights are linked, and other files copied. A drafter on the Hub that holds this library's code is named with its
-    commit; one in another layout is converted. The folder is complete or not there.
+    The target's safetensors are linked under names that `save_pretrained` never writes, and all else is copied. A drafter on
+    the Hub that holds the code of this version is named with its commit; one in another layout is converted. The folder is
+    complete or not there.
 
     Args:
         target: A folder or an id on the Hub.
@@ -62,43 +80,27 @@ def make_pair(
     Example:
         >>> make_pair("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "Qwen3-8B-pair", settings={"draft_tree": 32})
     """
-    folder = Path(folder).expanduser().absolute()
-    if folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} exists: name a folder that does not, or delete it.")
-    target_folder, drafter_folder = _local(target, "target"), _local(drafter, "drafter")
+    folder = _new_folder(folder)
+    target_folder = _local(target, "target")
+    drafter_folder = _local(drafter, "drafter")
     config = read_json(target_folder / "config.json", f"The target {target} holds no config.json: give its folder.")
-    kinds = set(config.get("architectures") or ())
-    for is_wrong, what in (
-        (kinds & set(DRAFTERS), "a drafter: name the target first, then its drafter"),
-        ((target_folder / PAIR).exists(), "a pair already: give its target"),
-        ((target_folder / "custom_generate").exists(), "a model with a generate of its own, which a pair replaces"),
-    ):
-        if is_wrong:
-            raise ValueError(f"{target} is {what}.")
+    _check_target(str(target), target_folder, config)
     its = read_json(drafter_folder / "config.json", f"The drafter {drafter} holds no config.json: give its folder.")
     _check_settings(dict(settings or {}), its, on_error)
-    is_ours = str((its.get("auto_map") or {}).get("AutoModel")).startswith("modeling_dflash.")
-    on_the_hub, code = not Path(drafter).expanduser().is_dir(), drafter_folder / "step_dflash.py"
-    has_code = is_ours and code.is_file() and "class InexactError" in code.read_text(encoding="utf-8")
+    is_on_hub = not Path(drafter).expanduser().is_dir()
     with written_aside(folder) as aside:
         aside.mkdir()
-        for path in sorted(target_folder.iterdir()):
-            if not any(map(path.match, NOT_THE_TARGETS)) and (path.is_file() or path.name.endswith("_templates")):
-                _place(path, aside / path.name, copy)
-        said: dict[str, Any] = {"drafter": "drafter"}
-        if has_code and on_the_hub and not copy:
-            said = {"drafter": str(drafter), "revision": drafter_folder.name}  # a snapshot has the name of its commit
-        elif is_ours:
-            _place_drafter(drafter_folder, aside / "drafter", copy)
+        _copy_small_files(target_folder, aside)
+        _place_weights(target_folder, aside, copy)
+        place = {"drafter": "drafter"}
+        if is_on_hub and not copy and _has_this_code(drafter_folder):
+            place = _named(str(drafter), drafter_folder)
+        elif _is_ours(its):
+            _copy_drafter(drafter_folder, aside / "drafter")
         else:
             convert_checkpoint(drafter_folder, aside / "drafter", target_folder, trust_remote_code)
-        (aside / "custom_generate").mkdir()
-        shutil.copyfile(Path(__file__).with_name("pair_door.py"), aside / "custom_generate" / "generate.py")
-        text = json.dumps({**said, "settings": dict(settings or {}), "on_error": on_error}, indent=2) + "\n"
-        (aside / PAIR).write_text(text, encoding="utf-8")
-        stated = read_card(target_folder).fields
-        licence = "".join(f"{name}: {json.dumps(stated[name])}\n" for name in LICENCE if name in stated)
-        (aside / CARD).write_text(pair_card(folder.name, str(target), str(drafter), licence), encoding="utf-8")
+        _write_door(aside, {**place, "settings": dict(settings or {}), "on_error": on_error})
+        _write_card(aside, folder.name, target_folder, target=str(target), drafter=str(drafter))
         in_its_form = aside / "drafter" if (aside / "drafter").exists() else drafter_folder
         working_report(in_its_form, str(target_folder), os.fspath(drafter))
         if "auto_map" not in config:  # code is not run to find out
@@ -106,7 +108,60 @@ def make_pair(
     return folder
 
 
-def _local(name: str | os.PathLike[str], what: str) -> Path:
+def save_pair(model: "PreTrainedModel", folder: str | os.PathLike[str], tokenizer: Any = None) -> Path:
+    """Saves a model that was loaded from a pair's folder as a pair, and returns the new folder's path.
+
+    `model.save_pretrained` saves the target alone. This adds a copy of the drafter, the settings, and the target's other
+    files, such as the tokenizer, of the folder that the model was loaded from. The folder is complete or not there.
+
+    Args:
+        model: The model of a pair, as it is now.
+        folder: Where to; it must not exist.
+        tokenizer: Saved instead of the pair's own, if given.
+
+    Raises:
+        ValueError: if the model is not of a pair, the pair's folder is gone, it has an adapter that is not merged, or `folder`
+            exists. Nothing is written then.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("Qwen3-8B-pair", trust_remote_code=True)
+        >>> save_pair(model, "Qwen3-8B-tuned-pair")
+    """
+    folder = _new_folder(folder)
+    name = str(model.config._name_or_path)
+    source = _local(name, "pair", getattr(model.config, "_commit_hash", None))
+    remedy = "save it by save_pretrained, and give that folder and its drafter to make_pair."
+    content = read_json(source / PAIR, f"{name}, from which the model was loaded, is no pair: {remedy}")
+    with written_aside(folder) as aside:
+        save_checkpoint(model, aside, tokenizer)
+        fault = adapter_fault(aside)
+        if fault is not None:
+            raise ValueError(f"The model {fault}")
+        _copy_small_files(source, aside)
+        drafter = str(content["drafter"])
+        place = {"drafter": "drafter"}
+        if (source / drafter).is_dir():
+            _copy_drafter(source / drafter, aside / "drafter")
+        else:
+            drafter_folder = _local(drafter, "drafter", content.get("revision"))
+            if _has_this_code(drafter_folder):
+                place = _named(drafter, drafter_folder)
+            else:
+                _copy_drafter(drafter_folder, aside / "drafter")
+        _write_door(aside, {**place, "settings": content.get("settings") or {}, "on_error": content.get("on_error")})
+        _write_card(aside, folder.name, source)
+    return folder
+
+
+def _new_folder(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder to write; ValueError if there is something."""
+    folder = Path(folder).expanduser().absolute()
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} exists: name a folder that does not, or delete it.")
+    return folder
+
+
+def _local(name: str | os.PathLike[str], what: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint's files, fetched if it is on the Hub; ValueError if there is none."""
     from huggingface_hub import snapshot_download
 
@@ -115,9 +170,9 @@ def _local(name: str | os.PathLike[str], what: str) -> Path:
         return folder.absolute()
     try:
         others = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*"]
-        fetched = Path(snapshot_download(str(name), ignore_patterns=others))
+        fetched = Path(snapshot_download(str(name), revision=revision, ignore_patterns=others))
         if not any(fetched.glob("*.safetensors")):
-            snapshot_download(str(name), allow_patterns=["*.bin", "*.bin.index.json"])
+            snapshot_download(str(name), revision=revision, allow_patterns=["*.bin", "*.bin.index.json"])
     except Exception as error:
         raise ValueError(
             f"The {what} {name} is no folder and cannot be fetched from the Hub ({first_line(error)}): give its folder."
@@ -125,43 +180,152 @@ def _local(name: str | os.PathLike[str], what: str) -> Path:
     return fetched
 
 
-def _place(source: Path, path: Path, copy: bool) -> None:
-    if source.is_dir():
-        shutil.copytree(source, path)
-    elif copy or not any(map(source.match, WEIGHTS)):
-        shutil.copyfile(source, path)
+# -- the target's files
+
+
+def _check_target(name: str, folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a folder is a target that can have a door."""
+    what = None
+    if set(config.get("architectures") or ()) & set(DRAFTERS):
+        what = "a drafter: name the target first, then its drafter"
+    elif (folder / PAIR).exists():
+        what = "a pair already: give its target"
+    elif (folder / "custom_generate").exists():
+        what = "a model with a generate of its own, which a pair replaces"
+    if what is not None:
+        raise ValueError(f"{name} is {what}.")
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    """Copies what is no weights and not there yet: tokenizer, templates, configs, code."""
+    for path in sorted(source.iterdir()):
+        is_left_out = any(map(path.match, (*NOT_THE_TARGETS, *WEIGHTS, "*.index.json", PAIR)))
+        if is_left_out or (folder / path.name).exists():
+            continue
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        elif path.name.endswith("_templates"):
+            shutil.copytree(path, folder / path.name)
+
+
+def _place_weights(source: Path, folder: Path, copy: bool) -> None:
+    """Puts the weights that transformers loads into `folder`: links to safetensors, or copies."""
+    index = _index_of(source)
+    if index is None or copy:
+        _copy_weights(source, folder, index)
     else:
-        path.symlink_to(source)
+        _link_weights(source, folder, index)
 
 
-def _place_drafter(source: Path, folder: Path, copy: bool) -> None:
-    """The drafter's config and weights, with the code of this version."""
+def _link_weights(source: Path, folder: Path, index: Mapping[str, Any]) -> None:
+    """Links to safetensors, and the index that names the links."""
+    weight_map = index["weight_map"]
+    shards = sorted(set(weight_map.values()))
+    links = {}
+    for number, shard in enumerate(shards, start=1):
+        links[shard] = LINK.format(number, len(shards))
+        (folder / links[shard]).symlink_to(source / shard)
+    linked_map = {tensor: links[shard] for tensor, shard in weight_map.items()}
+    content = {"metadata": index.get("metadata") or {}, "weight_map": linked_map}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _index_of(folder: Path) -> dict[str, Any] | None:
+    """Which file holds which tensor, of safetensors; `None` if a folder has none."""
+    from safetensors import safe_open
+
+    path = folder / MODEL
+    if path.is_file():
+        with safe_open(path, framework="pt") as file:
+            weight_map = dict.fromkeys(file.keys(), MODEL)
+        return {"metadata": {"total_size": path.stat().st_size}, "weight_map": weight_map}
+    if (folder / INDEX).is_file():
+        return dict(read_json(folder / INDEX, ""))
+    return None
+
+
+def _copy_weights(source: Path, folder: Path, index: Mapping[str, Any] | None) -> None:
+    """Copies safetensors under their own names, or whatever weights a folder without them has."""
+    if index is None:
+        names = [path.name for path in source.iterdir() if any(map(path.match, (*WEIGHTS, "*.index.json")))]
+    else:
+        names = sorted(set(index["weight_map"].values()))
+        if not (source / MODEL).is_file():
+            names.append(INDEX)
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+
+
+# -- the drafter, the door and the card
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter's checkpoint is in the form of this library."""
+    return str((config.get("auto_map") or {}).get("AutoModel")).startswith("modeling_dflash.")
+
+
+def _code() -> list[Path]:
+    """The files of code that a drafter's checkpoint holds."""
     import dflash.model
 
+    folder = Path(str(dflash.model.__file__)).parent
+    return [path for path in sorted(folder.glob("*_dflash.py")) if path.name != "pair_dflash.py"]
+
+
+def _has_this_code(folder: Path) -> bool:
+    """Whether a drafter's folder holds the code of this version."""
+    return all((folder / path.name).is_file() and cmp(path, folder / path.name, shallow=False) for path in _code())
+
+
+def _named(name: str, snapshot: Path) -> dict[str, str]:
+    """What dflash.json says of a drafter that stays on the Hub."""
+    return {"drafter": name, "revision": snapshot.name}  # a snapshot has the name of its commit
+
+
+def _copy_drafter(source: Path, folder: Path) -> None:
+    """The drafter's config and weights, with the code of this version."""
     folder.mkdir()
-    code = Path(str(dflash.model.__file__)).parent.glob("*_dflash.py")
-    for path in (*code, *source.glob("*.safetensors"), *source.glob("*.json"), *source.glob(CARD)):
-        _place(path, folder / path.name, copy)
+    for path in (*_code(), *source.glob("*.safetensors"), *source.glob("*.json"), *source.glob(CARD)):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _write_door(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes `generate`, and dflash.json with the version of this package."""
+    import dflash.model
+
+    (folder / "custom_generate").mkdir()
+    door = Path(str(dflash.model.__file__)).with_name("pair_dflash.py")
+    shutil.copyfile(door, folder / "custom_generate" / "generate.py")
+    text = json.dumps({**content, "version": __version__}, indent=2) + "\n"
+    (folder / PAIR).write_text(text, encoding="utf-8")
+
+
+def _write_card(folder: Path, name: str, source: Path, **models: str) -> None:
+    """Writes README.md, with the licence that the card in `source` states."""
+    fields = read_card(source).fields
+    licence = "".join(f"{field}: {json.dumps(fields[field])}\n" for field in LICENCE if field in fields)
+    (folder / CARD).write_text(pair_card(name, licence=licence, **models), encoding="utf-8")
 
 
 def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_error: str) -> None:
-    from dflash.model.generation_dflash import GENERATES_OWN, KEYWORDS, SETTINGS
+    """Raises ValueError for what no request of this pair can have."""
+    from dflash.engine import check_keywords
+    from dflash.model.modeling_dflash import DFlashDraftModel
+    from dflash.model.requests_dflash import OTHER_NAMES, check_settings
 
-    known = sorted({*KEYWORDS, *GENERATES_OWN} - NO_SETTINGS)
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
-    largest = config.get("block_size") or math.inf
-
-    def is_block_size(size: Any) -> bool:
-        return type(size) is int and 2 <= size <= largest
-
-    block_size = is_block_size, f"use 2 to {largest}, the block that the drafter was trained for"
-    for name, value in settings.items():
+    known = sorted({*DFlashDraftModel.KEYWORDS, *OTHER_NAMES} - NO_SETTINGS)
+    for name in settings:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of a pair: use {', '.join(known)}.")
-        is_meant, remedy = SETTINGS.get(name, block_size)
-        if not is_meant(value):
-            raise ValueError(f"{name}={value!r} cannot be a setting of this pair: {remedy}.")
+    largest = config.get("block_size") or math.inf
+    block_size = settings.get("block_size", 2)
+    if type(block_size) is not int or not 2 <= block_size <= largest:
+        remedy = f"use 2 to {largest}, the block that the drafter was trained for"
+        raise ValueError(f"block_size={block_size!r} cannot be a setting of this pair: {remedy}.")
+    check_settings(settings)
+    check_keywords(settings)
 
 
 def _check_fit(pair: Path, drafter: Path) -> None:
@@ -171,8 +335,7 @@ def _check_fit(pair: Path, drafter: Path) -> None:
 
     from dflash.model.configuration_dflash import DFlashConfig
     from dflash.model.modeling_dflash import DFlashDraftModel
-    from dflash.model.step_dflash import check_pair
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair, trust_remote_code=False))
-        check_pair(model, DFlashDraftModel(DFlashConfig.from_pretrained(drafter)))
+        DFlashDraftModel(DFlashConfig.from_pretrained(drafter)).check_target(model)

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash import __version__
 from dflash.common.messages import as_sentence
 from dflash.common.name_clash import import_name_clash
+from dflash.common.version import __version__
 from dflash.training import ADAPTATION, DRAFTER
 
 from .adapt import adapt

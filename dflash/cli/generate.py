@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash import __version__
 from dflash.common.messages import counted
+from dflash.common.version import __version__
 
 from .arguments import AsJson, ChatTemplate, Device, Drafter, Dtype, Target, Thinking, TrustRemoteCode, decoding_option
 from .demo import show_comparison, warm_up

@@ -30,7 +30,7 @@ def pair(
 ) -> None:
     """Writes a folder that is the target, with a `generate` that drafts, for every tool that calls `generate`.
 
-    Load it with trust_remote_code=True; this package is not needed there.
+    Load it with trust_remote_code=True. This package is not needed there; where it is installed, its engine drafts.
     """
     chosen: dict[str, Any] = {}
     for setting in settings or ():

@@ -13,9 +13,8 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash import __version__
-
 from .files import write_text
+from .version import __version__
 
 
 # Raised when a field of a result changes its meaning or goes away.

@@ -25,7 +25,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import torch
 
-from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair
+from dflash.checkpoints import DRAFTER_NAME, TARGET_NAME, embedded_path, heldout_problems, make_pair, save_pair
 from dflash.common.provenance import record, write_result
 
 
@@ -204,9 +204,9 @@ def trl(pair: Path) -> str:
         def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
             taus.append(model.dflash_stats["tau"])
 
-    folder = tempfile.mkdtemp()
+    folder = Path(tempfile.mkdtemp())
     config = GRPOConfig(
-        folder,
+        str(folder),
         max_steps=2,
         learning_rate=1e-3,
         temperature=1.5,
@@ -225,7 +225,7 @@ def trl(pair: Path) -> str:
     before = trainer.model.get_output_embeddings().weight.detach().clone()
     trainer.train()
     change = (trainer.model.get_output_embeddings().weight - before).abs().max()
-    trainer.save_model(folder)
+    folder = save_pair(trainer.model, folder / "pair")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     saved = AutoModelForCausalLM.from_pretrained(folder, **OPTIONS).eval()

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import dflash.model
-from dflash import __version__
 from dflash.checkpoints.dialects import ASSISTANT, portable_fields
 from dflash.common.json_text import BYTE_ORDER_MARK
 from dflash.common.messages import first_line
+from dflash.common.version import __version__
 
 from .checkpoint_files import Checkpoint, read_json
 from .findings import ALL, CONFIG, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning

@@ -1,0 +1,303 @@
+"""The `generate` of a pair's folder: the target's own text, drafted.
+
+`dflash pair` writes this file into the folder as `custom_generate/generate.py`, and nowhere else. transformers binds it as
+`model.generate` where the folder is loaded with `trust_remote_code=True`. It changes nothing but that model.
+
+The first request loads the drafter. The package does it (`dflash-transformers`, imported as `dflash`) where one is installed that
+is not older than the folder; its engine then makes the steps faster. Else the code beside the drafter's weights runs.
+"""
+
+import copy
+import importlib
+import inspect
+import json
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModel, DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+SETTINGS = "dflash.json"
+COMMIT = re.compile("[0-9a-f]{40}")
+# Names of the cache in `generate` and its outputs. transformers 5.24 renamed it.
+CACHE_NAMES = ("cache", "past_key_values")
+# Fields of the loop's output that `model.dflash_stats` holds.
+STATISTICS = ("tau", "tau_with_lookup", "tokens_per_step", "acceptance_lengths")
+# Settings that the package's engine knows, and the code of a drafter's folder does not.
+ENGINE_SETTINGS = (
+    "adaptive",
+    "compile",
+    "cuda_graph",
+    "draft_tree",
+    "draft_window",
+    "max_matching_ngram_size",
+    "ngram_size",
+    "num_looked_up",
+    "prompt_lookup_num_tokens",
+)
+# Keywords that plain `generate` does not know, for a model without a drafter. A drafter's own are its `KEYWORDS`.
+KEYWORDS = (
+    "adaptive",
+    "as_blocks",
+    "block_size",
+    "compile",
+    "conversation",
+    "cuda_graph",
+    "draft_tree",
+    "draft_window",
+    "drafter",
+    "max_draft_tokens",
+    "ngram_size",
+    "num_looked_up",
+    "stop_token_ids",
+    "token_streamer",
+    "uniforms_generator",
+    "verification",
+)
+
+
+Keywords = dict[str, Any]
+
+
+class Drafting:
+    """What a model drafts with; an attribute of the model. Its copies and pickles are empty: each model loads a drafter."""
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        self.drafter: Any = None  # None: the text is plain
+        self.settings: Keywords = {}  # defaults of the requests
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return Drafting, ()
+
+
+def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
+    """The output of the model's own `generate`, in fewer forwards.
+
+    A request that cannot be drafted exactly is generated plainly, and one warning for each reason says so. After each
+    drafted request, `model.dflash_stats` holds its tau, with looked-up tokens and without, tokens per step and acceptance lengths.
+
+    Args:
+        args: Those of `generate`, the prompts' token ids first.
+        model: The target, which transformers gives.
+        dflash: `False` asks for plain generation.
+        kwargs: Those of `generate` and of the drafter's `spec_generate`, which win over the settings in dflash.json.
+
+    Raises:
+        ValueError: for values that no request can have, and for a pair without a drafter that fits, unless dflash.json
+            says `"on_error": "plain"`.
+    """
+    plain = type(model).generate
+    names = list(inspect.signature(plain).parameters)[1:]
+    kwargs.update(zip(names, args, strict=False))
+    inputs = kwargs.pop("inputs", None)
+    if inputs is not None:  # `generate` has two names for the prompt
+        kwargs["input_ids"] = inputs
+    if kwargs.get("custom_generate") is not None:  # the loop asks the class's own generate to prepare the request
+        return plain(model, **kwargs)
+    drafting = _drafting_of(model) if dflash else Drafting()
+    drafter = drafting.drafter
+    loop_keywords = KEYWORDS if drafter is None else drafter.KEYWORDS
+    plain_keywords = {name: value for name, value in kwargs.items() if name not in loop_keywords}
+    if drafter is None:
+        return plain(model, **plain_keywords)
+    reason = _why_plain(model, kwargs)
+    if reason is None:
+        for settings in (drafting.settings, {}):
+            try:
+                return _drafted(drafter, model, {**settings, **kwargs})
+            except drafter.InexactError as error:  # which comes before any forward
+                reason = str(error)
+            if settings:
+                logger.warning_once(f"Drafted without the settings of {SETTINGS}: {reason}")
+    logger.warning_once(f"Generated without drafts: {reason}")
+    return plain(model, **plain_keywords)
+
+
+def _why_plain(model: Any, keywords: Keywords) -> str | None:
+    """Why a request is not given to the loop; `None`: it is."""
+    input_ids = keywords.get("input_ids")
+    if input_ids is None:
+        return "the loop takes the prompt as token ids alone."
+    num_texts = len(input_ids)
+    for criterion in keywords.get("stopping_criteria") or ():
+        is_foreign = not type(criterion).__module__.startswith("transformers.")
+        if is_foreign and num_texts > 1:
+            return f"{type(criterion).__name__} may look at all {num_texts} texts at once, and they grow apart."
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        return (
+            "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and drafts are accepted differently."
+        )
+    return None
+
+
+# -- a request in the loop's words
+
+
+def _drafted(drafter: Any, model: Any, keywords: Keywords) -> Any:
+    """The output of `generate`, by the drafter's `spec_generate`."""
+    wants_dict = _default(model, keywords, "return_dict_in_generate")
+    keywords["return_dict_in_generate"] = True
+    if keywords.get("temperature") is not None:
+        # A temperature alone has `spec_generate` sample, and `generate` not.
+        keywords["do_sample"] = bool(_default(model, keywords, "do_sample"))
+    _move_stop_strings(keywords)
+    _leave_out_empty(keywords)
+    output = drafter.spec_generate(target=model, **keywords)
+    model.dflash_stats = {name: getattr(output, name) for name in STATISTICS}
+    if not wants_dict:
+        return output.sequences
+    fields = {"sequences": output.sequences, "scores": output.scores, "logits": output.logits}
+    for name in CACHE_NAMES:
+        if name in GenerateDecoderOnlyOutput.__dataclass_fields__:
+            fields[name] = DynamicCache()  # an empty one keeps servers going
+    return GenerateDecoderOnlyOutput(**fields)
+
+
+def _default(model: Any, keywords: Keywords, name: str) -> Any:
+    """A keyword of the request; where it has none, of its generation config, then of the model's."""
+    value = keywords.get(name)
+    if value is None:
+        value = getattr(keywords.get("generation_config"), name, None)
+    if value is None:
+        value = getattr(model.generation_config, name, None)
+    return value
+
+
+def _move_stop_strings(keywords: Keywords) -> None:
+    """Makes stop strings of a generation config keywords: `generate` would keep them from the loop."""
+    config: Any = keywords.get("generation_config")
+    strings = getattr(config, "stop_strings", None)
+    if not strings:
+        return
+    config = copy.deepcopy(config)
+    config.stop_strings = None
+    keywords["generation_config"] = config
+    keywords["stop_strings"] = keywords.get("stop_strings") or strings
+
+
+def _leave_out_empty(keywords: Keywords) -> None:
+    """Takes out what `generate` may be given and the loop refuses, where it asks for nothing."""
+    if not keywords.get("synced_gpus"):
+        keywords.pop("synced_gpus", None)
+    for name in CACHE_NAMES:
+        cache = keywords.get(name)
+        if cache is not None and not cache.get_seq_length():
+            del keywords[name]
+
+
+# -- the drafter
+
+
+def _drafting_of(model: Any) -> Drafting:
+    """What the model drafts with, loaded at the first call. The drafter follows a model that has moved."""
+    drafting: Drafting = vars(model).setdefault("_dflash_drafting", Drafting())
+    embedding = model.get_input_embeddings()
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)  # of weights that are elsewhere
+    if device is None:
+        device = next(embedding.parameters()).device
+    with drafting.lock, torch.inference_mode(mode=False):
+        if not drafting.is_loaded:
+            _load(model, drafting)
+        drafter = drafting.drafter
+        if drafter is not None and (drafter.device, drafter.dtype) != (torch.device(device), model.dtype):
+            drafter.to(device=device, dtype=model.dtype)
+    return drafting
+
+
+def _load(model: Any, drafting: Drafting) -> None:
+    """Fills `drafting`. What goes wrong is a ValueError, or a warning where the folder asks for plain text."""
+    on_error = None
+    try:
+        folder = _folder_of(model)
+        content = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        on_error = content.get("on_error")
+        drafter, settings = _drafter_and_settings(folder, content)
+        with suppress(drafter.InexactError):  # each request says so, and is generated plainly
+            drafter.check_target(model)
+        drafting.drafter, drafting.settings = drafter, settings
+    except Exception as error:  # of reading, of importing code, of loading weights
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        message = f"The pair {model.config._name_or_path} has no drafter that can be used ({reason})"
+        if on_error != "plain":
+            remedy = 'run `dflash pair` again, pass dflash=False, or write "on_error": "plain" into dflash.json.'
+            raise ValueError(f"{message}: {remedy}") from error
+        logger.warning(f"{message}: its text is generated without drafts.")
+    drafting.is_loaded = True
+
+
+def _drafter_and_settings(folder: Path, content: Keywords) -> tuple[Any, Keywords]:
+    """The drafter that dflash.json names, and those of its settings that the drafter's code knows."""
+    name, revision = _location(folder, content["drafter"], content.get("revision"))
+    settings = dict(content.get("settings") or {})
+    reason = _why_own_code(content.get("version", "0"))
+    if reason is None:
+        model_class: Any = importlib.import_module("dflash").DFlashDraftModel
+        drafter = model_class.from_pretrained(name, revision=revision, dtype="auto")
+        return drafter.eval(), settings
+    logger.info(f"{reason}: the folder's own code runs.")
+    drafter = AutoModel.from_pretrained(
+        name,
+        revision=revision,
+        code_revision=revision,
+        trust_remote_code=True,
+        dtype="auto",
+    )
+    left_out = [setting for setting in ENGINE_SETTINGS if settings.get(setting)]
+    for setting in left_out:
+        del settings[setting]
+    if left_out:
+        logger.warning(f"Drafted without {', '.join(left_out)} of {SETTINGS}, which need the package: {reason}.")
+    return drafter.eval(), settings
+
+
+def _location(folder: Path, drafter: str, revision: Any) -> tuple[str, str | None]:
+    """The name and the revision of the drafter: a folder in the pair's, or a repository on the Hub at a commit."""
+    path = folder / drafter
+    if path.is_dir():
+        return str(path), None
+    if not COMMIT.fullmatch(str(revision)):
+        raise ValueError(f"{path} is no folder, and code on the Hub is trusted at a commit alone")
+    return drafter, revision
+
+
+def _why_own_code(version: str) -> str | None:
+    """Why the package does not load the drafter of a folder that `version` has written; `None`: it does."""
+    try:
+        package: Any = importlib.import_module("dflash")
+        installed = package.__version__ if hasattr(package, "spec_generate") else None
+    except Exception:  # of any type, because another package may have this name
+        installed = None
+    if installed is None:
+        return "dflash-transformers is not installed"
+    if _release(installed) < _release(version):
+        return f"dflash {installed} is older than the pair's {version}"
+    return None
+
+
+def _release(version: str) -> list[int]:
+    """The first three numbers of a version."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def _folder_of(model: Any) -> Path:
+    """Where the pair's files are; those of the Hub at the commit of this file."""
+    name = str(model.config._name_or_path)
+    if Path(name).is_dir():
+        return Path(name)
+    commit = Path(__file__).absolute().parent.parent.name  # transformers keeps code of the Hub under its commit
+    if not COMMIT.fullmatch(commit):
+        raise ValueError(f"{name} is no folder any more")
+    return Path(snapshot_download(name, revision=commit, allow_patterns=[SETTINGS, "drafter/*"]))
