@@ -1,6 +1,6 @@
 """What an eager step asks of a GPU, counted without one: kernels, waits of the host, attention problems never met before.
 
-    python tests/cuda_build/counts.py        # a table, in about a minute
+    python tests/cuda_build/counts.py        # a table, in about a minute; problems are those of a second text of another length
 
 The tensors are fake ones on "cuda": they have shapes, dtypes and a device, and no numbers. What the host reads is invented: half
 of a block stands, tokens are all different. The layers are as many as Qwen3-8B and its drafter have; they are narrow, because a
@@ -16,25 +16,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
+from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from dflash import DFlashConfig, DFlashDraftModel, custom_generate, default_target_layer_ids
+from dflash.cli.terminal import show_table
 
 
 DEVICE = torch.device("cuda:0")
-DEPTHS = (36, 5)  # layers of Qwen3-8B and of its drafter
+DEEP = (36, 5)  # layers of Qwen3-8B and of its drafter
+SHALLOW = (4, 2)
 SIZES = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096}
 BLOCK_SIZE = 16
@@ -49,11 +43,22 @@ MODES: dict[str, tuple[dict[str, Any], int]] = {
     "adaptive": ({"adaptive": True}, 1),
 }
 NEW_TOKENS = 400
-SETTLED = slice(3, 9)  # steps that are counted: the first one reads the prompt's context
+LOWER_RIGHT = object()  # causal attention aligned to the last keys, which no plan of cuDNN computes
+SETTLED = slice(2, 6)  # steps that are counted: the first one reads the prompt's context
 
 # Operations that launch nothing: they return a view, or memory.
 VIEWS = {
-    *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "empty_strided"),
+    *(
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "chunk",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+    ),
     *("expand", "lift_fresh", "new_empty", "permute", "reshape", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
 }
@@ -73,18 +78,28 @@ class Watch(TorchDispatchMode):
         name = func.name().split("::")[1].split(".")[0]
         is_on_device = isinstance(result, torch.Tensor | tuple | list) and _is_on_device(result)
         self.kernels[name] += name not in VIEWS and is_on_device
-        if "attention" in name:
-            sizes = [(*part.shape, *part.stride()) for part in args if isinstance(part, torch.Tensor)]
-            self.problems.add((name, *sizes))
         return result
 
     def counts(self) -> tuple[int, int, int]:
         """All so far: kernels, waits, attention problems."""
         return self.kernels.total(), self.num_waits, len(self.problems)
 
+    def attend(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *options: Any, **kwargs: Any) -> Any:
+        """In place of `scaled_dot_product_attention`: one kernel, and a problem for cuDNN where it may be asked."""
+        self.kernels["attention"] += 1
+        if attn_mask is not LOWER_RIGHT and torch.backends.cuda.cudnn_sdp_enabled():
+            tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+            self.problems.add((str(options), str(kwargs), *((*tensor.shape, *tensor.stride()) for tensor in tensors)))
+        return torch.empty_like(query)
+
+    def wait(self) -> None:
+        """In place of waiting for an event of the device."""
+        self.num_waits += 1
+
     def read(self, tensor: torch.Tensor) -> Any:
         """In place of a fake tensor's `tolist`: what the device would have computed."""
-        self.num_waits += 1
+        if tensor.device.type == "cuda":
+            self.wait()
         shape = tuple(tensor.shape)
         if len(shape) == 3:  # of a tree: for each position log-probabilities, then tokens
             ranks = range(shape[2])
@@ -107,14 +122,14 @@ def need_cuda_build() -> None:
         raise SystemExit("This torch knows no CUDA: install its CUDA build, which needs no GPU for this.")
 
 
-def random_pair() -> tuple[Any, Any]:
-    """A random target and its drafter in bfloat16, narrow, with the layers of Qwen3-8B and its drafter."""
+def random_pair(depths: tuple[int, int]) -> tuple[Any, Any]:
+    """A random, narrow target and its drafter in bfloat16, with so many layers."""
     ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
-    num_layers, num_draft_layers = DEPTHS
-    target = Qwen3ForCausalLM(Qwen3Config(**SIZES, **ends, num_hidden_layers=num_layers))
-    depths = {"num_hidden_layers": num_draft_layers, "num_target_layers": num_layers}
+    num_layers, num_draft_layers = depths
+    target = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, **ends, num_hidden_layers=num_layers))
+    layers = {"num_hidden_layers": num_draft_layers, "num_target_layers": num_layers}
     taps = {"target_layer_ids": default_target_layer_ids(num_layers), "mask_token_id": SIZES["vocab_size"] - 1}
-    drafter = DFlashDraftModel(DFlashConfig(**SIZES, **ends, **depths, **taps, block_size=BLOCK_SIZE))
+    drafter = DFlashDraftModel(DFlashConfig(**SIZES, **ends, **layers, **taps, block_size=BLOCK_SIZE))
     return target.to(torch.bfloat16).eval(), drafter.to(torch.bfloat16).eval()
 
 
@@ -129,15 +144,24 @@ def move(model: torch.nn.Module) -> None:
                     values[name] = torch.nn.Parameter(fake, requires_grad=False) if is_weight else fake
 
 
+def of_real_tokens(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """In place of a fake tensor's indexing, whose shape would depend on numbers for a mask: no prompt has padding."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+    return tensor.flatten() if is_mask else torch.Tensor.__getitem__(tensor, index)
+
+
 @contextmanager
 def fake_gpu(watch: Watch) -> Iterator[None]:
     """A GPU without numbers, whose only gate to the host is `tolist`."""
     if not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()  # lets C++ change the current device without a driver
-    event = SimpleNamespace(synchronize=lambda: None)
+    event = SimpleNamespace(synchronize=watch.wait)
     stream = SimpleNamespace(record_event=lambda: event)
     replaced: list[tuple[Any, str, Any]] = [
         (FakeTensor, "tolist", lambda tensor: watch.read(tensor)),
+        (FakeTensor, "__getitem__", of_real_tokens),
+        (bias, "CausalBias", lambda *args: LOWER_RIGHT),
+        (functional, "scaled_dot_product_attention", watch.attend),
         (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),
         (torch.cuda, "current_stream", lambda device=None: stream),
     ]
@@ -148,16 +172,16 @@ def fake_gpu(watch: Watch) -> Iterator[None]:
         yield
 
 
-def count(mode_name: str, prompt_length: int, watch: Watch) -> list[tuple[int, int, int]]:
+def count(mode_name: str, depths: tuple[int, int], prompt_length: int, watch: Watch) -> list[tuple[int, int, int]]:
     """Of settled steps of a text: kernels, waits of the host, and attention problems that `watch` had never met."""
     keywords, num_prompts = MODES[mode_name]
     is_sampled = mode_name == "sampled"
-    processors = LogitsProcessorList()
+    processors = transformers.LogitsProcessorList()
     if is_sampled:
-        processors += [TemperatureLogitsWarper(1.0), TopKLogitsWarper(20), TopPLogitsWarper(0.95)]
-    stopping = StoppingCriteriaList([MaxLengthCriteria(prompt_length + NEW_TOKENS)])
-    config = GenerationConfig(do_sample=is_sampled)
-    target, drafter = random_pair()
+        processors += [transformers.TopKLogitsWarper(20), transformers.TopPLogitsWarper(0.95)]
+    stopping = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(prompt_length + NEW_TOKENS)])
+    config = transformers.GenerationConfig(do_sample=is_sampled)
+    target, drafter = random_pair(depths)
     marks = []
     with fake_gpu(watch):
         move(target)
@@ -182,15 +206,14 @@ def count(mode_name: str, prompt_length: int, watch: Watch) -> list[tuple[int, i
 
 def main() -> None:
     need_cuda_build()
-    print(f"{'mode':12} kernels  waits  new attention problems a step: first text, another length")
-    for name in MODES:
+    rows = []
+    for depths, name in [(DEEP, "chain"), *((SHALLOW, name) for name in MODES)]:
         watch = Watch()
-        first = count(name, PROMPT_LENGTH, watch)
-        other = count(name, PROMPT_LENGTH + 7, watch)
-        kernels = sorted({step[0] for step in other})
-        waits = sorted({step[1] for step in other})
-        problems = [sum(step[2] for step in steps) / len(steps) for steps in (first, other)]
-        print(f"{name:12} {kernels} {waits} {problems[0]:.2f} {problems[1]:.2f}")
+        count(name, depths, PROMPT_LENGTH, watch)
+        steps = count(name, depths, PROMPT_LENGTH + 7, watch)
+        means = [f"{sum(numbers) / len(steps):g}" for numbers in zip(*steps, strict=True)]
+        rows.append([" + ".join(map(str, depths)), name, *means])
+    show_table((["layers", "mode", "kernels", "waits", "new attention problems"], rows))
 
 
 if __name__ == "__main__":
