@@ -45,6 +45,7 @@ from dflash.checkpoints import convert_checkpoint
 
 SHIPPED_CODE = {
     "attention_dflash.py",
+    "heads_dflash.py",
     "cache_dflash.py",
     "configuration_dflash.py",
     "decoding_dflash.py",

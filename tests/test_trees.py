@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,7 +115,8 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     """Promise: each candidate is scored after its own parent, and the chain is the one that `propose` takes."""
     target, drafter = make_target(), deciding_drafter(head_name)
     embed = target.get_input_embeddings()
-    causal_head = replace(drafter.causal_head(embed), top_k=5)
+    causal_head = drafter.causal_head(embed)
+    causal_head.top_k = 5
     drafter.causal_head = lambda _: causal_head
     torch.manual_seed(0)
     hidden_states, anchor = torch.randn(3, drafter.config.hidden_size), torch.tensor([7])

@@ -13,6 +13,7 @@ read the others (`DFlashConfig.reader`).
 """
 
 import os
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
@@ -344,3 +345,48 @@ def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
             f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
             "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."
         )
+
+
+def load(loader: Callable[..., Any], name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The model and the loading info of a drafter in any dialect; `loader` is transformers' `from_pretrained`.
+
+    Raises:
+        ValueError: for a checkpoint that cannot be read, or whose weights are quantised without a config that says so.
+        OSError: for a folder without a checkpoint.
+    """
+    check_folder(str(name), kwargs.get("subfolder") or "", kwargs.get("weights_only"))
+    kwargs.setdefault("key_mapping", dict(TENSOR_NAMES))
+    try:
+        model, info = loader(name, *args, **kwargs)
+    except Exception as error:
+        if not _is_of_a_malformed_checkpoint(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{name} cannot be read ({type(error).__name__}: {reason}): its config.json is wrong or its weights are "
+            "truncated; correct or fetch it again. `dflash check` says what is wrong."
+        ) from error
+    if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
+        kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
+        model._weight_conversions = kept
+    if _holds_integers(model):
+        raise ValueError(
+            f"{name} holds integers as weights (fc.weight), so it is quantised: load the weights that were trained, or "
+            "the checkpoint with its quantization_config."
+        )
+    return model, info
+
+
+def _is_of_a_malformed_checkpoint(error: Exception) -> bool:
+    if isinstance(error, (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)):
+        return True
+    kind = type(error).__name__
+    return kind.startswith(("StrictDataclass", "SafetensorError")) or "Only Tensors of floating point" in str(error)
+
+
+def _holds_integers(model: Any) -> bool:
+    """Whether the weights of a model that is not called quantised are whole numbers."""
+    weight = model.fc.weight
+    if weight.device.type == "meta" or getattr(model.config, "quantization_config", None) is not None:
+        return False
+    return bool((weight == weight.round()).all()) and bool((weight.abs() > 1).any())

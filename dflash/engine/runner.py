@@ -56,7 +56,9 @@ class EngineDecoder(Decoder):
     def new_runner(self) -> EngineRunner:
         """The runner of this request's steps."""
         options = self.options
-        drafts = DraftProposer(self.request, self.target, self.conversation.context, self.acceptor)
+        # Without draws, a text depends on its seed alone, and not on the clock that chooses widths.
+        may_draw = not options.adaptive
+        drafts = DraftProposer(self.request, self.target, self.conversation.context, self.acceptor, may_draw)
         proposer: Proposer = drafts
         if options.num_nodes:
             proposer = TreeProposer(drafts, options.num_nodes)

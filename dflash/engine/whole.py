@@ -146,9 +146,7 @@ def whole_step(
     token_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     positions = state.starts[:, None] + torch.arange(token_ids.shape[1], device=token_ids.device)
     cache = target_storage.cache(positions)
-    logits, features = masked_forward(
-        target, models.layout, cache, token_ids, positions, target_storage.num_keys
-    )
+    logits, features = masked_forward(target, models.layout, cache, token_ids, positions, target_storage.num_keys)
     if drawn is None:
         choices = logits.argmax(dim=-1)
         best = logits.gather(-1, choices[..., None]).squeeze(-1)

@@ -177,15 +177,17 @@ def embed(target: Any, drafter: Any, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 class DraftProposer:
-    """Proposes what the drafter predicts after the anchors."""
+    """Proposes what the drafter predicts after the anchors: draws where that helps and `may_draw`, else the likeliest path."""
 
-    def __init__(self, request: Any, target: Target, context: DrafterContext, acceptor: Acceptor) -> None:
+    def __init__(
+        self, request: Any, target: Target, context: DrafterContext, acceptor: Acceptor, may_draw: bool = True
+    ) -> None:
         self.request = request
         self.drafter: Any = request.drafter
         self.target = target
         self.context = context
         has_head = self.drafter.causal_head(self.embed) is not None  # a drafter without one proposes its argmax
-        draws = has_head and acceptor.uniforms_of is not None and acceptor.verification != "match"
+        draws = may_draw and has_head and acceptor.uniforms_of is not None and acceptor.verification != "match"
         self._uniforms_of = acceptor.uniforms_of if draws else None
         self.num_proposals = num_proposals(request)
         self._num_steps = 0
