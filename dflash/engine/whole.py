@@ -18,6 +18,15 @@ from dflash.model.sampling_dflash import Sampler
 from dflash.model.targets_dflash import Layout, head, masked_forward
 
 
+# Largest difference between outputs of compiled and eager steps, relative to the largest output.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+LOW_PRECISION_TOLERANCE = 5e-2
+
+
+class NotWholeError(Exception):
+    """A step cannot run whole, compiled or recorded, and has to run eagerly."""
+
+
 class LentLayer(CacheLayerMixin):
     """A layer of a cache over storage that another one owns. New columns go to `slots` [B, S]."""
 
@@ -155,6 +164,17 @@ def whole_step(
         best = logits.amax(dim=-1)
     acceptance = accept_match(proposals, choices, best)
     return WholeStep(acceptance.num_accepted, choices, proposals.token_ids, features.to(drafter.dtype))
+
+
+def agree(output: WholeStep, expected: WholeStep) -> bool:
+    """Whether two outputs of a step are equal within rounding. After a proposal that differs, near-ties excuse the rest."""
+    is_equal = output.proposed_ids == expected.proposed_ids
+    num_equal = int(is_equal.all(dim=0).long().cumprod(dim=0).sum())
+    mine = output.features[:, : 1 + num_equal]
+    theirs = expected.features[:, : 1 + num_equal]
+    tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
+    largest = theirs.abs().max().clamp(min=1.0)
+    return bool((mine - theirs).abs().max() <= tolerance * largest)
 
 
 def _draft(models: Models, state: State, storage: Storage, block_size: int) -> torch.Tensor:
