@@ -22,7 +22,7 @@ from .lookup import LookupProposer
 from .options import Options
 from .recorded import Recording, capacity_for
 from .state import PairState
-from .trees import TreeAcceptance, TreeAcceptor, TreeCache, TreeProposals, TreeProposer, verify_tree
+from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer, verify_tree
 from .whole import Drawn, Models, NotWholeError, Shape, State, WholeStep
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
@@ -141,7 +141,7 @@ class EngineRunner(EagerRunner):
     def _run_eager(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         proposals = self.proposer.propose(sequences, anchors, most)
         token_ids = torch.cat([anchors, proposals.token_ids], dim=1)
-        cache = self.conversation.target_cache
+        cache: Any = self.conversation.target_cache  # a `TreeCache`
         if isinstance(proposals, TreeProposals):
             logits, features = verify_tree(self.target, token_ids, cache, proposals.tree)
         else:

@@ -30,6 +30,9 @@ class NotWholeError(Exception):
 class LentLayer(CacheLayerMixin):
     """A layer of a cache over storage that another one owns. New columns go to `slots` [B, S]."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> None:
         super().__init__()
         self.keys = keys

@@ -192,6 +192,8 @@ class EagerRunner:
 class Decoder:
     """One request: its sequences, its caches, and the runner of its steps. `cut` is `make_cutter`'s."""
 
+    runner: EagerRunner  # made when the prompt has been read
+
     def __init__(self, request: Any, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]) -> None:
         self.request = request
         self.acceptor = acceptor
@@ -200,7 +202,6 @@ class Decoder:
         self.conversation: Conversation = request.conversation or Conversation()
         self.sequences: list[TextSequence] = []
         self.anchors = torch.empty(0)
-        self.runner: EagerRunner | None = None  # made when the prompt has been read
 
     # -- what the engine has variants of
 
@@ -294,7 +295,7 @@ class Decoder:
 
     def close(self) -> None:
         """Ends the text, also before it is complete."""
-        if self.runner is not None:
+        if hasattr(self, "runner"):
             self.runner.close()
 
     # -- a step
