@@ -126,7 +126,7 @@ def generate_blocks(
             - **generator** (`torch.Generator` or a list of one for each prompt): Source of the uniforms for sampling. With
               "match" the text depends only on its seed, not on the block size.
             - **block_size** (`int`): Tokens in a block, anchor included; at most, and by default, that of the training.
-            - **verification** (`str`, defaults to `"auto"`): "match", "rejection" or "block" (see `verification_dflash`).
+            - **verification** (`str`, defaults to `"auto"`): "match", "rejection" or "block" (see `acceptance_dflash`).
               "auto" is "block" for drafters that draw their proposals and "match" for others.
             - **conversation** ([`Conversation`]): Its caches are reused and kept. One prompt only.
             - **max_draft_tokens** (`int`): Most proposals to verify in a step; 0 drafts nothing.
