@@ -298,7 +298,7 @@ def custom_generate(
         prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), chunk_size, conversation),
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
-        max_length=max_positions(target) or float("inf"),
+        max_length=max_positions(target),
         chunk_size=chunk_size,
         block_size=checked.config.block_size if block_size is None else block_size,
         max_draft_tokens=max_draft_tokens,
