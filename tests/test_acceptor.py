@@ -93,6 +93,19 @@ def test_a_batch_in_which_sequences_have_left_is_processed_by_index() -> None:
     assert [each.texts for each in noted] == [[], [], [[[1, 2, 4]] * 3]]
 
 
+def test_a_processor_sees_a_sequence_at_its_own_place() -> None:
+    """Promise: of what a processor returns for the whole batch, a sequence gets what belongs to its index."""
+
+    def by_place(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 9.0 * torch.eye(VOCAB)[: len(scores)]  # as one that keeps a state for each sequence
+
+    acceptor = Acceptor(request_of(3), [LogitsProcessorList([by_place])] * 3, never)
+    logits = torch.zeros(2, 1, VOCAB)
+    live = sequences_of([], [], [])[1:]
+    acceptance = acceptor.accept(logits, live, Proposals(torch.empty(2, 0, dtype=torch.long)))
+    assert acceptance.token_ids.tolist() == [[1], [2]]
+
+
 def test_processors_that_read_only_scores_share_one_call() -> None:
     """Promise: a temperature sees all columns of all sequences at once."""
     calls: list[torch.Size] = []

@@ -77,7 +77,7 @@ def test_captured_text_and_acceptance_are_the_eager_ones(pair: Pair, monkeypatch
     eager = list(pair.blocks([17], compile=False))
     assert any(block.num_accepted for block in eager)
     assert list(pair.blocks([17], **COMPILED)) == eager
-    for length, num_new in ((5, 24), (60, 150), (17, 10)):
+    for length, num_new in ((8, 24), (60, 150), (17, 10)):
         pair.check([length], max_new_tokens=num_new, **COMPILED)
     assert num_graphs() == 1
     sampled = pair.follow_sampled(17, **SAMPLING[0])
@@ -168,7 +168,7 @@ def test_a_target_that_does_not_compile_runs_eagerly(pair: Pair, caplog: pytest.
 
 
 @pytest.mark.usefixtures("_captured")
-@pytest.mark.parametrize("part", ["features", "proposals"])
+@pytest.mark.parametrize("part", ["features", "choices"])
 def test_a_compiled_step_that_computes_something_else_is_not_used(
     pair: Pair, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,7 +180,7 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(
             for index, output in enumerate(outputs):
                 if part == "features" and output.is_floating_point():
                     outputs[index] = output.flip(-1)
-                elif part == "proposals" and output.ndim == 2:
+                elif part == "choices" and output.ndim == 2:
                     outputs[index] = (output + 1) % 90
             return outputs
 

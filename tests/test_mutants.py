@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash.model.verification_dflash import Proposals, verify_block
 from distributions import p_value
 from test_batch import BatchScriptedDrafter
 from tiny_models import (
@@ -26,7 +27,6 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
-from dflash.model.verification_dflash import Proposals, verify_block
 
 
 NEW = 14

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from dflash.model.acceptance_dflash import accept_prefix
 from dflash.model.sampling_dflash import UNIFORMS_CHUNK, PositionUniforms, Sampler, choose_sampled, pick
+from dflash.model.sequences_dflash import TextSequence
 
 
 @given(
@@ -224,3 +225,17 @@ def test_one_generator_for_each_sequence_or_one() -> None:
         assert torch.equal(together(index, 0, 7), PositionUniforms(1, seeded(seed))(0, 0, 7))
     with pytest.raises(ValueError, match="generator holds 2 for 3 sequences"):
         PositionUniforms(3, [seeded(1), seeded(2)])
+
+
+def test_uniforms_of_a_step_are_used_for_nothing_else() -> None:
+    """Promise: rules that draw per step get numbers that no position has, each once, and a sequence's alone."""
+    sequences = [TextSequence(index, torch.tensor([1])) for index in range(3)]
+    device = torch.device("cpu")
+    uniforms = PositionUniforms(3, seeded(8))
+    of_positions = torch.stack([uniforms(index, 0, 40) for index in range(3)])
+    first, second = uniforms.fresh(sequences, 20, device), uniforms.fresh(sequences[1:], 20, device)
+    every = torch.cat([of_positions.flatten(), first.flatten(), second.flatten()])
+    assert len(every.unique()) == len(every)
+    again = PositionUniforms(3, seeded(8))
+    assert torch.equal(again.fresh(sequences[2:], 20, device)[0], first[2])
+    assert torch.equal(again.fresh(sequences[2:], 20, device)[0], second[1])

@@ -141,7 +141,7 @@ class EngineRunner(EagerRunner):
     def _run_eager(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         proposals = self.proposer.propose(sequences, anchors, most)
         token_ids = torch.cat([anchors, proposals.token_ids], dim=1)
-        cache = self.conversation.target_cache
+        cache: Any = self.conversation.target_cache  # a `TreeCache`
         if isinstance(proposals, TreeProposals):
             logits, features = verify_tree(self.target, token_ids, cache, proposals.tree)
         else:
