@@ -1,4 +1,4 @@
-"""Whole steps played on the CPU: a compiler that changes nothing, a recorder that keeps what CUDA graphs promise.
+"""Devices played on the CPU: a compiler that changes nothing, a recorder like CUDA graphs, a device that computes late.
 
 `PlayedRecorder` records operations, and a replay runs these on the tensors of the recording: what the host knew then stays
 as it was, what it asks for while recording is an error, and each replay overwrites the outputs of the last one.
@@ -6,19 +6,24 @@ as it was, what it asks for while recording is an error, and each replay overwri
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import BLOCK_SIZE, PAD_TOKEN_ID, SMALL, PlacedDrafter, greedy, left_padded, make_prompt, make_target
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedModel
 
 from dflash import generate_blocks
 from dflash.engine.state import PairState
 from dflash.engine.whole import WholeStep
-from dflash.evaluation import READING_OPERATIONS
+from dflash.evaluation import READING_OPERATIONS, READS
 
 
 TEXT_LENGTH = 280
@@ -54,6 +59,13 @@ class PlayedCompiler:
         return run
 
 
+def reads_values(func: Any, args: Any) -> bool:
+    """Whether an operation's result, or its shape, needs values on the host."""
+    name = func.overloadpacket.__name__
+    is_masked = any(index.dtype == torch.bool for value in args[1:2] for index in _tensors(value))
+    return name in READING_OPERATIONS or (name.startswith("index") and is_masked)
+
+
 class _Tape(TorchDispatchMode):
     """Operations with their tensors, in the order in which they ran."""
 
@@ -63,9 +75,8 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_masked = any(index.dtype == torch.bool for value in args[1:2] for index in _tensors(value))
-        name = func.overloadpacket.__name__
-        if name in READING_OPERATIONS or (name.startswith("index") and is_masked):
+        if reads_values(func, args):
+            name = func.overloadpacket.__name__
             raise RuntimeError(f"{name} is not permitted when a stream is capturing\nand a second line")
         result = func(*args, **kwargs)
         self._operations.append((func, args, kwargs, result))
@@ -191,3 +202,116 @@ class Pair:
         sampled = self.write([length], compile=False, **keywords)
         self.follow(torch.cat([self.text[:, :length], torch.tensor(sampled)], dim=1))
         return sampled
+
+
+class LateDevice(TorchFunctionMode):
+    """Tells tensors of the host from those of a device that computes later, though both lie on the CPU.
+
+    Weights lie on the device, and so does what is computed with anything that does. The host waits where it reads what
+    `to_host` copies. Every other read of the device, and every way there but `to_device`, is a fault: it waits, too.
+
+    Attributes:
+        num_waits: How often the host has waited.
+        faults: What else happened, and where.
+    """
+
+    def __init__(self, *models: torch.nn.Module) -> None:
+        super().__init__()
+        self.num_waits = 0
+        self.faults: list[str] = []
+        self._operations = _Operations(self)
+        for model in models:
+            for tensor in (*model.parameters(), *model.buffers(), *vars(model).values()):
+                if isinstance(tensor, torch.Tensor):
+                    tensor._place = "device"
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Puts its two ways between host and device in place of the library's."""
+        modules = [module for name, module in sys.modules.items() if name.startswith("dflash.")]
+        for module in modules:
+            for name in ("to_device", "to_host"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, getattr(self, name))
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The one way to the device."""
+        with _disable_current_modes():
+            moved = tensor.clone()
+        moved._place = "device"
+        return moved
+
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """The one way back."""
+        is_late = place_of(tensor) == "device"
+        with _disable_current_modes():
+            copy = tensor.clone()
+
+        def read() -> Any:
+            self.num_waits += is_late
+            with _disable_current_modes():
+                return copy.tolist()
+
+        return read
+
+    def fault(self, what: str) -> None:
+        """Takes note of one, with the innermost line of the library."""
+        frames = [frame for frame in traceback.extract_stack() if "/dflash/" in frame.filename]
+        self.faults.append(f"{what} in {frames[-1].filename}:{frames[-1].lineno}" if frames else what)
+
+    def __enter__(self) -> LateDevice:
+        self._operations.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._operations.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Looks at what reads and what copies, and calls."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in READS and place_of(args[0]) == "device":
+            self.fault(name)
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        names_device = "device" in kwargs or any(isinstance(arg, (torch.device, str)) for arg in args[1:])
+        is_copy = name == "to" and place_of(args[0]) == "host" and names_device
+        is_list_index = name in ("__getitem__", "__setitem__") and isinstance(args[1], list)
+        if is_copy or name == "new_tensor" or (name in ("tensor", "as_tensor") and "device" in kwargs):
+            self.fault(f"a copy by {name}")
+        elif is_list_index and place_of(args[0]) == "device":
+            self.fault("a list as index")
+        result = func(*args, **kwargs)
+        if func in _device_constructors() and isinstance(result, torch.Tensor) and place_of(result) is None:
+            result._place = "host" if kwargs.get("device") in (None, "cpu") else "device"
+        elif is_copy or name == "new_tensor":
+            result = self.to_device(result, result.device)
+        return result
+
+
+def place_of(value: Any) -> str | None:
+    """ "device" or "host" or, for what no numbers were put into, `None`."""
+    return getattr(value, "_place", None) if isinstance(value, torch.Tensor) else None
+
+
+class _Operations(TorchDispatchMode):
+    """Says of every result where it lies."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        flat = [tensor for value in (*args, *(kwargs or {}).values()) for tensor in _tensors(value)]
+        places = [place_of(tensor) for tensor in flat]
+        place = "device" if "device" in places else "host" if "host" in places else None
+        if place == "device":
+            if reads_values(func, args):
+                self._device.fault(func.overloadpacket.__name__)
+            if any(of == "host" and tensor.ndim for of, tensor in zip(places, flat, strict=True)):
+                self._device.fault(f"{func.overloadpacket.__name__} of tensors of both")
+        for tensor in _tensors(result):
+            if place is not None:
+                tensor._place = place
+        return result

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import Pair, PlayedCompiler
+from devices import LateDevice, Pair, PlayedCompiler
 from families import FAMILIES
 from tiny_models import GREEDY, SMALL, counted_forwards, greedy, make_drafter, make_prompt, make_target
 from torch._dynamo.utils import counters
@@ -25,7 +25,7 @@ from dflash import Conversation, generate_blocks, spec_generate
 from dflash.engine import compiled, fallback_reason, runner
 from dflash.engine.compiled import fingerprint
 from dflash.engine.state import PairState
-from dflash.evaluation import TimedRun, allocated_memory, host_syncs
+from dflash.evaluation import allocated_memory
 from dflash.model import decoding_dflash
 
 
@@ -500,29 +500,49 @@ def test_auto_never_compiles_on_another_device(
 # What a step costs
 
 
-@pytest.mark.parametrize(
-    ("lengths", "keywords", "fewest", "most"),
-    [
-        ([17], {}, 1, 1),
-        ([17], {"temperature": 0.7}, 1, 1),
-        ([17, 60, 31], {}, 1, 1),
-        ([17], {"draft_tree": 6}, 2, 2),
-        ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, 1.1, 2),
-    ],
-    ids=["chain", "sampled", "ragged", "tree", "lookup"],
-)
-def test_the_host_waits_once_in_a_step(lengths: list[int], keywords: Any, fewest: float, most: float) -> None:
+WAITS: dict[str, tuple[list[int], dict[str, Any], set[int]]] = {
+    "chain": ([17], {}, {1}),
+    "sampled": ([17], {"temperature": 0.7}, {1}),
+    "rejection": ([17], {"temperature": 0.7, "verification": "rejection"}, {1}),
+    "ragged": ([17, 60, 31], {}, {1}),
+    "window": ([17], {"draft_window": (4, 12)}, {1}),
+    "tree": ([17], {"draft_tree": 6}, {2}),
+    "lookup": ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, {1, 2}),
+}
+
+
+@pytest.mark.parametrize("mode", WAITS)
+def test_the_host_waits_once_in_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: for what was accepted. Of a tree it waits twice, and where a text has repeated itself lately."""
+    lengths, keywords, expected = WAITS[mode]
     pair = Pair.make(seed=11)
+    device = LateDevice(pair.target, pair.drafter)
+    device.install(monkeypatch)
+    num_waits: list[int] = []
+    run = runner.EngineRunner.run
+    keep = runner.EngineRunner.keep
 
-    def run(input_ids: torch.Tensor, on_block: Callable[..., Any]) -> TimedRun:
-        num_blocks = [0] * len(lengths)
-        for block in pair.blocks(lengths, max_new_tokens=100, **keywords):
-            on_block(block)
-            num_blocks[block.sequence] += 1
-        return TimedRun([], 1.0, 1.0, max(num_blocks), [])
+    def noted_run(self: Any, *args: Any) -> Any:
+        num_waits.append(-device.num_waits)
+        return run(self, *args)
 
-    assert fewest <= host_syncs(run, pair.text, torch.device("cpu")) <= most
+    def noted_keep(self: Any, *args: Any) -> None:
+        keep(self, *args)
+        if num_waits:
+            num_waits[-1] += device.num_waits
+
+    monkeypatch.setattr(runner.EngineRunner, "run", noted_run)
+    monkeypatch.setattr(runner.EngineRunner, "keep", noted_keep)
+    with device:
+        blocks = pair.blocks(lengths, max_new_tokens=200, compile=False, **keywords)
+        for _ in (*lengths, *lengths):  # the prompts' and a first step, which read the prompts
+            next(blocks)
+        device.faults.clear()
+        for _ in range(25):
+            next(blocks)
+        blocks.close()
+    assert device.faults == []
+    assert set(num_waits[:-1]) == expected
 
 
 @pytest.mark.compiler
