@@ -4,7 +4,7 @@
 
 The functions are those that a compiled pair runs (`whole_step`, `verify_lent`), with its options, its storage and models of
 Qwen3's sizes, all as fake tensors on "cuda:0". Needs torch's CUDA build and no GPU. It counts; how long anything takes is for
-`benchmarks/gpu.py` to say.
+`benchmarks/gpu` to say.
 """
 
 from collections.abc import Iterator
