@@ -90,7 +90,8 @@ class Acceptance:
     def anchors(self) -> torch.Tensor:
         """The last committed token, [B, 1], which is the anchor of the next block."""
         last = self.num_accepted.clamp(min=0)
-        return self.token_ids.gather(1, last[:, None])
+        index = last[:, None]
+        return self.token_ids.gather(1, index)
 
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
@@ -173,28 +174,36 @@ class _Drawn:
 
         `reach` is [B, n + 1].
         """
-        places = torch.arange(len(num_accepted), device=num_accepted.device)
-        last = (places, num_accepted)
-        p = self.target_probs[last].double()  # [B, V]
-        q = self.q[last]  # [B, K]
-        residual = reach[last][:, None] * p
-        residual = residual.scatter_add(1, self.candidate_ids[last], -q)
+        reach = _of_columns(reach, num_accepted)
+        p = _of_columns(self.target_probs, num_accepted).double()  # [B, V]
+        q = _of_columns(self.q, num_accepted)  # [B, K]
+        candidate_ids = _of_columns(self.candidate_ids, num_accepted)
+        residual = reach[:, None] * p
+        residual = residual.scatter_add(1, candidate_ids, -q)
         residual = residual.clamp(min=0.0)
         # Empty only by rounding: a proposal is only rejected where p exceeds q for some token.
-        has_tokens = residual.sum(1, keepdim=True) > 0
-        residual = torch.where(has_tokens, residual, p)
+        total = residual.sum(1, keepdim=True)
+        residual = torch.where(total > 0, residual, p)
 
+        drawn = pick(residual, uniforms)
         token_ids = functional.pad(self.proposals.token_ids, (0, 1))
-        token_ids[last] = pick(residual, uniforms)
+        token_ids = token_ids.scatter(1, num_accepted[:, None], drawn[:, None])
         best = self.scores.amax(-1)
         num_accepted = _checked(num_accepted, best, self.proposals)
         return Acceptance(num_accepted, token_ids)
 
 
+def _of_columns(tensor: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The entries [B, ...] of tensor [B, N, ...] in one column of each sequence, [B]."""
+    places = torch.arange(len(columns), device=columns.device)
+    return tensor[places, columns]
+
+
 def accept_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
     """Speculative sampling by the target's scores [B, n + 1, V], with fresh uniforms [B, n + 1]: one a proposal, one more."""
     drawn = _Drawn(proposals, scores, uniforms.device)
-    is_accepted = uniforms[:, :-1] * drawn.q_of < drawn.p_of
+    of_proposals = uniforms[:, :-1]
+    is_accepted = of_proposals * drawn.q_of < drawn.p_of
     num_accepted = _length_of_prefix(is_accepted)
     reach = torch.ones_like(uniforms)
     return drawn.accept(num_accepted, reach, uniforms[:, -1])
@@ -229,8 +238,9 @@ def _reach(drawn: _Drawn) -> torch.Tensor:
     """Probability of the first i proposals under the target, relative to the drafter, at most 1 after each: [B, n + 1]."""
     before = torch.ones_like(drawn.p[:, 0, 0])
     reach = [before]
-    for p_of, q_of in zip(drawn.p_of.unbind(1), drawn.q_of.unbind(1), strict=True):
-        before = before * p_of / q_of
+    ratios = drawn.p_of / drawn.q_of
+    for ratio in ratios.unbind(1):
+        before = before * ratio
         before = before.clamp(max=1.0)
         reach.append(before)
     return torch.stack(reach, 1)
@@ -360,7 +370,8 @@ class Acceptor:
 
     def choice(self, scores: torch.Tensor, sequence: TextSequence, depth: int) -> int:
         """The target's choice by processed scores [V], `depth` tokens after the anchor of a sequence."""
-        return int(self.choose(scores[None, None], [sequence], [depth]))
+        choices = self.choose(scores[None, None], [sequence], [depth])
+        return int(choices)
 
     def processed_column(self, sequence: TextSequence, path: list[int], logits: torch.Tensor) -> torch.Tensor | None:
         """Scores [V] of logits [V] after a sequence's text and the proposals of `path`.

@@ -46,21 +46,27 @@ class PositionUniforms:
     def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
         seeds = _seeds(batch_size, generator)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._drawn = [torch.empty(0, dtype=torch.float64, device="cpu")] * batch_size
+        nothing = torch.empty(0, dtype=torch.float64, device="cpu")
+        self._drawn = [nothing] * batch_size
         # For rules that draw per step: they must not reuse a number that has decided something.
         self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds]
 
     def __call__(self, sequence: int, start: int, count: int) -> torch.Tensor:
         """Uniforms in [0, 1) of the new positions `start..start + count - 1` of a sequence, float64 [count] on the CPU."""
         end = start + count
-        while len(self._drawn[sequence]) < end:
+        drawn = self._drawn[sequence]
+        while len(drawn) < end:
             chunk = _draw(self._streams[sequence], UNIFORMS_CHUNK)
-            self._drawn[sequence] = torch.cat([self._drawn[sequence], chunk])
-        return self._drawn[sequence][start:end]
+            drawn = torch.cat([drawn, chunk])
+        self._drawn[sequence] = drawn
+        return drawn[start:end]
 
     def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
         """Uniforms of the sequences that no earlier call has returned, float64 [B, count], for logits on `device`."""
-        uniforms = [_draw(self._step_streams[sequence.index], count) for sequence in sequences]
+        uniforms = []
+        for sequence in sequences:
+            stream = self._step_streams[sequence.index]
+            uniforms.append(_draw(stream, count))
         return place_uniforms(torch.stack(uniforms), device)
 
 
@@ -78,12 +84,23 @@ def _seeds(batch_size: int, generator: torch.Generator | Sequence[torch.Generato
 
 def _draw_seeds(count: int, generator: torch.Generator | None) -> list[int]:
     device = "cpu" if generator is None else generator.device
-    seeds: list[int] = torch.randint(2**63 - 1, (count,), generator=generator, device=device).tolist()
-    return seeds
+    seeds = torch.randint(
+        2**63 - 1,
+        (count,),
+        generator=generator,
+        device=device,
+    )
+    numbers: list[int] = seeds.tolist()
+    return numbers
 
 
 def _draw(stream: torch.Generator, count: int) -> torch.Tensor:
-    return torch.rand(count, generator=stream, dtype=torch.float64, device="cpu")
+    return torch.rand(
+        count,
+        generator=stream,
+        dtype=torch.float64,
+        device="cpu",
+    )
 
 
 @cache
@@ -153,15 +170,19 @@ class Sampler:
 
 def _keep_top_k(values: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Descending values [..., K], with -inf for those below the k-th."""
-    last = k.long().clamp(max=values.shape[-1]) - 1
+    num_values = values.shape[-1]
+    last = k.long() - 1
+    last = last.clamp(max=num_values - 1)
     smallest = values.index_select(-1, last[None])
-    return values.masked_fill(values < smallest, -torch.inf)
+    is_cut = values < smallest
+    return values.masked_fill(is_cut, -torch.inf)
 
 
 def _keep_top_p(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Descending values [..., K], with -inf for those outside the smallest set of probability p."""
     probabilities = values.softmax(-1)
-    tail = probabilities.flip(-1).cumsum(-1).flip(-1)  # of each token and all less probable ones
+    rising = probabilities.flip(-1)
+    tail = rising.cumsum(-1).flip(-1)  # of each token and all less probable ones
     is_cut = (tail <= 1 - p) & (p < 1)
     is_cut[..., 0] = False
     return values.masked_fill(is_cut, -torch.inf)
@@ -221,4 +242,5 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The entries [...] of values [..., N] at index [...]."""
-    return values.gather(-1, index[..., None]).squeeze(-1)
+    entries = values.gather(-1, index[..., None])
+    return entries.squeeze(-1)
