@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from measuring import argument_parser, finish, parsed, turns
 from rich.progress import track
 
 from dflash.common.stopwatch import seconds_of
-from dflash.evaluation import SHAPES, scripted_pair
 from dflash.engine.windows import WindowedCache, WindowedContext
-from dflash.model.drafting_dflash import Context, DrafterContext
+from dflash.evaluation import SHAPES, scripted_pair
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer
+from dflash.model.targets_dflash import Target
 
 
 PIECE = 1024  # columns that the drafter reads at a time
@@ -30,15 +33,20 @@ def context_of(config: Any, count: int) -> Context:
     return Context(torch.randn(1, count, len(config.target_layer_ids) * config.hidden_size), [count])
 
 
-def cache_of(pair: Pair, length: int, window: tuple[int, int] | None) -> PreallocatedCache:
-    """The drafter's cache after a text of `length` tokens."""
-    config: Any = pair.drafter.config
-    cache = PreallocatedCache(config.num_hidden_layers, sum(window or (length, PIECE)))
-    cache.window = window
+def proposer_of(target: Any, drafter: Any, length: int, window: tuple[int, int] | None) -> DraftProposer:
+    """A proposer that has read a text of `length` tokens."""
+    num_layers = drafter.config.num_hidden_layers
+    if window is None:
+        context = DrafterContext(drafter, PreallocatedCache(num_layers, length + PIECE))
+    else:
+        context = WindowedContext(drafter, WindowedCache(num_layers, sum(window), window=window))
     for begin in range(0, length, PIECE):
-        pair.absorb(context_of(config, min(PIECE, length - begin)), cache)
-        cache.drop()
-    return cache
+        context.append(context_of(drafter.config, min(PIECE, length - begin)))
+        context.absorb()
+    block_size = drafter.config.block_size
+    request = SimpleNamespace(drafter=drafter, block_size=block_size, max_draft_tokens=None, temperature=1.0)
+    acceptor = SimpleNamespace(uniforms_of=None, verification="match")
+    return DraftProposer(request, Target(target, drafter.config.target_layer_ids), context, acceptor)
 
 
 @torch.no_grad()
@@ -51,22 +59,27 @@ def main() -> None:
     args = parsed(parser)
     torch.manual_seed(0)
     target, drafter = scripted_pair(args.shape, 6.5)
-    pair, context = Pair(target, drafter), context_of(drafter.config, NUM_NEW)
+    new_context = context_of(drafter.config, NUM_NEW)
     windows = {"all": None, "window": tuple(args.window)}
     lengths = track(args.lengths, description="texts")
-    caches = {(length, name): cache_of(pair, length, kept) for length in lengths for name, kept in windows.items()}
+    proposers = {}
+    for length in lengths:
+        for name, kept in windows.items():
+            proposers[length, name] = proposer_of(target, drafter, length, kept)
 
     def draft(key: Any) -> None:
-        pair.draft(torch.ones(1, 1, dtype=torch.long), context, caches[key], drafter.config.block_size)
-        caches[key].rollback(NUM_NEW)
+        context = proposers[key].context
+        context.append(new_context)
+        proposers[key].hidden_states(torch.ones(1, 1, dtype=torch.long))
+        context.cache.rollback(NUM_NEW)
 
-    times: dict[Any, list[float]] = {key: [] for key in caches}
-    for key in turns(list(caches), args.repeats + 2):
+    times: dict[Any, list[float]] = {key: [] for key in proposers}
+    for key in turns(list(proposers), args.repeats + 2):
         times[key].append(1e3 * seconds_of(partial(draft, key)))
     summary = []
     for (length, name), taken in times.items():
         ms, first = (median(of_length[2:]) for of_length in (taken, times[args.lengths[0], name]))
-        row = {"reads": name, "text_tokens": length, "keys": caches[length, name].lengths[0]}
+        row = {"reads": name, "text_tokens": length, "keys": proposers[length, name].context.cache.lengths[0]}
         summary.append(row | {"ms_draft": round(ms, 4), "over_shortest": round(ms / first, 4)})
     models = dict.fromkeys(("target", "drafter"), f"random weights, shape {args.shape}")
     decoding = {**models, "window": "{} + {} tokens".format(*args.window), "repeats": args.repeats}

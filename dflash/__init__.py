@@ -13,10 +13,10 @@ from .common.version import __version__ as __version__
 
 
 if TYPE_CHECKING:
-    from .model.configuration_dflash import DFlashConfig, default_target_layer_ids
+    from .drafter import DFlashConfig, DFlashDraftModel
+    from .model.configuration_dflash import default_target_layer_ids
     from .model.decoding_dflash import Block, Conversation
     from .model.generation_dflash import DFlashOutput, custom_generate, generate_blocks, spec_generate
-    from .model.modeling_dflash import DFlashDraftModel
 
 __all__ = [
     "Block",

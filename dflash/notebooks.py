@@ -16,7 +16,7 @@ from .cli.terminal import TextStream, number
 
 
 if TYPE_CHECKING:
-    from .model.configuration_dflash import DFlashConfig
+    from .drafter import DFlashConfig
     from .model.decoding_dflash import Block
 
 

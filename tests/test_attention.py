@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_drafter, make_prompt, make_target
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash import generate_blocks, spec_generate
+from dflash.model import attention_dflash
 from dflash.model.attention_dflash import (
-    CHUNK,
-    GROUPED,
+    STEP,
     attention_of,
+    expanded_attention,
     grouped_attention,
+    mask_in_step,
     step_attention,
-    step_mask,
-    target_sees,
+    without_cudnn,
 )
+from dflash.model.cache_dflash import CACHE_NAME
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
@@ -43,16 +49,74 @@ def test_it_gives_what_transformers_gives(heads: tuple[int, int], batch: int, wi
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("name", [CHUNK, GROUPED])
-def test_a_later_chunk_is_causal_by_either_name(name: str) -> None:
+def lower_right(width: int, num_keys: int) -> torch.Tensor:
+    """Whether each of the last queries sees a key, bool [1, 1, S, K]."""
+    return torch.ones(width, num_keys, dtype=torch.bool).tril(num_keys - width)[None, None]
+
+
+@pytest.mark.parametrize(("batch", "masks"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (4, 4)])
+def test_attention_for_cudas_kernels_gives_the_same(heads: tuple[int, int], batch: int, masks: int) -> None:
+    """Promise: keys of stride 0 are the keys of each head. This form runs on CUDA alone, and here to be compared."""
+    torch.manual_seed(0)
+    query = torch.randn(batch, 5, heads[0], 8).transpose(1, 2)  # as a projection leaves it
+    key, value = torch.randn(2, batch, heads[1], 32, 8)[:, :, :, :11].unbind()  # a part of a cache's storage
+    mask = torch.where(torch.rand(masks, 1, 5, 11) < 0.6, 0.0, -10.0)
+    options = {"attention_mask": mask, "scaling": 0.3, "is_causal": False}
+    expected, _ = grouped_attention(torch.nn.Module(), query, key, value, **options)
+    with _Largest() as copies:
+        output = expanded_attention(query, key, value, mask, scale=0.3)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+    assert batch > 1 or copies.most <= query.numel()
+
+
+def test_a_later_chunk_is_causal() -> None:
     """Known bug: another thread's step renamed the attention of a chunk without a mask, whose first row then saw one key."""
     torch.manual_seed(0)
     query, (key, value) = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 2, 11, 8).unbind()
     module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    mask = torch.ones(3, 11, dtype=torch.bool).tril(8)[None, None].expand(2, -1, -1, -1)
+    mask = lower_right(3, 11).expand(2, -1, -1, -1)
     expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=0.3)
-    output, _ = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, None, scaling=0.3)
+    output, _ = ALL_ATTENTION_FUNCTIONS[STEP](module, query, key, value, None, scaling=0.3)
     torch.testing.assert_close(output, expected)
+
+
+def test_arguments_of_a_family_reach_transformers_function() -> None:
+    """Promise: an argument that changes scores is not swallowed; a later chunk without a mask stays causal beside it."""
+    seen: list[Any] = []
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append((mask, kwargs))
+        return query, None
+
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 11, 8)
+    bias = torch.randn(1, 4, 3, 11)
+    module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", attend)
+        grouped_attention(module, query, key, key, None, scaling=0.3, position_bias=bias)
+    mask, options = seen[0]
+    assert torch.equal(mask == 0, lower_right(3, 11))
+    assert (options["position_bias"] is bias, options["scaling"], options["is_causal"]) == (True, 0.3, False)
+
+
+def test_cudnn_is_kept_out_of_attention_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known trap: cuDNN plans for 30 ms whenever the number of keys is new, in every step of every text."""
+    seen: list[bool] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(attention_dflash.functional, "scaled_dot_product_attention", watched)
+    with without_cudnn():
+        grouped_attention(torch.nn.Module(), *torch.randn(3, 1, 2, 4, 8), None, is_causal=False)
+    with pytest.raises(KeyError), without_cudnn():
+        raise KeyError
+    assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], True)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_cudnn():  # nothing else is left: it stays
+        assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 class _Largest(TorchDispatchMode):
@@ -110,45 +174,95 @@ def test_threads_that_are_inside_at_once() -> None:
     thread = threading.Thread(target=stay)
     thread.start()
     assert is_inside.wait(60)
-    assert (target.config._attn_implementation, attention_of(target)) == (GROUPED, "sdpa")
+    assert (target.config._attn_implementation, attention_of(target)) == (STEP, "sdpa")
     for prompt, truth in zip(prompts, expected, strict=True):
         assert torch.equal(spec_generate(drafter, target, prompt, **options), truth)
     both = [prompts[1], torch.cat([prompts[0], prompts[0][:, :3]], dim=1)]
     spec_generate(drafter, target, torch.cat(both), **options)  # rows refuse an attention that takes no mask
     spec_generate(drafter, target, prompts[0], draft_tree=4, **options)  # and so do trees
-    assert target.config._attn_implementation == GROUPED
+    assert target.config._attn_implementation == STEP
     may_leave.set()
     thread.join()
     assert target.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", [GROUPED, CHUNK])
-def test_a_forward_attends_by_the_mask_that_it_has(name: str) -> None:
-    """Promise: a thread that runs compiled gives a block mask, an eager one a dense mask, whatever name stands meanwhile."""
-    starts, width, num_keys = torch.tensor([130, 7]), 4, 256
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (
-        torch.randn(2, heads, n, 16, generator=generator) for heads, n in ((4, width), (2, 256), (2, 256))
-    )
-    sees = target_sees(starts[:, None] + torch.arange(width), None, None)
-    outputs = []
-    for dtype in (None, torch.float32):
-        mask = step_mask(sees, starts, width, num_keys, None, dtype)
-        module = torch.nn.Module()
-        module.num_key_value_groups = 2
-        outputs.append(ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, scaling=0.25)[0])
-    torch.testing.assert_close(*outputs)
+@pytest.mark.parametrize("kind", ["config", "file", "copy"])
+def test_a_config_that_is_saved_during_a_step_is_the_models(kind: str, tmp_path: Path) -> None:
+    """Promise: nothing of a step is in what another thread writes meanwhile."""
+    target = make_target()
+
+    def written() -> Any:
+        if kind == "config":
+            return target.config.to_dict(), target.config.to_json_string()
+        if kind == "copy":
+            return copy.deepcopy(target.config).to_dict()
+        target.save_pretrained(tmp_path)
+        return [(tmp_path / "config.json").read_text(), sorted(path.name for path in tmp_path.iterdir())]
+
+    before, attributes = written(), set(vars(target))
+    with step_attention(target):
+        assert written() == before
+    assert set(vars(target)) == attributes
 
 
-@pytest.mark.parametrize("name", [GROUPED, CHUNK])
-def test_padding_of_another_threads_batch_is_masked_under_either_name(name: str) -> None:
+@pytest.mark.parametrize("is_on_cuda", [False, True])
+def test_a_later_chunk_needs_a_mask_on_a_cpu_alone(is_on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: with or without a mask it is the chunk that "sdpa" computes; one mask serves all layers."""
+    target, ids = make_target(), make_prompt(9)
+    masks: list[Any] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        masks.append(args[4])
+        return grouped_attention(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, STEP, watched)
+    with torch.no_grad():
+        expected = target(ids).logits
+        cache = target(ids[:, :4], use_cache=True).past_key_values
+        with step_attention(target):
+            attention_dflash._thread.is_on_cuda = is_on_cuda
+            output = target(ids[:, 4:], **{CACHE_NAME: cache}).logits
+    torch.testing.assert_close(output, expected[:, 4:])
+    assert len(masks) == target.config.num_hidden_layers
+    assert all(mask is (None if is_on_cuda else masks[0]) for mask in masks)
+    assert is_on_cuda or masks[0].dtype == torch.float32
+
+
+def test_another_threads_chunk_outlives_a_step_on_cuda() -> None:
+    """Promise: if a step ends between that chunk's mask and its attention, "sdpa" gets the mask that it needs."""
+    target, ids = make_target(), make_prompt(9)
+    logits: list[torch.Tensor] = []
+
+    def mask_after_which_the_step_ends(**kwargs: Any) -> Any:
+        mask = mask_in_step(**kwargs)
+        target.config._attn_implementation = "sdpa"
+        return mask
+
+    def run() -> None:
+        with torch.no_grad():
+            cache = target(ids[:, :4], use_cache=True).past_key_values
+            target.config._attn_implementation = STEP
+            logits.append(target(ids[:, 4:], **{CACHE_NAME: cache}).logits)
+
+    with torch.no_grad():
+        expected = target(ids).logits[:, 4:]
+    with pytest.MonkeyPatch.context() as patch, step_attention(target):
+        attention_dflash._thread.is_on_cuda = True
+        patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, STEP, mask_after_which_the_step_ends)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(logits[0], expected)
+
+
+def test_padding_of_another_threads_batch_is_masked() -> None:
     """Promise: a plain forward of a padded batch, while a step of ours runs on the same target, is what it would be alone."""
     target, mask = make_target(), torch.ones(2, 9, dtype=torch.long)
     ids = torch.cat([make_prompt(9, seed=1), make_prompt(9, seed=2)])
     mask[1, :4] = 0
     with torch.no_grad():
         alone = target(ids, attention_mask=mask).logits
-        with step_attention(target, name):
+        with step_attention(target):
             beside = target(ids, attention_mask=mask).logits
     torch.testing.assert_close(beside[0], alone[0])
     torch.testing.assert_close(beside[1, 4:], alone[1, 4:])

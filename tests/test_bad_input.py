@@ -428,7 +428,7 @@ def test_a_target_in_training_that_keeps_no_cache(tiny_drafter: DFlashDraftModel
         {"adaptive": "yes"},
         {"draft_tree": -1},
         {"draft_tree": 2.5},
-        {"latency_curve": {}},
+        {"draft_window": 8},
         {"block_size": 99},
         {"compile": "yes"},
         {"max_draft_tokens": -1},

@@ -503,15 +503,6 @@ def test_a_script_has_the_mean_that_it_states():
     assert Script(16, 16).runs(1000).min() == 15
 
 
-def test_confidences_are_right_on_average(simulated):
-    target, drafter = simulated
-    states = torch.zeros(1, 15, target.config.hidden_size)
-    head = target.get_output_embeddings()
-    proposals = drafter.propose(states, torch.tensor([[7]]), head, with_confidences=True)
-    assert proposals.confidences.unique().item() == pytest.approx(drafter.script.chance)
-    assert drafter.propose(states, torch.tensor([[7]]), head).confidences is None
-
-
 @pytest.mark.parametrize(
     ("name", "tau", "said"), [("qwen9", 4, "choose from qwen3-8b"), ("smoke", 17, "tau 17 cannot")]
 )

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from dflash.model.step_dflash import CompiledPair
 from tiny_models import SMALL, greedy, make_drafter, make_prompt, make_target
 
 from dflash import generate_blocks
 from dflash.model import step_dflash
 from dflash.model.cache_dflash import LinearAttentionLayer
-from dflash.model.step_dflash import CompiledPair
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ from dflash.checkpoints import (
     embedded_path,
     export_checkpoint,
 )
-from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
 from dflash.cli import app as cli
+from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB, dialect_of, portable_fields
 
 
 D, VOCAB, B, CONTEXT = 16, 40, 5, 9

@@ -22,7 +22,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, spec_generate
-from dflash.model import step_dflash
+from dflash.engine.windows import WindowedCache
 
 
 SINK, WINDOW = 3, 8
@@ -47,15 +47,75 @@ def kept_of(length: int, end: int) -> list[int]:
 
 def keys_of(conversation: Conversation) -> tuple[torch.Tensor, int]:
     """The drafter's keys [1, G, length, E], and the length of the text that it has read."""
-    cache: Any = conversation.draft_cache
-    return cache.layers[0].keys[:, :, : cache.lengths[0]], cache.text_lengths[0]
+    context: Any = conversation.context
+    return context.cache.layers[0].keys[:, :, : context.cache.lengths[0]], context.num_read
 
 
-@pytest.fixture(params=["eager", "chunks", "compiled", "ahead"])
+def windowed_cache(num_keys: list[int]) -> WindowedCache:
+    """A cache of one layer whose keys are the positions of their tokens, `num_keys` of each sequence."""
+    cache = WindowedCache(1, 64, len(num_keys), window=(SINK, WINDOW))
+    append(cache, num_keys)
+    return cache
+
+
+def append(cache: WindowedCache, counts: list[int]) -> None:
+    """Appends keys as a forward does."""
+    columns = torch.arange(max(counts))
+    slots = torch.tensor(cache.lengths)[:, None] + columns
+    keys = cache.positions(slots)[:, None, :, None].float()
+    with cache.appending(slots, counts):
+        cache.update(keys, -keys, 0)
+
+
+def positions_in(cache: WindowedCache, place: int = 0) -> list[int]:
+    layer: Any = cache.layers[0]
+    held = slice(cache.lengths[place])
+    assert torch.equal(layer.keys[place, 0, held, 0], -layer.values[place, 0, held, 0])
+    return layer.keys[place, 0, held, 0].int().tolist()
+
+
+def test_a_cache_drops_what_is_between_the_first_and_the_newest() -> None:
+    cache = windowed_cache([20])
+    cache.drop()
+    assert positions_in(cache) == kept_of(SINK + WINDOW, 20)
+    assert (cache.lengths, cache.text_lengths, cache.dropped) == ([11], [20], [9])
+    append(cache, [1])
+    assert cache.excess == [0], "an eighth of the window may stay"
+    append(cache, [4])
+    cache.drop()
+    assert positions_in(cache) == kept_of(SINK + WINDOW, 25)
+
+
+def test_each_sequence_drops_its_own_keys_and_may_leave() -> None:
+    cache = windowed_cache([20, 5, 14])
+    cache.drop()
+    append(cache, [2, 1, 0])
+    expected = [kept_of(SINK + WINDOW + 2, 22), list(range(6)), kept_of(SINK + WINDOW, 14)]
+    assert [positions_in(cache, place) for place in range(3)] == expected
+    cache.keep_sequences([1, 2])
+    assert [positions_in(cache, place) for place in range(2)] == expected[1:]
+    assert cache.text_lengths == [6, 14]
+    single = windowed_cache([20])
+    single.drop()
+    cache.put_sequence(0, single)
+    assert cache.text_lengths == [20, 14]
+
+
+def test_a_text_that_is_cut_keeps_the_keys_it_still_has() -> None:
+    """Promise: keys after the cut go; where it lies among dropped keys, the first ones are left."""
+    for length, expected in ((18, [*range(SINK), *range(12, 18)]), (7, [0, 1, 2]), (2, [0, 1])):
+        cache = windowed_cache([20])
+        cache.drop()
+        assert cache.truncate(length) == length
+        assert cache.text_lengths == [length]
+        assert positions_in(cache) == expected
+        append(cache, [1])
+        assert positions_in(cache) == [*expected, length]
+
+
+@pytest.fixture(params=["eager", "chunks", "compiled"])
 def more(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Further keywords of a way to run steps. What is compiled runs as it is: to capture it takes seconds."""
-    if request.param == "ahead":  # shapes of few classes, and steps launched before the last one is read
-        monkeypatch.setattr(step_dflash, "ASYNCHRONOUS", ("cpu",))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return {"eager": {}, "chunks": {"prefill_chunk_size": 7}}.get(request.param, {"compile": True})
 
@@ -76,8 +136,7 @@ def test_the_first_and_the_newest_keys_are_kept_at_their_own_positions(
         # At most an eighth more, and the columns of a step, before the next step drops them.
         assert SINK + min(WINDOW, end - SINK) <= num_kept <= SINK + WINDOW + 1 + BLOCK_SIZE
         assert torch.allclose(found, expected[:, :, kept_of(num_kept, end)], atol=1e-5)
-        if windowed.loan is None:
-            assert windowed.draft_cache.layers[0].keys.shape[2] <= 6 * (SINK + WINDOW)
+        assert windowed.context.cache.layers[0].keys.shape[2] <= 256, "one unit of room"
 
 
 @contextmanager
@@ -178,4 +237,4 @@ def test_the_config_may_hold_the_window_and_a_conversation_keeps_it(target: PreT
     asked = {**ASKED, "draft_window": None, "conversation": conversation}
     for more in ({}, {"draft_window": (4, 90)}):
         spec_generate(drafter, target, make_prompt(30), **{**asked, **more})
-        assert conversation.draft_cache.lengths[0] < 30
+        assert conversation.context.cache.lengths[0] < 30

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
 from dflash.model.cache_dflash import LinearAttentionLayer, PreallocatedCache, RunningState
-from dflash.model.drafting_dflash import embed
 from dflash.model.decoding_dflash import Conversation
+from dflash.model.drafting_dflash import embed
 from dflash.model.targets_dflash import LINEAR_TYPES, Target, decoder_layers
 
 

@@ -271,7 +271,7 @@ def test_a_heads_loss_and_gradients_equal_the_naive_ones(
     chunk_rows: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash.training.losses.CHUNK_LOGITS", chunk_rows * 4 * 3)
-    monkeypatch.setattr("dflash.model.modeling_dflash.DOMINO_TOP_K", 4)
+    monkeypatch.setattr("dflash.model.heads_dflash.DOMINO_TOP_K", 4)
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCAB,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,26 @@ import torch
 from tiny_models import BLOCK_SIZE, ScriptedDrafter, greedy, make_prompt, make_target
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from dflash import LatencyCurve, generate_blocks, spec_generate
-from dflash.model import step_dflash
-from dflash.model.proposals_dflash import machine
+from dflash import generate_blocks, spec_generate
+from dflash.engine import compiled
 
 
 NEW_TOKENS = 40
-# As many columns as you like, so that no clock decides what is accepted here.
-FREE = LatencyCurve((1, 16), (4.0, 4.0), 0.001, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "asked", [{}, {"draft_tree": 9}, {"latency_curve": FREE}, {"compile": True}, {"prefill_chunk_size": 4}]
+    "asked", [{}, {"draft_tree": 9}, {"adaptive": True}, {"compile": True}, {"prefill_chunk_size": 4}]
 )
 def test_every_token_is_the_argmax_of_the_forward_that_committed_it(
     dtype: torch.dtype, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_dflash, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     target, prompt = make_target().to(dtype), make_prompt(17, seed=3)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
     # Right as long as the text is plain decoding's own: a near-tie that flips ends that, and not the promise.
     drafter = ScriptedDrafter(target, truth, [2, BLOCK_SIZE - 1, 0, 3]).to(dtype)
     request: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "stop_token_ids": []}
-    if "latency_curve" in asked:
-        asked = {"latency_curve": replace(FREE, machine=machine(target, drafter))}
     blocks = list(generate_blocks(drafter, target, prompt, output_logits=True, **request, **asked))
     written = [token_id for block in blocks for token_id in block.token_ids]
     assert len(written) == NEW_TOKENS
@@ -50,7 +44,7 @@ def test_a_quantised_target_writes_its_own_text(
 ) -> None:
     """Promise: nothing assumes plain weights, neither here nor in what is compiled."""
     torchao = pytest.importorskip("torchao.quantization")
-    monkeypatch.setattr(step_dflash, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     make_target().save_pretrained(tmp_path)
     config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
     target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config).eval()

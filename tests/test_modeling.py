@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import BLOCK_SIZE, DIMENSIONS, HIDDEN_SIZE, drafter_config, make_drafter
 from transformers import DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash import DFlashDraftModel
 from dflash.common.files import adapter_fault
 from dflash.model import modeling_dflash
 from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.layers_dflash import DFlashRMSNorm
 
 
 N = BLOCK_SIZE
@@ -401,6 +404,30 @@ def test_set_attn_implementation_really_switches(tmp_path: Path, monkeypatch: py
     loaded = DFlashDraftModel.from_pretrained(tmp_path, attn_implementation="eager")
     outputs(loaded, block, features)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("states", "weight"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_the_norm_is_qwen3s_in_every_dtype(states: torch.dtype, weight: torch.dtype) -> None:
+    """Promise: fused or not, the norm has Qwen3's values, to rounding, and its dtype (under autocast that of the weight)."""
+    generator = torch.Generator().manual_seed(5)
+    own, theirs = DFlashRMSNorm(32, eps=1e-3), Qwen3RMSNorm(32, eps=1e-3)
+    own.weight.data = theirs.weight.data = torch.randn(32, generator=generator).to(weight)
+    x = torch.randn(2, 5, 3, 32, generator=generator).to(states)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it cannot fuse
+        output = own(x)
+    expected = theirs(x)
+    assert output.dtype == expected.dtype
+    tolerance = 1e-6 if torch.bfloat16 not in (states, weight) else 2**-7
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_inputs_of_another_dtype() -> None:

@@ -14,7 +14,6 @@ OLD = {
     "from dflash.checking import check as old": "check",
     "from dflash.serving import launch as old": "server_command",
     "import dflash.publishing; old = dflash.publishing.plan": "plan_publication",
-    "from dflash.dialects import dialect_of as old": "dialects.dialect_of",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dflash.model.verification_dflash import Proposals, verify_block
 from distributions import p_value
 from test_batch import BatchScriptedDrafter
 from tiny_models import (
@@ -26,7 +27,6 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
-from dflash.model.verification_dflash import Proposals, verify_block
 
 
 NEW = 14
@@ -153,7 +153,7 @@ def test_an_edit_next_to_the_end_leaves_no_context_of_what_it_removed(num_same: 
     assert_an_edit_leaves_no_trace(num_same)
 
 
-def test_measuring_the_latency_curve_leaves_the_caches_as_they_were() -> None:
+def test_adaptive_steps_leave_the_caches_with_the_text_alone() -> None:
     """Drafts that were run to time them stayed in the drafter's cache: it held more positions than the text.
 
     The outcome does not depend on the times: whatever widths they lead to, both caches hold the text.

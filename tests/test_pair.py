@@ -367,7 +367,10 @@ def renamed_package(**names: str) -> ModuleType:
 
 OTHER_PACKAGES = {
     "missing": (None, "dflash-transformers is not installed"),
-    "another": (renamed_package(DFlashDraftModel="theirs"), "dflash-transformers is not installed"),
+    "another": (
+        renamed_package(DFlashDraftModel="theirs", __version__="9.9.9"),
+        "dflash-transformers is not installed",
+    ),
     "older": (
         renamed_package(spec_generate="ours", __version__="0.0.9"),
         "dflash 0.0.9 is older than the pair's 0.1.0",
@@ -413,22 +416,28 @@ def test_a_package_that_cannot_be_imported_is_none(
     assert not has_package_code(drafter_of(pair))
 
 
-@pytest.mark.parametrize("version", ["0.1.0", "0.0.9", None], ids=["equal", "older folder", "not said"])
+@pytest.mark.parametrize(
+    ("installed", "version"),
+    [("0.1.0", "0.1.0"), ("0.10.0", "0.9.0"), ("0.1.0", None)],
+    ids=["equal", "newer", "not said"],
+)
 def test_a_package_that_is_not_older_drafts(
-    version: str | None, own_folder: Path, one: torch.Tensor, truth: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    installed: str,
+    version: str | None,
+    own_folder: Path,
+    one: torch.Tensor,
+    truth: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Promise: a newer package reads older folders, also those that do not say their version."""
     content = json.loads((own_folder / "dflash.json").read_text())
     assert content.pop("version") == dflash.__version__
     said = {} if version is None else {"version": version}
     (own_folder / "dflash.json").write_text(json.dumps({**content, **said}))
+    monkeypatch.setattr(dflash, "__version__", installed)
     pair = load(own_folder)
     assert torch.equal(pair.generate(one, **GREEDY), truth)
     assert has_package_code(drafter_of(pair))
-    monkeypatch.setattr(dflash, "__version__", "0.10.0")
-    newer = load(own_folder)
-    newer.generate(one, **GREEDY)
-    assert has_package_code(drafter_of(newer))
 
 
 # Saved.
@@ -463,8 +472,7 @@ def test_save_pretrained_saves_the_target_alone(
     assert pair.dflash_stats["tau"] > 3
 
 
-@pytest.mark.parametrize("shard_size", ["1GB", "200KB"])
-@pytest.mark.parametrize("saved_size", ["1GB", "300KB"])
+@pytest.mark.parametrize(("shard_size", "saved_size"), [("1GB", "1GB"), ("1GB", "200KB"), ("200KB", "200KB")])
 def test_saving_over_a_pair_leaves_the_targets_own_weights(
     shard_size: str, saved_size: str, tmp_path: Path, one: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +481,8 @@ def test_saving_over_a_pair_leaves_the_targets_own_weights(
     def in_place(tensors: dict[str, torch.Tensor], path: str, metadata: Any = None) -> None:  # safetensors before 0.8
         Path(path).write_bytes(safetensors_bytes(tensors, metadata))
 
-    AutoModelForCausalLM.from_pretrained(TARGET).save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    theirs = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
     before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
     folder = make_pair(tmp_path / "theirs", DRAFTER, tmp_path / "pair")
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", in_place)

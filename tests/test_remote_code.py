@@ -44,15 +44,20 @@ from dflash.checkpoints import convert_checkpoint
 
 
 SHIPPED_CODE = {
+    "acceptance_dflash.py",
     "attention_dflash.py",
     "cache_dflash.py",
     "configuration_dflash.py",
     "decoding_dflash.py",
+    "drafting_dflash.py",
     "generation_dflash.py",
+    "heads_dflash.py",
+    "layers_dflash.py",
     "modeling_dflash.py",
-    "proposals_dflash.py",
-    "step_dflash.py",
-    "verification_dflash.py",
+    "requests_dflash.py",
+    "sampling_dflash.py",
+    "sequences_dflash.py",
+    "targets_dflash.py",
 }
 PACKAGE_ROOT = Path(dflash.__file__).parent.parent
 HAS_NATIVE_DFLASH = hasattr(GenerationConfig(), "speculation_type")

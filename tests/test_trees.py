@@ -116,7 +116,7 @@ def test_a_causal_heads_tree_is_the_likeliest_paths_after_the_anchor(head_name: 
     target, drafter = make_target(), deciding_drafter(head_name)
     embed = target.get_input_embeddings()
     causal_head = drafter.causal_head(embed)
-    object.__setattr__(causal_head, "top_k", 5)
+    causal_head.top_k = 5
     drafter.causal_head = lambda _: causal_head
     torch.manual_seed(0)
     hidden_states, anchor = torch.randn(3, drafter.config.hidden_size), torch.tensor([7])

@@ -6,7 +6,8 @@ from dflash.common.lazy import lazy_names
 
 
 if TYPE_CHECKING:
-    from .cards import drafter_card
+    from dflash.common.cards import drafter_card
+
     from .conversion import convert_checkpoint, export_checkpoint
     from .embedded import (
         DOMINO_NAME,

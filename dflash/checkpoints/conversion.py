@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from dflash.common.cards import drafter_card
 from dflash.common.messages import first_line, without_load_report
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 
-from .cards import drafter_card
 from .folders import check_replaceable, save_checkpoint
 from .licences import carried_licence
 from .rules import check

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 
 from .folders import check_replaceable, save_checkpoint, written_aside
 

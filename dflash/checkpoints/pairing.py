@@ -9,11 +9,11 @@ from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dflash.common.cards import pair_card
 from dflash.common.files import adapter_fault
 from dflash.common.messages import first_line
 from dflash.common.version import __version__
 
-from .cards import pair_card
 from .conversion import convert_checkpoint
 from .folders import DRAFTERS, save_checkpoint, written_aside
 from .licences import read_card
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+INDICES = "*.index.json"
 # What `save_pretrained` writes has another name, so that nothing is saved through a link into the target's own weights.
 LINK = "model-target-{:05d}-of-{:05d}.safetensors"
 LICENCE = ("license", "license_name", "license_link")
-NOT_THE_TARGETS = (*SECRETS, *TRAINING_STATE, ".*", CARD)
+NOT_COPIED = (*SECRETS, *TRAINING_STATE, *WEIGHTS, INDICES, PAIR, ".*", CARD)
 # Keywords of the loop that no JSON holds, and inner names.
 NO_SETTINGS = {
     "as_blocks",
@@ -199,13 +200,14 @@ def _check_target(name: str, folder: Path, config: Mapping[str, Any]) -> None:
 def _copy_small_files(source: Path, folder: Path) -> None:
     """Copies what is no weights and not there yet: tokenizer, templates, configs, code."""
     for path in sorted(source.iterdir()):
-        is_left_out = any(map(path.match, (*NOT_THE_TARGETS, *WEIGHTS, "*.index.json", PAIR)))
-        if is_left_out or (folder / path.name).exists():
+        place = folder / path.name
+        is_left_out = _matches(path, NOT_COPIED)
+        if is_left_out or place.exists():
             continue
         if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(path, place)
         elif path.name.endswith("_templates"):
-            shutil.copytree(path, folder / path.name)
+            shutil.copytree(path, place)
 
 
 def _place_weights(source: Path, folder: Path, copy: bool) -> None:
@@ -219,15 +221,30 @@ def _place_weights(source: Path, folder: Path, copy: bool) -> None:
 
 def _link_weights(source: Path, folder: Path, index: Mapping[str, Any]) -> None:
     """Links to safetensors, and the index that names the links."""
-    weight_map = index["weight_map"]
-    shards = sorted(set(weight_map.values()))
-    links = {}
+    shards = _shards(index)
+    links: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        links[shard] = LINK.format(number, len(shards))
-        (folder / links[shard]).symlink_to(source / shard)
-    linked_map = {tensor: links[shard] for tensor, shard in weight_map.items()}
-    content = {"metadata": index.get("metadata") or {}, "weight_map": linked_map}
-    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        link = LINK.format(number, len(shards))
+        (folder / link).symlink_to(source / shard)
+        links[shard] = link
+    weight_map = {}
+    for tensor, shard in index["weight_map"].items():
+        weight_map[tensor] = links[shard]
+    content = {"metadata": index.get("metadata") or {}, "weight_map": weight_map}
+    _write_json(folder / INDEX, content)
+
+
+def _shards(index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names, in order."""
+    return sorted(set(index["weight_map"].values()))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)
 
 
 def _index_of(folder: Path) -> dict[str, Any] | None:
@@ -247,9 +264,9 @@ def _index_of(folder: Path) -> dict[str, Any] | None:
 def _copy_weights(source: Path, folder: Path, index: Mapping[str, Any] | None) -> None:
     """Copies safetensors under their own names, or whatever weights a folder without them has."""
     if index is None:
-        names = [path.name for path in source.iterdir() if any(map(path.match, (*WEIGHTS, "*.index.json")))]
+        names = [path.name for path in source.iterdir() if _matches(path, (*WEIGHTS, INDICES))]
     else:
-        names = sorted(set(index["weight_map"].values()))
+        names = _shards(index)
         if not (source / MODEL).is_file():
             names.append(INDEX)
     for name in names:
@@ -274,7 +291,11 @@ def _code() -> list[Path]:
 
 def _has_this_code(folder: Path) -> bool:
     """Whether a drafter's folder holds the code of this version."""
-    return all((folder / path.name).is_file() and cmp(path, folder / path.name, shallow=False) for path in _code())
+    for path in _code():
+        copy = folder / path.name
+        if not copy.is_file() or not cmp(path, copy, shallow=False):
+            return False
+    return True
 
 
 def _named(name: str, snapshot: Path) -> dict[str, str]:
@@ -296,21 +317,23 @@ def _write_door(folder: Path, content: Mapping[str, Any]) -> None:
     (folder / "custom_generate").mkdir()
     door = Path(str(dflash.model.__file__)).with_name("pair_dflash.py")
     shutil.copyfile(door, folder / "custom_generate" / "generate.py")
-    text = json.dumps({**content, "version": __version__}, indent=2) + "\n"
-    (folder / PAIR).write_text(text, encoding="utf-8")
+    _write_json(folder / PAIR, {**content, "version": __version__})
 
 
 def _write_card(folder: Path, name: str, source: Path, **models: str) -> None:
     """Writes README.md, with the licence that the card in `source` states."""
     fields = read_card(source).fields
-    licence = "".join(f"{field}: {json.dumps(fields[field])}\n" for field in LICENCE if field in fields)
+    licence = ""
+    for field in LICENCE:
+        if field in fields:
+            licence += f"{field}: {json.dumps(fields[field])}\n"
     (folder / CARD).write_text(pair_card(name, licence=licence, **models), encoding="utf-8")
 
 
 def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_error: str) -> None:
     """Raises ValueError for what no request of this pair can have."""
+    from dflash.drafter import DFlashDraftModel
     from dflash.engine import check_keywords
-    from dflash.model.modeling_dflash import DFlashDraftModel
     from dflash.model.requests_dflash import OTHER_NAMES, check_settings
 
     if on_error not in ("raise", "plain"):
@@ -333,8 +356,7 @@ def _check_fit(pair: Path, drafter: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dflash.model.configuration_dflash import DFlashConfig
-    from dflash.model.modeling_dflash import DFlashDraftModel
+    from dflash.drafter import DFlashConfig, DFlashDraftModel
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(pair, trust_remote_code=False))

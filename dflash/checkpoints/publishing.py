@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dflash.common.cards import drafter_card, pair_card
 from dflash.common.json_text import parsed_json
 from dflash.common.messages import first_line
 
-from .cards import drafter_card, pair_card
 from .folders import FILES
 from .rules import Report, check
 
@@ -126,7 +126,7 @@ def plan_publication(
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    from dflash.model.configuration_dflash import DFlashConfig
+    from dflash.drafter import DFlashConfig
     from dflash.model.generation_dflash import custom_generate_source
 
     folder = Path(folder).expanduser().absolute()

@@ -38,7 +38,7 @@ def load_pair(target: str, drafter: str, dtype: str, device: str | None, trust_r
         place = {"dtype": dtype, "device_map": known_device(device)}
         from transformers import AutoModelForCausalLM
 
-        from dflash.model.modeling_dflash import DFlashDraftModel
+        from dflash.drafter import DFlashDraftModel
 
         tokenizer = load_tokenizer(target, trust_remote_code)
         advance()

@@ -18,7 +18,10 @@ def lazy_names(
     """
     block = next(node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    module_of = {alias.name: f"{package}.{node.module}" for node in imports for alias in node.names}
+    module_of = {}
+    for node in imports:
+        module = f"{package}.{node.module}" if node.level else str(node.module)
+        module_of.update({alias.name: module for alias in node.names})
 
     def get(name: str) -> Any:
         if renamed and name in renamed:

@@ -8,9 +8,7 @@ from types import ModuleType
 from typing import Any
 
 
-MODULES = {"checking": "rules", "hub": "folders"} | {
-    name: name for name in ("dialects", "embedded", "publishing", "serving")
-}
+MODULES = {"checking": "rules", "hub": "folders"} | {name: name for name in ("embedded", "publishing", "serving")}
 NAMES = {"Launch": "ServerCommand", "Plan": "Publication"}
 NAMES |= {"launch": "server_command", "plan": "plan_publication", "run": "run_server"}
 

@@ -20,15 +20,12 @@ from dflash.model.attention_dflash import attention_of, step_attention
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.targets_dflash import MASKED_TYPES, Layout
 
-from .whole import Drawn, Models, Shape, State, Storage, WholeStep, whole_step
+from .whole import Drawn, Models, NotWholeError, Shape, State, Storage, WholeStep, agree, whole_step
 
 
 logger = logging.get_logger(__name__)
 
 BACKEND = "inductor"  # of torch.compile
-# Largest difference between outputs of compiled and eager steps, relative to the largest output.
-TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
-LOW_PRECISION_TOLERANCE = 5e-2
 # "auto" compiles a kind of step on a CPU once eager steps of that kind have taken so long: compiling takes about a minute there
 # and saves about a third of a step.
 AUTO_SECONDS = 200.0
@@ -39,10 +36,6 @@ try:
     from transformers.utils.output_capturing import _active_collector as collector
 except ImportError:  # transformers 4
     collector = None  # type: ignore[assignment]
-
-
-class NotCompiledError(Exception):
-    """A step cannot run compiled and has to run eagerly."""
 
 
 class CompiledStep:
@@ -84,9 +77,9 @@ class CompiledStep:
         drawn: Drawn | None,
         kind: Any,
     ) -> WholeStep:
-        """A whole step over the storage of the target's and the drafter's cache. NotCompiledError: it has to run eagerly."""
-        if self.reason is not None or is_watched(models.target, models.drafter):
-            raise NotCompiledError(self.reason)
+        """A whole step over the storage of the target's and the drafter's cache. NotWholeError: it has to run eagerly."""
+        if self.reason is not None:
+            raise NotWholeError
         width = 1 + shape.num_proposals
         num_columns = shape.block_size + state.features.shape[1]
         target_storage = open_storage(caches[0], max(caches[0].lengths) + width)
@@ -101,7 +94,7 @@ class CompiledStep:
             except Exception as error:  # of any type: a model, a quantiser or a missing C++ compiler raises it
                 first_line = str(error).strip().partition("\n")[0]
                 self.give_up(f"a step does not compile ({type(error).__name__}: {first_line})")
-                raise NotCompiledError(self.reason) from error
+                raise NotWholeError from error
             finally:
                 # Dynamo of torch 2.13 loses variables that are set in a graph, such as the collector's.
                 if collector is not None:
@@ -176,17 +169,6 @@ def _open_batch(state: State, drawn: Drawn | None) -> None:
         tensors.append(drawn.uniforms)
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 0)
-
-
-def agree(output: WholeStep, expected: WholeStep) -> bool:
-    """Whether two outputs of a step are equal within rounding. After a proposal that differs, near-ties excuse the rest."""
-    is_equal = output.proposed_ids == expected.proposed_ids
-    num_equal = int(is_equal.all(dim=0).long().cumprod(dim=0).sum())
-    mine = output.features[:, : 1 + num_equal]
-    theirs = expected.features[:, : 1 + num_equal]
-    tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
-    largest = theirs.abs().max().clamp(min=1.0)
-    return bool((mine - theirs).abs().max() <= tolerance * largest)
 
 
 def fingerprint(*models: Any) -> list[Any]:

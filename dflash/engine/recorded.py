@@ -8,11 +8,14 @@ last are kept. Whatever fails leaves the text to eager steps, with one warning.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from .whole import Drawn, Models, Shape, State, Storage, WholeStep, whole_step
+from dflash.model.cache_dflash import PreallocatedCache
+
+from .whole import Drawn, Models, Shape, State, Storage, WholeStep, agree, whole_step
 
 
 MOST_RECORDINGS = 2
@@ -32,7 +35,8 @@ def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], N
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may allocate meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = function()
     return graph.replay, outputs
 
@@ -62,16 +66,20 @@ class Recording:
         self.capacity = capacity
         self.num_sequences = len(state.anchors)
         self.is_free = False
-        self.state = State(*(torch.clone(part) for part in vars(state).values()))
-        self.drawn = None if drawn is None else Drawn(*(torch.clone(part) for part in drawn))
-        self.target_storage = self._room_like(*target_keys)
-        self.draft_storage = self._room_like(*draft_keys)
-        inputs = (self.state, self.target_storage, self.draft_storage, shape, self.drawn)
+        self.is_new = True
+        self._state = State(*[part.clone() for part in vars(state).values()])
+        self._drawn = drawn and Drawn(drawn.uniforms.clone(), drawn.settings.clone())
+        self._target_storage = self._room_like(*target_keys)
+        self._draft_storage = self._room_like(*draft_keys)
+        self._step = partial(
+            whole_step, models, self._state, self._target_storage, self._draft_storage, shape, self._drawn
+        )
         record = RECORDERS[state.anchors.device.type]
-        self._replay, self._outputs = record(lambda: whole_step(models, *inputs))
+        with torch.cuda.device_of(state.anchors):
+            self._replay, self._outputs = record(self._step)
 
     def _room_like(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> Storage:
-        """Zeros with as many positions as this recording has: a masked slot has weight 0, and 0 times NaN is NaN."""
+        """Zeros with as many positions as this recording has."""
 
         def room(states: torch.Tensor) -> torch.Tensor:
             shape = (self.num_sequences, states.shape[1], self.capacity, states.shape[3])
@@ -80,17 +88,30 @@ class Recording:
         index = keys[0].new_empty(1).expand(self.capacity)
         return Storage([room(layer) for layer in keys], [room(layer) for layer in values], index)
 
+    def lend(self, target_cache: PreallocatedCache, draft_cache: PreallocatedCache) -> None:
+        """Moves a text's keys and values here. What other texts have left is gone: 0 times NaN, in a masked slot, is NaN."""
+        for cache, storage in ((target_cache, self._target_storage), (draft_cache, self._draft_storage)):
+            for states in (*storage.keys, *storage.values):
+                states.zero_()
+            cache.adopt(storage.keys, storage.values)
+
     def run(self, state: State, drawn: Drawn | None) -> WholeStep:
         """A step of at most `num_sequences` sequences, whose keys and values lie in this recording's storage."""
         num_live = len(state.anchors)
-        for own, new in zip(vars(self.state).values(), vars(state).values(), strict=True):
-            _copy_into(own, new)
-        if self.drawn is not None and drawn is not None:
-            _copy_into(self.drawn.uniforms, drawn.uniforms)
-            self.drawn.settings.copy_(drawn.settings)
+        for name, tensor in vars(state).items():
+            _copy_into(getattr(self._state, name), tensor)
+        if self._drawn is not None and drawn is not None:
+            _copy_into(self._drawn.uniforms, drawn.uniforms)
+            _copy_into(self._drawn.settings, drawn.settings)
         self._replay()
         # Copied, because the next replay overwrites them.
-        return WholeStep(*(output[:num_live].clone() for output in self._outputs))
+        return WholeStep(*[output[:num_live].clone() for output in self._outputs])
+
+    def is_right(self, state: State, drawn: Drawn | None) -> bool:
+        """Whether a replay gives what the step gives that was recorded. Asked once, of the first text."""
+        self.is_new = False
+        output = self.run(state, drawn)
+        return agree(output, self._step())
 
 
 def _copy_into(static: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.utils import logging
 
 from dflash.common.stopwatch import stopwatch
 from dflash.model.acceptance_dflash import Acceptance, Acceptor, Proposals
@@ -18,18 +17,15 @@ from dflash.model.drafting_dflash import Context, DrafterContext, DraftProposer,
 from dflash.model.requests_dflash import Request
 from dflash.model.sequences_dflash import TextSequence
 
-from .compiled import NotCompiledError
+from .compiled import is_watched
 from .lookup import LookupProposer
 from .options import Options
-from .recorded import RECORDERS, Recording, capacity_for
+from .recorded import Recording, capacity_for
 from .state import PairState
-from .trees import TreeAcceptance, TreeAcceptor, TreeCache, TreeProposals, TreeProposer, verify_tree
-from .whole import Drawn, Models, Shape, State, WholeStep
+from .trees import TreeAcceptance, TreeCache, TreeProposals, TreeProposer, verify_tree
+from .whole import Drawn, Models, NotWholeError, Shape, State, WholeStep
 from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
-
-
-logger = logging.get_logger(__name__)
 
 
 class EngineDecoder(Decoder):
@@ -56,14 +52,17 @@ class EngineDecoder(Decoder):
     def new_runner(self) -> EngineRunner:
         """The runner of this request's steps."""
         options = self.options
-        drafts = DraftProposer(self.request, self.target, self.conversation.context, self.acceptor)
+        # Without draws, a text depends on its seed alone, and not on the clock that chooses widths.
+        may_draw = not options.adaptive
+        drafts = DraftProposer(self.request, self.target, self.conversation.context, self.acceptor, may_draw)
         proposer: Proposer = drafts
         if options.num_nodes:
             proposer = TreeProposer(drafts, options.num_nodes)
         state = PairState.of(self.request.drafter, self.request.target)
         if options.adaptive:
             num_proposals = options.num_nodes or drafts.num_proposals
-            setting = (self.request.block_size, options.num_nodes, options.draft_window, self.acceptor.sampler is None)
+            is_greedy = self.acceptor.sampler is None
+            setting = (self.request.block_size, options.num_nodes, options.draft_window, is_greedy)
             proposer = WidthProposer(proposer, state, num_proposals, setting)
         lookup = None
         if options.num_looked_up:
@@ -81,57 +80,60 @@ class EngineRunner(EagerRunner):
         self, options: Options, state: PairState, drafts: DraftProposer, lookup: LookupProposer | None
     ) -> None:
         """Decides which steps of this text can be whole."""
-        self._options = options
+        request = self.request
+        sampler = self.acceptor.sampler
+        num_candidates = 0 if sampler is None else sampler.num_candidates
+        is_batch = len(request.input_ids) > 1
+        has_window = options.draft_window is not None
         self._state = state
         self._lookup = lookup
         self._recording: Recording | None = None
-        request = self.request
-        sampler = self.acceptor.sampler
-        num_candidates = sampler.num_candidates if sampler is not None else 0
         self._shape = Shape(request.block_size, drafts.num_proposals, num_candidates)
         self._models = Models(request.target, request.drafter, self.target.layout)
-        can_fuse = self.acceptor.can_fuse and not drafts.draws and not request.keeping
-        is_chain = not options.num_nodes and not options.adaptive and drafts.num_proposals > 0
-        self._can_be_whole = can_fuse and is_chain and not request.prompt_inputs
-        self._mode = self._chosen_mode() if self._can_be_whole else None
-        window = options.draft_window
-        self._kind = (self._shape, len(request.input_ids) > 1, sampler is None, window is None)
+        self._kind = (self._shape, is_batch, sampler is None, has_window)
+        self._mode = self._chosen_mode(options) if self._can_be_whole(options, drafts) else None
 
-    def _chosen_mode(self) -> str | None:
-        """How whole steps run: "compiled", "recorded", "auto", or `None`: eagerly."""
+    def _can_be_whole(self, options: Options, drafts: DraftProposer) -> bool:
+        """Whether a step of this text is one function of device state: a whole chain, without a word from the host."""
+        is_chain = options.num_nodes == 0 and drafts.num_proposals > 0
+        needs_host = options.adaptive or drafts.draws or bool(self.request.keeping)
+        return is_chain and not needs_host and self.acceptor.can_fuse and not self.request.prompt_inputs
+
+    def _chosen_mode(self, options: Options) -> str | None:
+        """How whole steps run: "compiled", "recorded", "auto" (compiled once that pays), or `None`: eagerly."""
         state = self._state
+        device_type = self.request.target.device.type
         state.refresh()
-        if self._options.cuda_graph:
-            kind = self.request.target.device.type
-            if state.recording_reason is None and kind not in RECORDERS:
-                state.recording_reason = f"{kind} is no CUDA device"
-            if state.recording_reason is not None:
-                state.warn(f"cuda_graph=True has no effect: {state.recording_reason}.")
-                return None
-            return "recorded"
-        if self._options.compile is True:
-            state.compiled.warn_of_reason()
-            return "compiled"
+        if options.cuda_graph:
+            return "recorded" if state.can_record(device_type) else None
+        if options.compile is True:
+            return "compiled" if state.can_compile() else None
         # Never by itself on an accelerator: nothing measured there says that compiling pays.
-        is_auto = self._options.compile == "auto" and self.request.target.device.type == "cpu"
+        is_auto = options.compile == "auto" and device_type == "cpu" and state.compiled.reason is None
         return "auto" if is_auto else None
 
     # -- a step
 
     def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         """As `EagerRunner.run`."""
-        if self._mode is None or most < self._shape.num_proposals or self._has_match(sequences):
+        is_whole = most >= self._shape.num_proposals and not self._has_match(sequences)
+        if self._mode is None or not is_whole or is_watched(self._models.target, self._models.drafter):
             return self._run_eager(sequences, anchors, most)
         if self._mode == "auto" and not self._state.compiled.is_due(self._kind):
-            elapsed = stopwatch()
-            step = self._run_eager(sequences, anchors, most)
-            step.read()
-            self._state.compiled.note_eager(self._kind, elapsed())
-            return step
+            return self._run_timed(sequences, anchors, most)
         try:
             return self.run_whole(sequences, anchors)
-        except NotCompiledError:
+        except NotWholeError:
+            self._mode = None
             return self._run_eager(sequences, anchors, most)
+
+    def _run_timed(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
+        """An eager step, which "auto" weighs."""
+        elapsed = stopwatch()
+        step = self._run_eager(sequences, anchors, most)
+        step.read()
+        self._state.compiled.note_eager(self._kind, elapsed())
+        return step
 
     def _has_match(self, sequences: list[TextSequence]) -> bool:
         return self._lookup is not None and self._lookup.has_match(sequences)
@@ -139,7 +141,7 @@ class EngineRunner(EagerRunner):
     def _run_eager(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
         proposals = self.proposer.propose(sequences, anchors, most)
         token_ids = torch.cat([anchors, proposals.token_ids], dim=1)
-        cache = self.conversation.target_cache
+        cache: Any = self.conversation.target_cache  # a `TreeCache`
         if isinstance(proposals, TreeProposals):
             logits, features = verify_tree(self.target, token_ids, cache, proposals.tree)
         else:
@@ -165,15 +167,19 @@ class EngineRunner(EagerRunner):
             super().keep(step, num_kept)
             return
         columns = step.acceptance.columns[: num_kept[0]]
+        width = step.features.shape[1]
         cache: Any = self.conversation.target_cache
-        cache.keep_columns(step.features.shape[1], columns)
+        cache.keep_columns(width, columns)
         index = to_device(torch.tensor(columns), step.features.device)
-        self.conversation.context.append(Context(step.features.index_select(1, index), num_kept))
+        features = step.features.index_select(1, index)
+        self.conversation.context.append(Context(features, num_kept))
 
     # -- a whole step
 
     def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
+        """A step as one function. NotWholeError: this text's steps have to run eagerly from now on."""
         context = self.conversation.context
+        target_cache = self.conversation.target_cache
         state = self._device_state(anchors)
         drawn = self._drawn(sequences, anchors.device)
         try:
@@ -184,26 +190,31 @@ class EngineRunner(EagerRunner):
         context.cache.advance(context.waiting().num_real)
         context.mark_read()
         width = output.features.shape[1]
-        self.conversation.target_cache.advance([width] * len(sequences))
-        return Step(Proposals(output.proposed_ids), Acceptance(output.num_accepted, output.token_ids), output.features)
+        target_cache.advance([width] * len(sequences))
+        acceptance = Acceptance(output.num_accepted, output.token_ids)
+        return Step(Proposals(output.proposed_ids), acceptance, output.features)
 
     def _device_state(self, anchors: torch.Tensor) -> State:
         """The state of the sequences. A context with more columns than a step gives is read before it."""
+        device = anchors.device
         context = self.conversation.context
         cache = context.cache
         num_columns = self._shape.num_proposals + 1
         if context.waiting().num_columns > num_columns or not any(cache.lengths):
             context.absorb()
         waiting = context.for_next_block()
-        dropped = context.cache.dropped if isinstance(context.cache, WindowedCache) else [0] * len(anchors)
         padding = num_columns - waiting.num_columns
-        device = anchors.device
+        features = functional.pad(waiting.features, (0, 0, 0, padding))
+        starts = torch.tensor(self.conversation.target_cache.lengths)
+        dropped = torch.zeros_like(starts)
+        if isinstance(cache, WindowedCache):
+            dropped = torch.tensor(cache.dropped)
         return State(
             anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
-            starts=to_device(torch.tensor(self.conversation.target_cache.lengths), device),
-            features=functional.pad(waiting.features, (0, 0, 0, padding)).contiguous(),
+            starts=to_device(starts, device),
+            features=features.contiguous(),
             counts=waiting.counts,
-            dropped=to_device(torch.tensor(dropped), device),
+            dropped=to_device(dropped, device),
         )
 
     def _drawn(self, sequences: list[TextSequence], device: torch.device) -> Drawn | None:
@@ -211,52 +222,48 @@ class EngineRunner(EagerRunner):
         if sampler is None:
             return None
         positions = range(self._shape.num_proposals + 1)
-        return Drawn(self.acceptor.uniforms(sequences, positions, device), sampler.settings)
+        uniforms = self.acceptor.uniforms(sequences, positions, device)
+        return Drawn(uniforms, sampler.settings)
 
     def _compiled(self, state: State, drawn: Drawn | None) -> WholeStep:
         caches = (self.conversation.target_cache, self.conversation.context.cache)
         return self._state.compiled.run(self._models, state, caches, self._shape, drawn, self._kind)
 
     def _recorded(self, state: State, drawn: Drawn | None) -> WholeStep:
-        """A replay on the text's recording. NotCompiledError: it cannot be recorded, and runs eagerly from now on."""
         try:
             with self._state.lock, step_attention(self.request.target):
                 recording = self._open_recording(state, drawn)
                 return recording.run(state, drawn)
         except Exception as error:  # of any type: a model that waits for the device raises it, or no memory is left
-            first_line = str(error).strip().partition("\n")[0]
-            self._mode = None
-            self._end_recording()
-            self._state.recordings.clear()
-            self._state.warn(f"A step is not recorded and runs eagerly ({type(error).__name__}: {first_line}).")
-            self._state.recording_reason = first_line
-            raise NotCompiledError(first_line) from error
+            self.close()
+            self._state.give_up_recording(error)
+            raise NotWholeError from error
 
     def _open_recording(self, state: State, drawn: Drawn | None) -> Recording:
         """The recording that this text runs on; the text moves to a larger one when it has outgrown its own."""
-        target_cache = self.conversation.target_cache
-        draft_cache = self.conversation.context.cache
         num_columns = self._shape.num_proposals + 1
-        length = max(target_cache.lengths) + 2 * num_columns + self._shape.block_size
+        longest = max(self.conversation.target_cache.lengths)
+        length = longest + 2 * num_columns + self._shape.block_size
         if self._recording is not None and length <= self._recording.capacity:
             return self._recording
-        self._end_recording()
+        self.close()
         room = min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
         capacity = capacity_for(length + room)
         key = (len(state.anchors), capacity, self._kind)
-
-        def make() -> Recording:
-            storages = (target_cache.storage(0), draft_cache.storage(0))
-            return Recording(self._models, state, *storages, self._shape, drawn, capacity)
-
-        recording = self._state.recordings.take(key, make)
-        target_cache.adopt(recording.target_storage.keys, recording.target_storage.values)
-        draft_cache.adopt(recording.draft_storage.keys, recording.draft_storage.values)
+        recording = self._state.recordings.take(key, lambda: self._new_recording(state, drawn, capacity))
         self._recording = recording
+        recording.lend(self.conversation.target_cache, self.conversation.context.cache)
+        if recording.is_new and not recording.is_right(state, drawn):
+            raise RuntimeError("recorded, it computes something else than eagerly")
         return recording
 
-    def _end_recording(self) -> None:
-        """Moves the caches back to their own storage, so that another text can use the recording's."""
+    def _new_recording(self, state: State, drawn: Drawn | None, capacity: int) -> Recording:
+        target_keys = self.conversation.target_cache.storage(0)
+        draft_keys = self.conversation.context.cache.storage(0)
+        return Recording(self._models, state, target_keys, draft_keys, self._shape, drawn, capacity)
+
+    def close(self) -> None:
+        """Ends the text: its caches go on in storage of their own, and its recording is free for another text."""
         recording = self._recording
         if recording is None:
             return
@@ -264,7 +271,3 @@ class EngineRunner(EagerRunner):
         self.conversation.target_cache.release()
         self.conversation.context.cache.release()
         recording.is_free = True
-
-    def close(self) -> None:
-        """Ends the text: a recording is free for another one."""
-        self._end_recording()

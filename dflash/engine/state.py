@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging
 
 from .compiled import CompiledStep, fingerprint
-from .recorded import Recordings
+from .recorded import RECORDERS, Recordings
 
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,7 @@ class PairState:
         self.lock = threading.RLock()
         self.compiled = CompiledStep(target, drafter)
         self.recordings = Recordings()
-        self.recording_reason: str | None = None
+        self.recording_reason = self.compiled.reason
         self.widths: dict[Any, Any] = {}
 
     @classmethod
@@ -56,7 +56,7 @@ class PairState:
             if self._fingerprint is not None and self._fingerprint != fingerprint(target, drafter):
                 self.compiled = CompiledStep(target, drafter)
                 self.recordings.clear()
-                self.recording_reason = None
+                self.recording_reason = self.compiled.reason
                 self._fingerprint = None
 
     def remember_models(self) -> None:
@@ -64,6 +64,32 @@ class PairState:
         with self.lock:
             if self._fingerprint is None:
                 self._fingerprint = fingerprint(self._target(), self._drafter())
+
+    def can_compile(self) -> bool:
+        """Whether steps may be compiled. Warns once if they may not."""
+        if self.compiled.reason is None:
+            return True
+        self.remember_models()
+        self.compiled.warn_of_reason()
+        return False
+
+    def can_record(self, device_type: str) -> bool:
+        """Whether steps on a type of device may be recorded. Warns once if they may not."""
+        if self.recording_reason is None and device_type not in RECORDERS:
+            self.recording_reason = f"{device_type} is no CUDA device"
+        if self.recording_reason is None:
+            return True
+        self.remember_models()
+        self.warn(f"cuda_graph=True has no effect: {self.recording_reason}.")
+        return False
+
+    def give_up_recording(self, error: Exception) -> None:
+        """Records nothing from now on, and warns with the error. Texts on other recordings keep theirs."""
+        first_line = str(error).strip().partition("\n")[0]
+        with self.lock:
+            self.recordings.clear()
+            self.recording_reason = f"a step is not recorded ({type(error).__name__}: {first_line})"
+        self.warn(f"Steps run eagerly and cuda_graph=True has no effect: {self.recording_reason}.")
 
     def warn(self, message: str) -> None:
         """Logs a warning, the same one once."""

@@ -18,8 +18,20 @@ from dflash.model.sampling_dflash import Sampler
 from dflash.model.targets_dflash import Layout, head, masked_forward
 
 
+# Largest difference between outputs of compiled and eager steps, relative to the largest output.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+LOW_PRECISION_TOLERANCE = 5e-2
+
+
+class NotWholeError(Exception):
+    """A step cannot run whole, compiled or recorded, and has to run eagerly."""
+
+
 class LentLayer(CacheLayerMixin):
     """A layer of a cache over storage that another one owns. New columns go to `slots` [B, S]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, num_keys: int) -> None:
         super().__init__()
@@ -142,13 +154,11 @@ def whole_step(
     def embed_ids(token_ids: torch.Tensor) -> torch.Tensor:
         return drafter.embed(token_ids, target.get_input_embeddings())
 
-    proposals = drafter.propose(hidden_states[:, proposing], state.anchors, logits_of_proposals, None, embed_ids)
+    proposals = drafter.propose(hidden_states[:, proposing], state.anchors, logits_of_proposals, embed=embed_ids)
     token_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
     positions = state.starts[:, None] + torch.arange(token_ids.shape[1], device=token_ids.device)
     cache = target_storage.cache(positions)
-    logits, features = masked_forward(
-        target, models.layout, cache, token_ids, positions, target_storage.num_keys
-    )
+    logits, features = masked_forward(target, models.layout, cache, token_ids, positions, target_storage.num_keys)
     if drawn is None:
         choices = logits.argmax(dim=-1)
         best = logits.gather(-1, choices[..., None]).squeeze(-1)
@@ -157,6 +167,17 @@ def whole_step(
         best = logits.amax(dim=-1)
     acceptance = accept_match(proposals, choices, best)
     return WholeStep(acceptance.num_accepted, choices, proposals.token_ids, features.to(drafter.dtype))
+
+
+def agree(output: WholeStep, expected: WholeStep) -> bool:
+    """Whether two outputs of a step are equal within rounding. After a proposal that differs, near-ties excuse the rest."""
+    is_equal = output.proposed_ids == expected.proposed_ids
+    num_equal = int(is_equal.all(dim=0).long().cumprod(dim=0).sum())
+    mine = output.features[:, : 1 + num_equal]
+    theirs = expected.features[:, : 1 + num_equal]
+    tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
+    largest = theirs.abs().max().clamp(min=1.0)
+    return bool((mine - theirs).abs().max() <= tolerance * largest)
 
 
 def _draft(models: Models, state: State, storage: Storage, block_size: int) -> torch.Tensor:

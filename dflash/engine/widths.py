@@ -33,13 +33,15 @@ LONGEST_EXPLORATION = 1024
 # Steps without a draft that are run to learn their cost.
 PLAIN_STEPS = 2
 # Weight of a step in running means: of its acceptance, of the acceptance of a try after a pause, and of its time.
-NEW_WEIGHT = 0.15
+NEW_WEIGHT = 0.1
 TRIAL_WEIGHT = 0.5
 FASTER_WEIGHT = 0.5
 SLOWER_WEIGHT = 0.1  # less, because what else the machine does only adds time
 # Before anything is known: the chance of a proposal after an accepted one, and how many steps this counts like.
 FIRST_RATE = 0.9
 FIRST_COUNT = 2
+# Speeds are known this exactly: a narrower width has to promise more, because a few unlucky drafts do.
+ABOUT_AS_FAST = 0.85
 # Bits of a text's length; up to it steps are taken to cost equally much.
 SHORTEST_SIZE = 10
 
@@ -215,8 +217,9 @@ class WidthProposer:
         return 0.0 if seconds is None else self._known.chances.tokens(width) / seconds
 
     def _best(self) -> int:
-        """The fastest width, the widest one of several."""
-        return max(reversed(self._widths), key=self._speed)
+        """The widest of the widths that are about as fast as the fastest."""
+        fastest = max(self._speed(width) for width in self._widths)
+        return max(width for width in self._widths if self._speed(width) >= ABOUT_AS_FAST * fastest)
 
     def _trial(self) -> int:
         """The narrowest width that shows that drafts pay if all of its proposals are accepted."""
@@ -245,8 +248,9 @@ class WidthProposer:
 
     def _record_draft(self, proposals: Proposals, blocks: Sequence[Any], width: int) -> None:
         known = self._known
-        is_tree = isinstance(proposals, TreeProposals)
-        parents = proposals.tree.parents if is_tree else range(width)
+        parents: Sequence[int] = range(width)
+        if isinstance(proposals, TreeProposals):
+            parents = proposals.tree.parents
         accepted = [accepted_columns(proposals, block) for block in blocks]
         weight = TRIAL_WEIGHT if known.pause.length else NEW_WEIGHT
         known.chances.add(parents, accepted, weight)

@@ -9,8 +9,7 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.configuration_dflash import DFlashConfig
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashConfig, DFlashDraftModel
 
 from .timing import TimedRun, timed_blocks, timed_generate
 

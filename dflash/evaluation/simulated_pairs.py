@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.model.configuration_dflash import default_target_layer_ids
 
 from .measurements import Measurement, Prompt, compare
 from .memory import allocated_memory
@@ -117,9 +117,7 @@ class ScriptedDrafter(DFlashDraftModel):
         wrong = torch.where(own == right, (right + 1) % size, own)
         runs: Any = self.runs
         token_ids = torch.where(steps < runs[anchors], right, wrong)
-        sure = proposals.confidences
-        confidences = None if sure is None else torch.full_like(sure, self.script.chance)
-        return replace(proposals, token_ids=token_ids, confidences=confidences)
+        return replace(proposals, token_ids=token_ids)
 
 
 def scripted_pair(

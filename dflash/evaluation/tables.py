@@ -112,10 +112,9 @@ OF_BENCHMARKS: dict[str, Column] = {
     "recipe_gain": Column("to the base"),
     "accepted_per_block": Column("accepted per block", 2),
     "ms_per_step_p10": Column("p10-p90", 2, last="ms_per_step_p90"),
-    "step_over_floor": Column("x floor", 2),
+    "ms_per_step_of_first_text": Column("first text's", 2),
     "generate_over_this": Column("x generate", 2),
     "static_over_this": Column("x static", 2),
-    "over_batch_of_1": Column("x batch of 1", 2),
     "peak_memory_gb": Column("GB", 1),
 }
 UNLESS_ZERO = ("failed", "compilations")
@@ -281,17 +280,16 @@ def _dialects(result: dict[str, Any]) -> list[Part]:
 
 
 def _gpu(result: dict[str, Any]) -> list[Part]:
-    """Decoding, training, floors, and what was not measured."""
+    """Decoding, training, and what was not measured."""
     of: dict[str, list[Row]] = {}
     for row in result["summary"]:
         of.setdefault(row["kind"] if row["status"] == "measured" else "rest", []).append(row)
     decoded = [{**row, "label": row["label"].split(":")[0]} for row in of.get("decode", ())]
-    step = ("ms_per_step", "ms_per_step_p10", "tokens_per_step", "step_over_floor")
-    ratios = ("generate_over_this", "static_over_this", "over_batch_of_1")
+    step = ("ms_per_step", "ms_per_step_p10", "ms_per_step_of_first_text", "tokens_per_step")
+    ratios = ("generate_over_this", "static_over_this")
     return [
-        (decoded, ("shape", "context", "batch", "label", *step, *ratios, "peak_memory_gb", "recordings")),
+        (decoded, ("shape", "context", "batch", "label", *step, *ratios, "peak_memory_gb", "compilations")),
         (of.get("training", []), ("shape", "label", "tokens_per_second", "ms_per_step", "peak_memory_gb")),
-        (of.get("floor", []), ("shape", "copy_gb_per_second")),
         (of.get("rest", []), ("name", "status", "reason")),
     ]
 

@@ -15,21 +15,12 @@ These say what a drafter is, and what may be asked for.
 
 9. `configuration_dflash`: what a drafter is.
 10. `heads_dflash`: how proposals depend on each other.
-11. `modeling_dflash`: the network.
-12. `requests_dflash`: what may be asked for, and what is refused.
-13. `generation_dflash`: what `spec_generate` takes and returns.
+11. `layers_dflash`: the layers of the network.
+12. `modeling_dflash`: the network.
+13. `requests_dflash`: what may be asked for, and what is refused.
+14. `generation_dflash`: what `spec_generate` takes and returns.
 
 A pair's folder ships one more.
 
-14. `pair_dflash`: the door of a target that drafts by itself.
+15. `pair_dflash`: the door of a target that drafts by itself.
 """
-
-from dflash import engine
-from dflash.checkpoints import dialects
-
-from .configuration_dflash import DFlashConfig
-from .modeling_dflash import DFlashDraftModel
-
-
-DFlashDraftModel.engine = engine
-DFlashConfig.reader = dialects  # a shipped copy has no package around it, and reads the form that it was saved in

@@ -1,7 +1,6 @@
-"""Attention masks and functions, the same for decoding and training.
+"""Who sees whom: attention masks, the same for decoding and training, and the attention of a step.
 
-A mask is a predicate `(batch, head, query, key) -> bool` over index tensors. SDPA gets it as a dense tensor. Flex attention
-evaluates it inside its kernel and reads the length of the context on the device.
+A mask is a predicate `(batch, head, query, key) -> bool` over index tensors, and is written out as a dense tensor.
 """
 
 from __future__ import annotations
@@ -15,24 +14,25 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 
-# `config._attn_implementation` during a step, in place of "sdpa". The names must not contain "flash": transformers would take
-# them for kernels without masks.
-GROUPED, CHUNK = "step_grouped", "step_chunk"
-KEY_BLOCK = 128  # number of keys that flex attention reads or skips together
-# Up to this number of keys, flex attention runs as one kernel per layer. Its default for few queries divides the keys among
-# more processors and launches four kernels, which write partial sums in float32.
-MOST_KEYS_UNDIVIDED = 4096
-UNDIVIDED: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4}
+# `config._attn_implementation` during a step, in place of "sdpa". The name must not contain "flash": transformers would take
+# it for a kernel without masks.
+STEP = "step"
+# Arguments of some families' attention. transformers' own function handles or refuses them.
+UNCOMMON = ("position_bias", "softcap")
+# CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
+ROW_ALIGNMENT = 8
 # `(batch, head, query, key) -> bool` over index tensors that broadcast.
 Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _lock = threading.Lock()
-_inside: dict[int, list[str]] = {}  # by id of a config: the attention of the forwards that run on it
+_thread = threading.local()
+
+
+# -- predicates
 
 
 def sees(
@@ -47,25 +47,32 @@ def sees(
     A query sees the context strictly before its anchor and its own block (if `is_causal`, only positions up to its own), in
     both only keys less than `window` positions away (DFlash paper, section 4.2; the engines' rule `q - k < W`).
     """
-    (query_position, query_block), (key_position, key_block) = query, key
+    query_position, query_block = query
+    key_position, key_block = key
     in_context = (key_block < 0) & (key_position < anchor)
     in_block = key_block == query_block
     if is_causal:
         in_block = in_block & (key_position <= query_position)
     visible = in_context | in_block
-    return visible if window is None else visible & ((query_position - key_position).abs() < window)
+    if window is None:
+        return visible
+    distance = (query_position - key_position).abs()
+    return visible & (distance < window)
 
 
 def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) -> Predicate:
     """The mask in layer `layer_idx` of a block of `width` positions from starts [B]. Key k is at position k."""
-    # The predicate reads no other tensor: the compiler cannot inline an expression of several tensors into the kernel.
-    is_causal, window = config.is_layer_causal(layer_idx), config.layer_window(layer_idx)
+    is_causal = config.is_layer_causal(layer_idx)
+    window = config.layer_window(layer_idx)
 
     def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         start = starts[batch]
+        end = start + width
         # -2: neither context nor block, but keys of an earlier forward after the block.
-        key_block = torch.where(key < start, -1, torch.where(key < start + width, 0, -2))
-        return sees((start + query, 0), (key, key_block), start, is_causal, window)
+        block_or_after = torch.where(key < end, 0, -2)
+        key_block = torch.where(key < start, -1, block_or_after)
+        position = start + query
+        return sees((position, 0), (key, key_block), start, is_causal, window)
 
     return predicate
 
@@ -76,28 +83,38 @@ def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window:
     Key k is at position k. Only the columns of a tree are stored in order from its anchor's position, whatever their own
     positions; each sees the text and its `ancestors`, bool [S, S], itself included.
     """
-    starts, width = positions[:, 0], positions.shape[1]
+    starts = positions[:, 0]
+    width = positions.shape[1]
 
     def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        position, key_position = positions[batch, query], key
+        position = positions[batch, query]
+        key_position = key
         if ancestors is None:
             visible = key <= position
         else:
             column = key - starts[batch]
-            is_column = (column >= 0) & (column < width)
             index = column.clamp(0, width - 1)
-            visible = (column < 0) | (is_column & ancestors[query, index])
+            is_column = column == index
+            is_text = column < 0
+            visible = is_text | (is_column & ancestors[query, index])
             key_position = torch.where(is_column, positions[batch, index], key)
-        return visible if window is None else visible & (position - key_position < window)
+        if window is None:
+            return visible
+        return visible & (position - key_position < window)
 
     return predicate
 
 
+# -- dense masks
+
+
 def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device) -> torch.Tensor:
     """The predicate as a dense mask, bool [B, S, K]."""
-    shape = batch_size, width, num_keys
-    batch, query, key = (torch.arange(size, device=device) for size in shape)
-    return mask(batch[:, None, None], None, query[:, None], key).expand(shape)
+    batch = torch.arange(batch_size, device=device).view(-1, 1, 1)
+    query = torch.arange(width, device=device).unsqueeze(1)
+    key = torch.arange(num_keys, device=device)
+    visible = mask(batch, None, query, key)
+    return visible.expand(batch_size, width, num_keys)
 
 
 def step_mask(
@@ -114,94 +131,194 @@ def step_mask(
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where visible, the dtype's minimum elsewhere: a mask that both SDPA and eager attention accept."""
-    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return zeros.masked_fill_(~visible, torch.finfo(dtype).min)
+    *shape, num_keys = visible.shape
+    padding = -num_keys % ROW_ALIGNMENT
+    rows = torch.zeros(*shape, num_keys + padding, dtype=dtype, device=visible.device)
+    mask = rows[..., :num_keys]
+    lowest = torch.finfo(dtype).min
+    return mask.masked_fill_(~visible, lowest)
 
 
-def chunk_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """As "sdpa", but causal attention without a mask is aligned to the last keys, so later chunks of a prompt need no mask."""
-    width, num_keys = query.shape[2], key.shape[2]
-    if attention_mask is not None or width == num_keys or kwargs.get("is_causal") is False:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
-    is_shared, bias, scale = query.shape[1] != key.shape[1], causal_lower_right(width, num_keys), kwargs.get("scaling")
-    output = functional.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_shared)
-    return output.transpose(1, 2).contiguous(), None
+# -- the attention of a step
 
 
 def grouped_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    module: nn.Module,
+    query: torch.Tensor,  # [B, H, S, E]
+    key: torch.Tensor,  # [B, G, K, E], G divides H
+    value: torch.Tensor,  # likewise
+    attention_mask: torch.Tensor | None,  # [B or 1, H or 1, S, K]
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `chunk_attention`, but with a mask [B or 1, 1, S, K] keys and values are not repeated for each head of a group.
+    """As "sdpa", [B, S, H, E], but keys and values are not copied for the heads that share them.
 
-    The queries [B, H, S, E] of a group are stacked as queries of one head. With a block mask, flex attention is used.
+    Causal attention without a mask is aligned to the last keys, so that a block after its text needs no mask.
     """
-    if isinstance(attention_mask, BlockMask):
-        return flex_step_attention(module, query, key, value, attention_mask, **kwargs)
-    (batch, heads, width, size), num_shared = query.shape, query.shape[1] // key.shape[1]
-    is_plain = attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[1] != 1
-    if is_plain or num_shared == 1 or kwargs.get("position_bias") is not None:
-        return chunk_attention(module, query, key, value, attention_mask, **kwargs)
-    query, mask = query.reshape(batch, -1, num_shared * width, size), attention_mask.repeat(1, 1, num_shared, 1)
-    dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-    output = functional.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
-    return output.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None
+    if query.device.type != "cuda" or torch.compiler.is_compiling():
+        return _attend(module, query, key, value, attention_mask, **kwargs)
+    with without_cudnn():
+        return _attend(module, query, key, value, attention_mask, **kwargs)
 
 
-def flex_step_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with a block mask, which reads only the keys in use. To be compiled."""
-    _, heads, width, size = query.shape
-    # The output inherits the query's strides. Stored token by token, it needs no copy for the output projection.
-    by_token = query.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    query = by_token.as_strided(query.shape, (width * heads * size, size, heads * size, 1))
-    is_short = query.device.type == "cuda" and key.shape[2] <= MOST_KEYS_UNDIVIDED
-    options, scale = UNDIVIDED if is_short else None, kwargs.get("scaling")
-    output: Any = flex_attention(
-        query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True, kernel_options=options
-    )
+    width = query.shape[2]
+    num_keys = key.shape[2]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = is_causal and attention_mask is None and width > 1
+    uncommon = [name for name in UNCOMMON if kwargs.get(name) is not None]
+    if uncommon and is_causal:
+        is_causal = False
+        attention_mask = _lower_right(query, num_keys)
+    is_later = is_causal and width < num_keys
+    if uncommon or (attention_mask is None and not is_later):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    if attention_mask is not None and attention_mask.shape[1] == 1 and query.device.type == "cuda":
+        output = expanded_attention(query, key, value, attention_mask, dropout, scaling)
+    else:
+        bias: Any = causal_lower_right(width, num_keys) if is_later else attention_mask
+        is_shared = query.shape[1] != key.shape[1]
+        output = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            dropout,
+            scale=scaling,
+            enable_gqa=is_shared,
+        )
     return output.transpose(1, 2).contiguous(), None
 
 
-def _chunk_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """`None` where the mask would be only causal: without a window, padding or images."""
-    is_causal_alone = kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True)
-    if local_size is None and is_causal_alone:
+def expanded_attention(
+    query: torch.Tensor,  # [B, H, S, E]
+    key: torch.Tensor,  # [B, G, K, E]
+    value: torch.Tensor,  # likewise
+    mask: torch.Tensor,  # [B or 1, 1, S, K]
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:  # [B, H, S, E]
+    """SDPA by CUDA's kernels that take a mask. They do not know shared keys, but read keys of stride 0."""
+    groups = key.shape[1]
+    num_shared = query.shape[1] // groups
+    of_groups = mask.expand(len(query), groups, -1, -1)
+    output = functional.scaled_dot_product_attention(
+        query.unflatten(1, (groups, num_shared)).flatten(0, 1),
+        _repeated(key, num_shared),
+        _repeated(value, num_shared),
+        of_groups.flatten(0, 1).unsqueeze(1),  # a copy only for several sequences
+        dropout,
+        scale=scale,
+    )
+    return output.reshape(query.shape)
+
+
+def _repeated(states: torch.Tensor, num_shared: int) -> torch.Tensor:
+    """States [B, G, K, E] as [B * G, H / G, K, E], without a copy."""
+    of_groups = states.flatten(0, 1)
+    return of_groups.unsqueeze(1).expand(-1, num_shared, -1, -1)
+
+
+def _lower_right(query: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """The causal mask of the last queries, additive [1, 1, S, K]."""
+    width = query.shape[2]
+    every = torch.ones(1, 1, width, num_keys, dtype=torch.bool, device=query.device)
+    visible = every.tril(num_keys - width)
+    return additive_mask(visible, query.dtype)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Without cuDNN's attention inside: it plans for 30 ms whenever a number of keys is new to it."""
+    if not torch.backends.cuda.math_sdp_enabled():  # then nothing else might be left
+        yield
+        return
+    with _lock:  # the process has one switch
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
+def mask_in_step(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of transformers, additive, so that SDPA does not convert a boolean one in every layer.
+
+    `None` where it would be only causal and this thread's step runs on CUDA, whose kernels align causal attention.
+    """
+    is_causal_alone = local_size is None and kwargs.get("attention_mask") is None
+    may_be_skipped = kwargs.get("allow_is_causal_skip", True)
+    is_on_cuda = getattr(_thread, "is_on_cuda", False)
+    if is_causal_alone and may_be_skipped and is_on_cuda:
         return None
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
+    visible = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, local_size=local_size, **kwargs)
+    if visible is None:
+        return None
+    return additive_mask(visible, kwargs["dtype"])
 
 
 def attention_of(model: PreTrainedModel) -> str:
     """The attention that a model was loaded with, also during a step of another thread."""
     implementation = model.config._attn_implementation
-    return "sdpa" if implementation in (GROUPED, CHUNK) else str(implementation)
+    return "sdpa" if implementation == STEP else str(implementation)
 
 
 @contextmanager
-def step_attention(model: PreTrainedModel, name: str = CHUNK) -> Iterator[None]:
-    """Replaces "sdpa" by `grouped_attention` in forwards inside, of any thread; `name` selects how masks are made."""
+def step_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Forwards inside attend by `grouped_attention` where the model was loaded with "sdpa".
+
+    Several threads may be inside at once; the last one restores the model. Forwards of other threads stay right meanwhile.
+    """
     config = model.config.get_text_config(decoder=True)
-    if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", GROUPED, CHUNK):
+    if not model._supports_attention_backend or config._attn_implementation not in ("sdpa", STEP):
         yield
         return
     with _lock:
-        _inside.setdefault(id(config), []).append(name)
-        config._attn_implementation = name
+        _enter(model, config)
+    was_on_cuda = getattr(_thread, "is_on_cuda", False)
+    _thread.is_on_cuda = model.device.type == "cuda"
     try:
         yield
     finally:
+        _thread.is_on_cuda = was_on_cuda
         with _lock:
-            others = _inside[id(config)]
-            others.remove(name)
-            config._attn_implementation = others[-1] if others else "sdpa"
-            if not others:
-                del _inside[id(config)]
+            _leave(model, config)
 
 
-ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_attention)
-ALL_ATTENTION_FUNCTIONS.register(CHUNK, grouped_attention)
-# An additive mask is made once per forward; SDPA would convert a boolean one in every layer.
-ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-ALL_MASK_ATTENTION_FUNCTIONS.register(CHUNK, _chunk_mask)
+def _enter(model: nn.Module, config: Any) -> None:
+    attributes = vars(model)  # not the config's, which may be saved meanwhile
+    attributes["_num_inside"] = attributes.get("_num_inside", 0) + 1
+    config._attn_implementation = STEP
+
+
+def _leave(model: nn.Module, config: Any) -> None:
+    attributes = vars(model)
+    attributes["_num_inside"] -= 1
+    if not attributes["_num_inside"]:
+        del attributes["_num_inside"]
+        config._attn_implementation = "sdpa"
+
+
+ALL_ATTENTION_FUNCTIONS.register(STEP, grouped_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(STEP, mask_in_step)

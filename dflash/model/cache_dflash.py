@@ -268,7 +268,7 @@ class PreallocatedCache(Cache):
         batch_size: int = 1,
         mixers: Mapping[int, nn.Module] | None = None,
     ) -> None:
-        layers = [PreallocatedLayer(capacity, batch_size) for _ in range(num_layers)]
+        layers: list[Any] = [PreallocatedLayer(capacity, batch_size) for _ in range(num_layers)]
         super().__init__(layers=layers)
         self._running: dict[int, Any] = {}
         for index, mixer in (mixers or {}).items():

@@ -6,8 +6,6 @@ and others in `dflash_config` are written in both.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -21,19 +19,29 @@ DOUBLED_FIELDS = ("block_size", "mask_token_id", "target_layer_ids", "num_target
 # Written in both, too, unless they have the value given here, which means "absent".
 OPTIONAL_FIELDS: dict[str, Any] = {
     "sample_from_anchor": False,
-    **dict.fromkeys(("draft_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")),
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
-    **dict.fromkeys(("projector_type", "gru_hidden_dim", "emb_dim")),
+    "draft_vocab_size": None,
+    "input_embedding_scale": None,
+    "output_multiplier": None,
+    "final_logit_softcapping": None,
+    "conv_kernel_size": None,
+    "conv_group_size": None,
+    "selector_rank": None,
+    "selector_top_k": None,
+    "projector_type": None,
+    "gru_hidden_dim": None,
+    "emb_dim": None,
     "pure_draft_prefix_len": 0,
     "shift_label": False,
 }
-PAIRED = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"), ("gru_hidden_dim", "emb_dim"))
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
 # unless they have one of the values given here, which mean "absent".
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("partial_rotary_factor", "attention_value_scale"), (None, 1, 1.0)),
-    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (None, True)),
-    **dict.fromkeys(("attention_sink_bias", "enable_confidence_head"), (None, False)),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "attention_value_scale": (None, 1, 1.0),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+    "attention_sink_bias": (None, False),
+    "enable_confidence_head": (None, False),
     "markov_rank": (None, 0),
 }
 # Causality inside the block in `dflash_config`, as ModelOpt and NeMo, and as JetSpec name it.
@@ -78,26 +86,25 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[
     last = max(num_target_layers - 3, min(1, num_target_layers - 2))
     first = min(1, last)
     if num_taps == 1:
-        return [num_target_layers // 2 if num_target_layers // 2 < num_target_layers - 1 else last]
-    return sorted({round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)})
+        return [min(num_target_layers // 2, num_target_layers - 2)]
+    distance = (last - first) / (num_taps - 1)
+    ids = {round(first + i * distance) for i in range(num_taps)}
+    return sorted(ids)
 
 
-# For each field: whether a value is valid, and what is wrong with another one.
-_WHOLE = (is_whole_number, "not a whole number: write it without quotes")
-_COUNT = (lambda value: is_whole_number(value) and value > 0, "not a whole number above 0: leave it out for none")
-_FLAG = (lambda value: isinstance(value, bool), "neither true nor false: write it without quotes")
-_NUMBER = (is_number, "not a number: write it without quotes, or leave it out")
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("block_size", "mask_token_id", "num_target_layers"), _WHOLE),
-    "pure_draft_prefix_len": (lambda value: is_whole_number(value) and value >= 0, "not a whole number from 0 on"),
-    **dict.fromkeys(("shift_label", "is_causal"), _FLAG),
-    "target_layer_ids": (lambda ids: all(map(is_whole_number, ids)), "not a list of layer numbers, as [1, 9]"),
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size"), _COUNT),
-    **dict.fromkeys(("selector_rank", "selector_top_k", "draft_vocab_size", "gru_hidden_dim", "emb_dim"), _COUNT),
-    "projector_type": (lambda kind: kind == "domino", "not supported: use an engine that reads it"),
-    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), _NUMBER),
-    "final_logit_softcapping": (lambda cap: is_number(cap) and cap > 0, "not a number above 0, without quotes"),
-}
+# What a value has to be, if there is one.
+WHOLE_NUMBERS = ("block_size", "mask_token_id", "num_target_layers", "pure_draft_prefix_len")
+COUNTS = (
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "draft_vocab_size",
+    "gru_hidden_dim",
+    "emb_dim",
+)
+FLAGS = ("shift_label", "is_causal")
+NUMBERS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 class DFlashConfig(Qwen3Config):
@@ -134,7 +141,7 @@ class DFlashConfig(Qwen3Config):
     """
 
     model_type = "qwen3"
-    # `dflash.checkpoints.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
+    # `dflash.dialects`, which reads other tools' formats and completes cards; `None` in shipped copies.
     reader: ClassVar[Any] = None
 
     if TYPE_CHECKING:  # Qwen3Config allows None here; this class leaves none
@@ -179,55 +186,65 @@ class DFlashConfig(Qwen3Config):
         target_layer_ids = _agreed("target_layer_ids", target_layer_ids, nested)
         num_target_layers = _agreed("num_target_layers", num_target_layers, nested)
         for name in CAUSALITY_FIELDS:
-            is_causal = _agreed("is_causal", is_causal, {"is_causal": nested.pop(name, None)})
-        target_hidden_size = _agreed("target_hidden_size", kwargs.pop("target_hidden_size", None), nested)
-        if target_hidden_size is not None:
-            kwargs["target_hidden_size"] = target_hidden_size
-        if unused := sorted(set(nested) - NESTED_FIELDS):
-            logger.warning_once(unused_fields_message([f"dflash_config.{name}" for name in unused]))
-        optional = {name: _agreed(name, kwargs.pop(name, None), nested) for name in OPTIONAL_FIELDS}
+            declared = {"is_causal": nested.pop(name, None)}
+            is_causal = _agreed("is_causal", is_causal, declared)
+        width = _agreed("target_hidden_size", kwargs.pop("target_hidden_size", None), nested)
+        if width is not None:
+            kwargs["target_hidden_size"] = width
+        unused = [f"dflash_config.{name}" for name in sorted(nested) if name not in NESTED_FIELDS]
+        if unused:
+            logger.warning_once(unused_fields_message(unused))
+        optional = dict(OPTIONAL_FIELDS)
+        for name in OPTIONAL_FIELDS:
+            top_level = kwargs.pop(name, None)
+            value = _agreed(name, top_level, nested)
+            if value is not None:
+                optional[name] = value
         dialect = kwargs.pop("dialect", None)
-        if target_layer_ids is None and num_target_layers is not None:
-            target_layer_ids = default_target_layer_ids(num_target_layers)
         # Without `layer_types` all layers are full: Qwen3's default of 28 `max_window_layers` does that to shallow drafters.
         kwargs.setdefault("max_window_layers", kwargs.get("num_hidden_layers", 32))
         kwargs.setdefault("tie_word_embeddings", False)
         theta, scaling = _rope_fields(rope_theta, rope_scaling, rope_parameters)
+        kwargs.setdefault("rope_theta", theta)
+        kwargs.setdefault("rope_scaling", scaling)
         if "dtype" in kwargs:
             kwargs.pop("torch_dtype", None)
-        super().__init__(**{"rope_theta": theta, "rope_scaling": scaling, **kwargs})
+        super().__init__(**kwargs)
+        if target_layer_ids is None and num_target_layers is not None:
+            target_layer_ids = default_target_layer_ids(num_target_layers)
         self.block_size = 16 if block_size is None else block_size
         self.mask_token_id = mask_token_id
         self.target_layer_ids = None if target_layer_ids is None else list(target_layer_ids)
         self.num_target_layers = num_target_layers
         if is_causal is not None:  # absent means the published rule, and some engines read a null as false
             self.is_causal = is_causal
-        for name, absent in OPTIONAL_FIELDS.items():
-            setattr(self, name, absent if optional[name] is None else optional[name])
+        for name, value in optional.items():
+            setattr(self, name, value)
+        self._complete()
+        self.dialect = dialect
+        self.dflash_config = {**nested, **self._doubled()}
+        self.check()
+
+    def _complete(self) -> None:
+        """Sets the optional fields that follow from others."""
         if self.gru_hidden_dim is not None:  # Domino's name for what `sample_from_anchor` says is written beside it
             self.projector_type = self.projector_type or "domino"
-            self.sample_from_anchor = self.shift_label = self.shift_label or self.sample_from_anchor
+            self.shift_label = self.shift_label or self.sample_from_anchor
+            self.sample_from_anchor = self.shift_label
         if self.draft_vocab_size == self.vocab_size:
             self.draft_vocab_size = None
         if self.draft_vocab_size is not None:
             self.tie_word_embeddings = False  # its head is its own, and it has no embedding to tie it to
         if self.conv_kernel_size is not None and self.input_embedding_scale is None:
             self.input_embedding_scale = 1.0  # DFlash2 reads raw embeddings
-        self.dialect = dialect
-        self.dflash_config = {**nested, **self._doubled()}
-        self.check()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         """The fields of a checkpoint as this class takes them, and the unused keywords."""
-        name = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
-        try:
-            fields, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"{name}: config.json holds no object: fetch or write the file again.") from error
-        if cls.reader is not None:
-            fields = cls.reader.portable_fields(fields, cls.reader.tensor_names(name))
-        return fields, unused
+        read: Any = super().get_config_dict
+        if cls.reader is None:
+            return read(pretrained_model_name_or_path, **kwargs)
+        return cls.reader.read_config(read, pretrained_model_name_or_path, **kwargs)
 
     @property
     def num_proposals(self) -> int:
@@ -236,47 +253,86 @@ class DFlashConfig(Qwen3Config):
 
     def check(self) -> None:
         """Raises ValueError for a wrong field; `None` is allowed, since transformers builds configs without arguments."""
-        for name, (is_right, what) in KINDS.items():
+        self._check_kinds()
+        self._check_block()
+        self._check_taps()
+        self._check_layers()
+        self._check_variants()
+
+    def _check_kinds(self) -> None:
+        for name in WHOLE_NUMBERS + COUNTS:
             value = getattr(self, name, None)
-            if value is not None and not is_right(value):
-                raise ValueError(f"{name}={value!r} is {what}.")
+            if value is not None and not is_whole_number(value):
+                raise ValueError(f"{name}={value!r} is not a whole number: write it without quotes.")
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is not a whole number above 0: leave it out for none.")
+        for name in FLAGS:
+            value = getattr(self, name, None)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is neither true nor false: write it without quotes.")
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not is_number(value):
+                raise ValueError(f"{name}={value!r} is not a number: write it without quotes, or leave it out.")
+        cap = self.final_logit_softcapping
+        if cap is not None and cap <= 0:
+            raise ValueError(f"final_logit_softcapping={cap} is not a number above 0: leave it out for none.")
+        if self.pure_draft_prefix_len < 0:
+            raise ValueError(f"pure_draft_prefix_len={self.pure_draft_prefix_len} is not a whole number from 0 on.")
+        if self.projector_type not in (None, "domino"):
+            raise ValueError(f"projector_type={self.projector_type!r} is not supported: use an engine that reads it.")
+
+    def _check_block(self) -> None:
         if self.num_proposals < 1:
             raise ValueError(f"block_size={self.block_size}: a block is an anchor and drafted tokens; use 2 or more.")
         if self.block_size > LARGEST_BLOCK:
             remedy = f"write that of the training run, at most {LARGEST_BLOCK}"
             raise ValueError(f"block_size={self.block_size} is no block of a drafter: {remedy}.")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < (self.vocab_size or float("inf")):
-            given = f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
-            raise ValueError(f"{given}: choose an id of the target's embedding that never occurs in text.")
-        ids, depth = self.target_layer_ids, self.num_target_layers
-        if ids is not None:
-            if not ids or any(b <= a for a, b in pairwise(ids)) or ids[0] < 0:
-                # Engines read the columns of fc in this order, and some sort the ids.
-                raise ValueError(f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats.")
-            # The last layer's output is normed in transformers and raw in engines.
-            if depth is not None and ids[-1] >= depth - 1:
-                raise ValueError(f"target_layer_ids={ids} reaches the last of {depth} layers: use up to {depth - 2}.")
-        self._check_variants()
-        if unknown := set(self.layer_types) - {"full_attention", "sliding_attention"}:
+        mask = self.mask_token_id
+        vocab_size = self.vocab_size or float("inf")
+        if mask is not None and not 0 <= mask < vocab_size:
+            fault = f"mask_token_id={mask} is outside the vocabulary of {self.vocab_size}"
+            raise ValueError(f"{fault}: choose an id of the target's embedding that never occurs in text.")
+
+    def _check_taps(self) -> None:
+        ids = self.target_layer_ids
+        depth = self.num_target_layers
+        if ids is None:
+            return
+        if not all(map(is_whole_number, ids)):
+            raise ValueError(f"target_layer_ids={ids!r} is not a list of layer numbers, as [1, 9].")
+        is_ascending = all(first < second for first, second in pairwise(ids))
+        if not ids or ids[0] < 0 or not is_ascending:
+            # Engines read the columns of fc in this order, and some sort the ids.
+            raise ValueError(f"target_layer_ids={ids} must be 0-based, strictly ascending and without repeats.")
+        # The last layer's output is normed in transformers and raw in engines.
+        if depth is not None and ids[-1] >= depth - 1:
+            raise ValueError(f"target_layer_ids={ids} reaches the last of {depth} layers: use up to {depth - 2}.")
+
+    def _check_layers(self) -> None:
+        unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
             raise ValueError(f"layer_types holds {sorted(unknown)}: only full_attention and sliding_attention exist.")
         window = self.sliding_window
-        if "sliding_attention" in self.layer_types and not (is_whole_number(window) and window > 0):
-            given = f"layer_types holds sliding_attention but sliding_window={window!r}"
-            raise ValueError(f"{given}: set it to that of the training run, above 0, and use_sliding_window=True.")
+        has_window = is_whole_number(window) and window > 0
+        if "sliding_attention" in self.layer_types and not has_window:
+            fault = f"layer_types holds sliding_attention but sliding_window={window!r}"
+            raise ValueError(f"{fault}: set it to that of the training run, above 0, and use_sliding_window=True.")
 
     def _check_variants(self) -> None:
         """Raises ValueError for a convolution, a selector or a head that cannot be built."""
-        for one, other in PAIRED:
-            values = getattr(self, one), getattr(self, other)
-            if (values[0] is None) != (values[1] is None):
-                raise ValueError(f"{one}={values[0]} and {other}={values[1]}: a drafter has both or neither.")
-        rank, state_size = self.selector_rank, self.gru_hidden_dim
+        self._check_both("conv_kernel_size", "conv_group_size")
+        self._check_both("selector_rank", "selector_top_k")
+        self._check_both("gru_hidden_dim", "emb_dim")
         for name in ("projector_type", "shift_label"):
-            if getattr(self, name) and state_size is None:
-                given = f"{name}={getattr(self, name)} and gru_hidden_dim=None, so Domino's head is not there"
-                raise ValueError(f"{given}: write its gru_hidden_dim and emb_dim, or use an engine that reads it.")
-        if rank is not None and state_size is not None:
-            raise ValueError(f"selector_rank={rank} and gru_hidden_dim={state_size}: use one of both.")
+            if getattr(self, name) and self.gru_hidden_dim is None:
+                fault = f"{name}={getattr(self, name)} and gru_hidden_dim=None, so Domino's head is not there"
+                raise ValueError(f"{fault}: write its gru_hidden_dim and emb_dim, or use an engine that reads it.")
+        if self.selector_rank is not None and self.gru_hidden_dim is not None:
+            fields = f"selector_rank={self.selector_rank} and gru_hidden_dim={self.gru_hidden_dim}"
+            raise ValueError(f"{fields}: use one of both.")
         size = self.conv_group_size
         if size is not None and self.hidden_size % size:
             raise ValueError(f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: correct one.")
@@ -286,43 +342,68 @@ class DFlashConfig(Qwen3Config):
                 raise ValueError(f"{name}={value} is more than the target's tokens, vocab_size={self.vocab_size}.")
         width = getattr(self, "target_hidden_size", None)
         if width not in (None, self.hidden_size):
-            given = f"target_hidden_size={width} differs from hidden_size={self.hidden_size}"
-            raise ValueError(f"{given}, which is not supported: serve this drafter with an engine that reads it.")
+            fault = f"target_hidden_size={width} differs from hidden_size={self.hidden_size}"
+            raise ValueError(f"{fault}, which is not supported: serve this drafter with an engine that reads it.")
+
+    def _check_both(self, first: str, second: str) -> None:
+        value = getattr(self, first)
+        other = getattr(self, second)
+        if (value is None) != (other is None):
+            raise ValueError(f"{first}={value} and {second}={other}: a drafter has both or neither.")
 
     def _doubled(self) -> dict[str, Any]:
         """The current values of the fields that are written twice."""
-        said = [name for name, absent in OPTIONAL_FIELDS.items() if getattr(self, name) != absent]
-        return {name: getattr(self, name) for name in (*DOUBLED_FIELDS, *said)}
+        names = list(DOUBLED_FIELDS)
+        for name, absent in OPTIONAL_FIELDS.items():
+            if getattr(self, name) != absent:
+                names.append(name)
+        return {name: getattr(self, name) for name in names}
 
     def is_layer_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` is causal inside the block: `is_causal` if given, else sliding layers are."""
         declared = getattr(self, "is_causal", None)
-        return self.layer_types[layer_idx] == "sliding_attention" if declared is None else bool(declared)
+        if declared is None:
+            return self.layer_types[layer_idx] == "sliding_attention"
+        return bool(declared)
 
     def layer_window(self, layer_idx: int) -> int | None:
         """The window W of layer `layer_idx` (queries see keys less than W positions away), `None` for a full layer."""
-        return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
+        if self.layer_types[layer_idx] != "sliding_attention":
+            return None
+        return self.sliding_window
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with rope in both spellings: transformers 4 silently takes theta 10000 from the newer one alone."""
         fields = super().to_dict()
         doubled = self._doubled()
-        others = {name: value for name, value in self.dflash_config.items() if name not in OPTIONAL_FIELDS}
-        fields["dflash_config"] = {**others, **doubled}
-        for name in ({"dialect"} | set(OPTIONAL_FIELDS)) - set(doubled):
-            fields.pop(name, None)
-        if fields.get("architectures") and (self.conv_kernel_size, self.selector_rank) != (None, None):
+        nested = dict(self.dflash_config)
+        for name in OPTIONAL_FIELDS:
+            nested.pop(name, None)
+        fields["dflash_config"] = nested | doubled
+        fields.pop("dialect", None)
+        for name in OPTIONAL_FIELDS:
+            if name not in doubled:
+                fields.pop(name, None)
+        is_second = self.conv_kernel_size is not None or self.selector_rank is not None
+        if is_second and fields.get("architectures"):
             fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build DFlash2's parts
-        theta, scaling = _rope_fields(*map(fields.get, ("rope_theta", "rope_scaling", "rope_parameters")))
-        fields["rope_theta"], fields["rope_scaling"] = theta, scaling
+        theta, scaling = _rope_fields(
+            fields.get("rope_theta"),
+            fields.get("rope_scaling"),
+            fields.get("rope_parameters"),
+        )
+        fields["rope_theta"] = theta
+        fields["rope_scaling"] = scaling
         fields["rope_parameters"] = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds: the fields that are not transformers' defaults, with dtype in both spellings."""
         fields = super().to_diff_dict()
-        if (dtype := fields.get("dtype") or fields.get("torch_dtype")) is not None:
-            fields["dtype"] = fields["torch_dtype"] = dtype
+        dtype = fields.get("dtype") or fields.get("torch_dtype")
+        if dtype is not None:
+            fields["dtype"] = dtype
+            fields["torch_dtype"] = dtype
         return fields
 
 
@@ -335,10 +416,15 @@ def unused_fields_message(names: list[str]) -> str:
 def _agreed(name: str, top_level: Any, nested: dict[str, Any]) -> Any:
     """The value of a field that is written at the top level and in `dflash_config`; the two must be equal."""
     inner = nested.get(name)
-    top_level, inner = (list(value) if isinstance(value, tuple) else value for value in (top_level, inner))
-    if top_level is not None and inner is not None and top_level != inner:
+    if isinstance(top_level, tuple):
+        top_level = list(top_level)
+    if isinstance(inner, tuple):
+        inner = list(inner)
+    if top_level is None:
+        return inner
+    if inner is not None and top_level != inner:
         raise ValueError(f"{name} is {top_level} at the top level and {inner} in dflash_config: write one value.")
-    return inner if top_level is None else top_level
+    return top_level
 
 
 def _rope_fields(
@@ -346,17 +432,21 @@ def _rope_fields(
 ) -> tuple[float, dict[str, Any] | None]:
     """`(rope_theta, rope_scaling)` out of either spelling; `parameters` wins, as in transformers 5."""
     if parameters:
-        if any(isinstance(value, dict) for value in parameters.values()):
-            raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
-        theta = parameters.get("rope_theta", theta)
-        scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    if scaling is not None and scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        scaling = None
-    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
-    if kind is not None and kind not in ROPE_INIT_FUNCTIONS:
+        for value in parameters.values():
+            if isinstance(value, dict):
+                raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
+        scaling = dict(parameters)
+        theta = scaling.pop("rope_theta", theta)
+    theta = 10000.0 if theta is None else float(theta)
+    if scaling is None:
+        return theta, None
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
         raise ValueError(f"rope_type={kind!r} is unknown: use one of default, {known}.")
-    return (10000.0 if theta is None else float(theta)), scaling
+    return theta, scaling
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from .targets_dflash import Target
 logger = logging.get_logger(__name__)
 
 INITIAL_NEW_TOKENS = 1024  # initial room for new tokens; storage doubles when a text outgrows it
+MOST_PROPOSALS = 2**31  # where a target does not say how many positions it has
 MOST_MASKED = 2**22  # elements of the mask of a batch's prompts; prompts with a larger one are read one by one
 
 
@@ -192,9 +193,9 @@ class EagerRunner:
 class Decoder:
     """One request: its sequences, its caches, and the runner of its steps. `cut` is `make_cutter`'s."""
 
-    def __init__(
-        self, request: Any, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]
-    ) -> None:
+    runner: EagerRunner  # made when the prompt has been read
+
+    def __init__(self, request: Any, acceptor: Acceptor, cut: Callable[[TextSequence, list[int]], list[int]]) -> None:
         self.request = request
         self.acceptor = acceptor
         self.cut = cut
@@ -202,7 +203,6 @@ class Decoder:
         self.conversation: Conversation = request.conversation or Conversation()
         self.sequences: list[TextSequence] = []
         self.anchors = torch.empty(0)
-        self.runner: EagerRunner | None = None  # made when the prompt has been read
 
     # -- what the engine has variants of
 
@@ -224,10 +224,15 @@ class Decoder:
         """Runs the part of the prompts that the caches do not hold, and commits the first tokens."""
         token_ids = self.request.input_ids
         mask = self.request.attention_mask
-        self.sequences = [TextSequence(index, prompt_ids) for index, prompt_ids in enumerate(token_ids)]
-        is_real = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.bool()
+        if mask is None:
+            mask = torch.ones_like(token_ids)
+        is_real = mask.bool()
+        self.sequences = []
+        for index, prompt_ids in enumerate(token_ids):
+            self.sequences.append(TextSequence(index, prompt_ids))
         if len(token_ids) == 1:
-            logits = self._read_single(token_ids[is_real][None])
+            text_ids = token_ids[is_real]
+            logits = self._read_single(text_ids[None])
         else:
             self._begin(len(token_ids), token_ids.shape[1])
             logits = self._read_batch(token_ids, is_real)
@@ -252,9 +257,7 @@ class Decoder:
         conversation.token_ids = token_ids[0].tolist()
         return logits
 
-    def _read_chunks(
-        self, token_ids: torch.Tensor, cache: PreallocatedCache, context: DrafterContext
-    ) -> torch.Tensor:
+    def _read_chunks(self, token_ids: torch.Tensor, cache: PreallocatedCache, context: DrafterContext) -> torch.Tensor:
         """Reads one text, token_ids [1, S], chunk by chunk. The context of the last chunk waits for the first draft."""
         width = token_ids.shape[1]
         chunk_size = self.request.chunk_size or width
@@ -298,7 +301,7 @@ class Decoder:
 
     def close(self) -> None:
         """Ends the text, also before it is complete."""
-        if self.runner is not None:
+        if hasattr(self, "runner"):
             self.runner.close()
 
     # -- a step
@@ -309,14 +312,17 @@ class Decoder:
 
     def _most_proposals(self) -> int:
         """Number of proposals that fit into the target's positions. Blocks are not shortened at the end of a text."""
-        request = self.request
-        if request.max_new_tokens - min(len(sequence.new_ids) for sequence in self.sequences) == 1:
+        limit = self.request.max_length
+        num_new = [len(sequence.new_ids) for sequence in self.sequences]
+        if self.request.max_new_tokens - min(num_new) == 1:
             return 0  # the last token needs no drafter
-        longest = max(len(sequence.prompt_ids) + len(sequence.new_ids) for sequence in self.sequences)
-        if longest > request.max_length:
+        longest = max(sequence.length for sequence in self.sequences)
+        if limit is None:
+            return MOST_PROPOSALS
+        if longest > limit:
             remedy = "lower max_new_tokens or shorten the prompt"
-            logger.warning_once(f"The text is longer than the target's {request.max_length} positions: {remedy}.")
-        return max(0, int(min(request.max_length, longest + 2**31)) - longest - 1)
+            logger.warning_once(f"The text is longer than the target's {limit} positions: {remedy}.")
+        return max(0, limit - longest - 1)
 
     def commit(self, step: Step) -> list[Block]:
         """Appends a step's tokens, up to where texts stop, and rolls both caches back; ValueError for logits not finite."""
@@ -353,10 +359,19 @@ class Decoder:
         if step.features is not None:
             # The columns of the step hold the anchor before it and all new tokens but the last.
             new_ids = self.sequences[0].new_ids
-            self.conversation.token_ids += new_ids[-num_kept[0] - 1 : -1]
+            begin = len(new_ids) - num_kept[0] - 1
+            self.conversation.token_ids += new_ids[begin:-1]
             self.runner.proposer.record(step.proposals, blocks)
-        self.anchors = to_device(step.acceptance.anchors, self.request.input_ids.device)
-        live = [place for place, sequence in enumerate(self.sequences) if not sequence.is_done]
+        anchors = step.acceptance.anchors
+        self.anchors = to_device(anchors, self.request.input_ids.device)
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        """Drops the sequences that are done."""
+        live = []
+        for place, sequence in enumerate(self.sequences):
+            if not sequence.is_done:
+                live.append(place)
         if live and len(live) < len(self.sequences):
             self.runner.keep_sequences(live)
             self.anchors = chosen(self.anchors, 0, live)

@@ -77,6 +77,14 @@ def packed(features: torch.Tensor, is_real: torch.Tensor, num_real: list[int]) -
     return Context(features, num_real)
 
 
+def joined(parts: list[Context]) -> Context:
+    """The context of several parts of a text, one after the other."""
+    features = torch.cat([part.features for part in parts], dim=1)
+    is_real = torch.cat([part.is_real for part in parts], dim=1)
+    counts = torch.tensor([part.num_real for part in parts])
+    return packed(features, is_real, counts.sum(dim=0).tolist())
+
+
 class DrafterContext:
     """The drafter's keys and values of the text, and the context features that it has not read."""
 
@@ -100,10 +108,7 @@ class DrafterContext:
         if not self._waiting:
             raise RuntimeError("The drafter has no context: nothing of the text was read by the target.")
         if len(self._waiting) > 1:
-            features = torch.cat([part.features for part in self._waiting], dim=1)
-            is_real = torch.cat([part.is_real for part in self._waiting], dim=1)
-            num_real = [sum(counts) for counts in zip(*(part.num_real for part in self._waiting), strict=True)]
-            self._waiting = [packed(features, is_real, num_real)]
+            self._waiting = [joined(self._waiting)]
         return self._waiting[0]
 
     def for_next_block(self) -> Context:
@@ -177,15 +182,17 @@ def embed(target: Any, drafter: Any, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 class DraftProposer:
-    """Proposes what the drafter predicts after the anchors."""
+    """Proposes what the drafter predicts after the anchors: draws where that helps and `may_draw`, else the likeliest path."""
 
-    def __init__(self, request: Any, target: Target, context: DrafterContext, acceptor: Acceptor) -> None:
+    def __init__(
+        self, request: Any, target: Target, context: DrafterContext, acceptor: Acceptor, may_draw: bool = True
+    ) -> None:
         self.request = request
         self.drafter: Any = request.drafter
         self.target = target
         self.context = context
         has_head = self.drafter.causal_head(self.embed) is not None  # a drafter without one proposes its argmax
-        draws = has_head and acceptor.uniforms_of is not None and acceptor.verification != "match"
+        draws = may_draw and has_head and acceptor.uniforms_of is not None and acceptor.verification != "match"
         self._uniforms_of = acceptor.uniforms_of if draws else None
         self.num_proposals = num_proposals(request)
         self._num_steps = 0
@@ -210,7 +217,7 @@ class DraftProposer:
         if self._uniforms_of is not None:
             uniforms = self._uniforms_of.fresh(sequences, hidden_states.shape[1], anchors.device)
             drawn = (self.request.temperature, uniforms)
-        proposals: Proposals = self.drafter.propose(hidden_states, anchors, self.target.head, drawn, self.embed)
+        proposals: Proposals = self.drafter.propose(hidden_states, anchors, self.target.head, drawn, embed=self.embed)
         return proposals.first(count)
 
     def hidden_states(self, anchors: torch.Tensor) -> torch.Tensor:

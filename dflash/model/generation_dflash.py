@@ -26,6 +26,7 @@ from .requests_dflash import (
     OTHER_NAMES,
     Prompts,
     Request,
+    check_config,
     check_drafter,
     check_engine_keywords,
     check_prepared,
@@ -125,20 +126,25 @@ def generate_blocks(
             - **generator** (`torch.Generator` or a list of one for each prompt): Source of the uniforms for sampling. With
               "match" the text depends only on its seed, not on the block size.
             - **block_size** (`int`): Tokens in a block, anchor included; at most, and by default, that of the training.
-            - **verification** (`str`, defaults to `"auto"`): "match", "rejection" or "block" (see `verification_dflash`).
+            - **verification** (`str`, defaults to `"auto"`): "match", "rejection" or "block" (see `acceptance_dflash`).
               "auto" is "block" for drafters that draw their proposals and "match" for others.
             - **conversation** ([`Conversation`]): Its caches are reused and kept. One prompt only.
             - **max_draft_tokens** (`int`): Most proposals to verify in a step; 0 drafts nothing.
-            - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the drafter's confidence and
-              by the durations of the forwards, which are measured for each pair.
-            - **latency_curve** ([`LatencyCurve`]): Durations measured earlier, for `adaptive`.
+
+            Keywords of the engine, which the package has and a checkpoint's own code refuses. They change when a token comes,
+            never the token:
+
+            - **adaptive** (`bool`, defaults to `False`): Verifies as many proposals as pay, by the time that steps have taken
+              and by how many of their proposals were accepted.
             - **draft_tree** (`int` or `bool`, defaults to `False`): Verifies a tree of the drafter's most probable paths: its
               number of nodes, or `True` for as many as pay. One prompt only.
             - **draft_window** (`(int, int)`): How many of the first and of the newest tokens (up to an eighth more) a drafter
               with full attention reads, and keeps keys of. Default: that in the drafter's config, or all tokens.
-            - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes seconds
-              to minutes; `False` never does. "auto" compiles a kind of step, such as one of two prompts, once eager ones have
-              lost as much time as that takes (on a GPU later kinds at once). What does not compile runs eagerly, with a warning.
+            - **compile** (`bool` or `"auto"`, defaults to `"auto"`): `True` compiles in the first call, which takes up to a
+              minute; `False` never does. "auto" does so on a CPU alone, for a kind of step, such as one of two prompts, once
+              eager ones have taken 200 seconds. What does not compile runs eagerly, with a warning.
+            - **cuda_graph** (`bool`, defaults to `False`): Records the eager step as a CUDA graph, in about a second. What cannot
+              be recorded runs eagerly, with a warning.
             - **prompt_lookup_num_tokens** (`int`, defaults to 31): Proposals of a step, at most 63, where the text repeats
               itself. After the last tokens, or those and the first that the drafter proposes, what followed them earlier is
               proposed. **max_matching_ngram_size** (`int`, defaults to 10) of them have to match. 0 looks nothing up.
@@ -269,6 +275,7 @@ def custom_generate(
         "temperature": generation_config.temperature if generation_config.do_sample else None,
     }
     check_settings(settings)
+    check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
         "compile": compile,
@@ -291,7 +298,7 @@ def custom_generate(
         prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), chunk_size, conversation),
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
-        max_length=max_positions(target) or float("inf"),
+        max_length=max_positions(target),
         chunk_size=chunk_size,
         block_size=checked.config.block_size if block_size is None else block_size,
         max_draft_tokens=max_draft_tokens,

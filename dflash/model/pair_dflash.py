@@ -137,9 +137,7 @@ def _why_plain(model: Any, keywords: Keywords) -> str | None:
         if is_foreign and num_texts > 1:
             return f"{type(criterion).__name__} may look at all {num_texts} texts at once, and they grow apart."
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
-        return (
-            "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and drafts are accepted differently."
-        )
+        return "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and accept drafts differently."
     return None
 
 
@@ -248,13 +246,8 @@ def _drafter_and_settings(folder: Path, content: Keywords) -> tuple[Any, Keyword
         drafter = model_class.from_pretrained(name, revision=revision, dtype="auto")
         return drafter.eval(), settings
     logger.info(f"{reason}: the folder's own code runs.")
-    drafter = AutoModel.from_pretrained(
-        name,
-        revision=revision,
-        code_revision=revision,
-        trust_remote_code=True,
-        dtype="auto",
-    )
+    places = {"revision": revision, "code_revision": revision}
+    drafter = AutoModel.from_pretrained(name, trust_remote_code=True, dtype="auto", **places)
     left_out = [setting for setting in ENGINE_SETTINGS if settings.get(setting)]
     for setting in left_out:
         del settings[setting]

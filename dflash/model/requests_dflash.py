@@ -112,7 +112,7 @@ class Request:
     prompt_inputs: Mapping[str, Any]  # further inputs of the prompt's forward, such as images
     config: Any  # the generation config
     max_new_tokens: int
-    max_length: float  # positions of the target
+    max_length: int | None  # positions of the target; None: its config does not say
     chunk_size: int | None  # columns of a prompt that run at a time; None: all
     block_size: int  # tokens in a block, anchor included
     max_draft_tokens: int | None  # most proposals of a step; None: those of a block
@@ -291,7 +291,9 @@ def _read_encoding(encoding: Mapping[str, Any]) -> tuple[Any, Any]:
     input_ids = fields.pop("input_ids")
     mask = fields.pop("attention_mask", None)
     for name, values in fields.items():
-        is_text = name == "token_type_ids" and not any(bool(torch.as_tensor(leaf).any()) for leaf in tree_leaves(values))
+        is_text = name == "token_type_ids" and not any(
+            bool(torch.as_tensor(leaf).any()) for leaf in tree_leaves(values)
+        )
         if not is_text:
             raise InexactError(f"The prompt holds {name}, which this loop cannot feed the target: leave it out.")
     return input_ids, mask
@@ -406,9 +408,15 @@ def _check_special_tokens(
     pad = first_of(keywords.get("pad_token_id"), getattr(config, "pad_token_id", None))
     if mask is None and pad is not None and pad not in stop_ids:
         _check_pad_inside(prompt_ids, pad)
-    ended = torch.isin(prompt_ids[:, -1], stop_ids).nonzero().flatten().tolist()
-    if ended:
-        given = f"Prompt {ended[0]} already ends in the stop token {int(prompt_ids[ended[0], -1])}"
+    _warn_of_ended_prompts(prompt_ids[:, -1], stop_ids)
+
+
+def _warn_of_ended_prompts(last_ids: torch.Tensor, stop_ids: torch.Tensor) -> None:
+    """Warns if a prompt, whose last token is in last_ids [B], ends in a stop token."""
+    has_ended = torch.isin(last_ids, stop_ids).tolist()
+    if any(has_ended):
+        index = has_ended.index(True)
+        given = f"Prompt {index} already ends in the stop token {int(last_ids[index])}"
         logger.warning(f"{given}: the text continues after it, as in generate. Did the tokenizer append it?")
 
 
@@ -435,18 +443,21 @@ def check_drafter(drafter: Any) -> None:
         raise ValueError("The drafter's weights are on the meta device, without values: load it by from_pretrained.")
 
 
-def check_prepared(request: Request) -> None:
-    """Refuses settings of the prepared generation config, and of the request, that the loop does not support."""
-    config = request.config
-    num_sequences = len(request.input_ids)
-    if request.conversation is not None and num_sequences > 1:
-        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_sequences}: give each its own.")
+def check_config(config: Any) -> None:
+    """Refuses settings of the prepared generation config that the loop does not support."""
     if config.use_cache is False:
         raise InexactError("use_cache=False: speculation needs cached keys and values; leave it out.")
     for name, neutral in OTHER_DECODING.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise InexactError(f"{name}={value!r} is not supported: leave it at {neutral}, or use target.generate.")
+
+
+def check_prepared(request: Request) -> None:
+    """Refuses combinations of prompts and settings that the loop does not support."""
+    num_sequences = len(request.input_ids)
+    if request.conversation is not None and num_sequences > 1:
+        raise ValueError(f"A conversation holds the caches of one prompt, not of {num_sequences}: give each its own.")
     largest = request.drafter.config.block_size
     if not is_whole(request.block_size, 2, largest):
         given = f"block_size={request.block_size}"
@@ -528,7 +539,9 @@ def checked_verification(verification: str, is_sampled: bool, processors: Sequen
     for processor in processors:
         name = type(processor).__name__
         if name in STATEFUL_PROCESSORS:
-            raise InexactError(f"{name} keeps a state, which drafts would change: leave it out, or use target.generate.")
+            raise InexactError(
+                f"{name} keeps a state, which drafts would change: leave it out, or use target.generate."
+            )
         if may_keep_state(processor):
             if is_sampled and verification not in ("auto", "match"):
                 given = f"verification={verification!r} also processes tokens that are then rejected"

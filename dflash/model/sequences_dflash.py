@@ -23,6 +23,11 @@ class TextSequence:
     new_ids: list[int] = field(default_factory=list)
     is_done: bool = False
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt, with its padding, and after it."""
+        return len(self.prompt_ids) + len(self.new_ids)
+
     @cached_property
     def on_host(self) -> TextSequence:
         """This sequence with its prompt on the CPU. The list of new tokens is shared."""

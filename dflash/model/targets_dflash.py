@@ -208,11 +208,12 @@ def tapped_forward(target: Any, layout: Layout, cache: Cache, **inputs: Any) -> 
     if torch.compiler.is_compiling():  # hooks cannot be added there; the states of other layers are unused
         output = target(**inputs, use_cache=True, return_dict=True, output_hidden_states=True)
         states = [output.hidden_states[tap + 1] for tap in layout.taps]
-        return output.logits, torch.cat(states, dim=-1)
-    with tapped(target, layout.taps) as states:
-        logits = target(**inputs, use_cache=True, return_dict=True).logits
+    else:
+        with tapped(target, layout.taps) as states:
+            output = target(**inputs, use_cache=True, return_dict=True)
     device = states[0].device
-    return logits, torch.cat([state.to(device) for state in states], dim=-1)
+    features = [state.to(device) for state in states]
+    return output.logits, torch.cat(features, dim=-1)
 
 
 def masked_forward(
@@ -280,8 +281,10 @@ class Target:
     def read(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the last token only, [1, 1, V], of a part of one prompt, token_ids [1, S]; not rolled back."""
         width = token_ids.shape[1]
+        inputs = self._positions(token_ids, cache)
         is_image_prompt = cache.get_seq_length() == 0 and bool(self._prompt_inputs)
-        inputs = dict(self._prompt_inputs) if is_image_prompt else self._positions(token_ids, cache)
+        if is_image_prompt:
+            inputs = dict(self._prompt_inputs)
         inputs["logits_to_keep"] = self._kept_logits(token_ids)
         with cache.recording(0):
             logits, features = self._forward(token_ids, cache, inputs)
@@ -311,14 +314,20 @@ class Target:
         """Logits [B, S, V] of anchors and proposals, token_ids [B, S]. All of its columns can be rolled back."""
         width = token_ids.shape[1]
         with cache.recording(width):
-            if not cache.is_ragged:
-                return self._forward(token_ids, cache, self._positions(token_ids, cache))
-            lengths = cache.lengths
-            columns = torch.arange(width, device=token_ids.device)
-            positions = to_device(torch.tensor(lengths), token_ids.device)[:, None] + columns
-            masks = self.layout.masks(positions, max(lengths) + width, self.model.dtype)
-            with cache.appending(positions, [width] * len(lengths)):
-                return self._forward(token_ids, cache, {"position_ids": positions, "attention_mask": masks})
+            if cache.is_ragged:
+                return self._verify_batch(token_ids, cache)
+            return self._forward(token_ids, cache, self._positions(token_ids, cache))
+
+    def _verify_batch(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = cache.lengths
+        width = token_ids.shape[1]
+        starts = to_device(torch.tensor(lengths), token_ids.device)
+        positions = starts[:, None] + torch.arange(width, device=token_ids.device)
+        num_keys = max(lengths) + width
+        masks = self.layout.masks(positions, num_keys, self.model.dtype)
+        inputs = {"position_ids": positions, "attention_mask": masks}
+        with cache.appending(positions, [width] * len(lengths)):
+            return self._forward(token_ids, cache, inputs)
 
     def _forward(
         self, token_ids: torch.Tensor, cache: PreallocatedCache, inputs: Mapping[str, Any]
@@ -415,7 +424,9 @@ def _why_not_lossless(target: PreTrainedModel) -> str | None:
         return "keeps its text in a cache of its own, which cannot be rolled back after rejected tokens"
     num_streams = getattr(config, "altup_num_inputs", None)
     if num_streams is not None:
-        return f"carries altup_num_inputs={num_streams} streams of hidden states between layers, and a drafter reads one"
+        return (
+            f"carries altup_num_inputs={num_streams} streams of hidden states between layers, and a drafter reads one"
+        )
     num_indexed = getattr(config, "index_topk", None)
     if num_indexed is not None:
         return f"attends to the index_topk={num_indexed} keys that an indexer picks, others for a block"

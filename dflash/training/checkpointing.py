@@ -19,7 +19,7 @@ from dflash.checkpoints import save_checkpoint
 from dflash.common.fingerprints import NOT_THE_MODEL, fingerprint, model_fingerprint
 from dflash.common.provenance import machine, versions
 from dflash.common.version import __version__
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 
 from .card import model_card
 from .data import Example, described

@@ -6,7 +6,7 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.messages import counted
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 
 from .data import Example, stop_ids
 from .lazy_sequences import chosen, lengths_of

@@ -8,8 +8,8 @@ from accelerate.utils import align_module_device
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.configuration_dflash import DFlashConfig, default_target_layer_ids
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashConfig, DFlashDraftModel
+from dflash.model.configuration_dflash import default_target_layer_ids
 from dflash.model.targets_dflash import decoder_layers
 
 

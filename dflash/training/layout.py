@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from dflash.drafter import DFlashConfig
 from dflash.model.attention_dflash import additive_mask, sees, target_sees, written_out
-from dflash.model.configuration_dflash import DFlashConfig
 
 from .block_attention import BLOCKWISE
 

@@ -18,8 +18,8 @@ from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
 from dflash.common.messages import OWN_CODE, as_sentence, first_line, without_load_report
 from dflash.common.remote_code import refuse_own_generate
+from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import check_pair, max_positions
-from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .adaptation_trace import check_trace
 from .data import Example, Wanted, mixed, parts_of

@@ -187,7 +187,7 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 
 
 def head_loss(
-    head: Any,  # modeling_dflash.CausalHead
+    head: Any,  # heads_dflash.CausalHead
     hidden_states: torch.Tensor,  # [M, D]
     states: torch.Tensor,  # [M, H] of the head, after the true tokens before the label
     positions: torch.Tensor,  # [M] of the labels in their blocks

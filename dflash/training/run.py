@@ -20,8 +20,8 @@ from dflash.common.fingerprints import model_fingerprint
 from dflash.common.processes import PATIENCE
 from dflash.common.provenance import public_name
 from dflash.common.stopwatch import LINE_SECONDS, stopwatch
+from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import max_positions
-from dflash.model.modeling_dflash import DFlashDraftModel
 
 from .checkpointing import Checkpointer, TrainingRecord, describe_inputs
 from .data import Example, Source, parts_of

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers
 
 from .adaptation_lora import is_changed

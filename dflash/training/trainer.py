@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from dflash.common.files import only_writer
-from dflash.model.modeling_dflash import DFlashDraftModel
+from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import decoder_layers
 
 from .acceptance import Acceptance, measure_acceptance

@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 from measuring import argument_parser, finish, parsed, versions
 from no_gpu import BLOCK_SIZE, DEVICE, H200, compiling, counted, fake_module, need_cuda_build, random_pair
 from rich.progress import track
@@ -23,7 +24,6 @@ from dflash import default_target_layer_ids
 from dflash.evaluation import SHAPES
 from dflash.model.attention_dflash import step_attention
 from dflash.model.cache_dflash import PreallocatedCache
-from dflash.model.step_dflash import CompiledPair, Pair, Shape, State, verify_lent, whole_step
 
 
 VOCAB_SIZE = 151936

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dflash.model.proposals_dflash import machine
 from measuring import argument_parser, finish, parsed, versions
 from no_gpu import BLOCK_SIZE, DEVICE, fake_module, need_cuda_build, random_pair, use_device_guard
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -36,7 +37,6 @@ from transformers import (
 from dflash import DFlashDraftModel, LatencyCurve, custom_generate, generate_blocks
 from dflash.evaluation import HAS_NATIVE
 from dflash.model import decoding_dflash, generation_dflash, step_dflash, verification_dflash
-from dflash.model.proposals_dflash import machine
 
 
 VOCAB_SIZE = 640

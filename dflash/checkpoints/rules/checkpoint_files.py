@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dflash.checkpoints.dialects import dialect_of
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.common.messages import first_line, is_out_of_memory
+from dflash.dialects import dialect_of
 
 from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from dflash.checkpoints import dialects
-from dflash.checkpoints.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
+import dflash.dialects as dialects
 from dflash.common.messages import counted
+from dflash.dialects import ASSISTANT, DEEPSPEC, SPECULATORS, ZLAB
 from dflash.model.configuration_dflash import CAUSALITY_FIELDS, LARGEST_BLOCK
 
 from .checkpoint_files import Checkpoint, token_ids

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflash.checkpoints.dialects import ASSISTANT, SPECULATORS, dialect_of
+from dflash.dialects import ASSISTANT, SPECULATORS, dialect_of
 
 
 Config = Mapping[str, Any]

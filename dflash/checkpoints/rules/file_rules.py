@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import dflash.model
-from dflash.checkpoints.dialects import ASSISTANT, portable_fields
 from dflash.common.json_text import BYTE_ORDER_MARK
 from dflash.common.messages import first_line
 from dflash.common.version import __version__
+from dflash.dialects import ASSISTANT, portable_fields
 
 from .checkpoint_files import Checkpoint, read_json
 from .findings import ALL, CONFIG, CONVERT, TRANSFORMERS, WEIGHTS, Finding, all_but, error, note, warning
@@ -144,7 +144,7 @@ def own_config(checkpoint: Checkpoint) -> Any:
     """The config as this package reads it, without what transformers logs meanwhile."""
     from transformers.utils import logging
 
-    from dflash.model.configuration_dflash import DFlashConfig
+    from dflash.drafter import DFlashConfig
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

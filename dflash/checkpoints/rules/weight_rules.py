@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from dflash.checkpoints.dialects import COPIES_OF_THE_TARGET, ZLAB
+from dflash.dialects import COPIES_OF_THE_TARGET, ZLAB
 
 from .checkpoint_files import Checkpoint, is_finite
 from .engine_readings import num_layers
@@ -55,7 +55,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         return {}
     import torch
 
-    from dflash.model.modeling_dflash import DFlashDraftModel
+    from dflash.drafter import DFlashDraftModel
 
     try:
         with torch.device("meta"):  # shapes without values

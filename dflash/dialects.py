@@ -1,8 +1,8 @@
 """How other tools write a DFlash checkpoint, and what that is in the form that this library writes.
 
 A dialect is recognised by the fields of `config.json` and, in doubt, by the names of the tensors; never by the name of
-the checkpoint. The shipped files read their own form alone. Importing the package gives them this module, by which they
-read the others (`DFlashConfig.reader`).
+the checkpoint. The shipped files read their own form alone. `dflash.drafter` gives them this module, by which they read the
+others (`DFlashConfig.reader`).
 
 | dialect | recognised by | written by |
 |---|---|---|
@@ -13,6 +13,7 @@ read the others (`DFlashConfig.reader`).
 """
 
 import os
+import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
@@ -20,6 +21,7 @@ from typing import Any, TypeGuard
 from transformers import GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
+from dflash.common.cards import complete_card  # noqa: F401  the reader's, for uploads
 from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
@@ -32,8 +34,6 @@ from dflash.model.configuration_dflash import (
     is_whole_number,
     unused_fields_message,
 )
-
-from .cards import complete_card  # noqa: F401  the reader's, for uploads
 
 
 logger = logging.get_logger(__name__)
@@ -344,3 +344,64 @@ def check_folder(name: str, subfolder: str, weights_only: bool | None) -> None:
             f"The weights of {name} are a pickle ({pickles[0]}), which can run code when it is read: pass "
             "weights_only=True (--weights-only of `dflash convert` and `dflash export`) to read its tensors alone."
         )
+
+
+def read_config(
+    read: Callable[..., tuple[dict[str, Any], Any]], name: str | os.PathLike[str], **kwargs: Any
+) -> tuple[dict[str, Any], Any]:
+    """The fields of a drafter's config in any dialect, portable; `read` is transformers' `get_config_dict`.
+
+    Raises:
+        ValueError: for a config.json that holds no object, and for fields that `portable_fields` refuses.
+    """
+    folder = os.path.join(name, kwargs.get("subfolder") or "")
+    try:
+        fields, unused = read(name, **kwargs)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{folder}: config.json holds no object: fetch or write the file again.") from error
+    return portable_fields(fields, tensor_names(folder)), unused
+
+
+def load(loader: Callable[..., Any], name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The model and the loading info of a drafter in any dialect; `loader` is transformers' `from_pretrained`.
+
+    Raises:
+        ValueError: for a checkpoint that cannot be read, or whose weights are quantised without a config that says so.
+        OSError: for a folder without a checkpoint.
+    """
+    check_folder(str(name), kwargs.get("subfolder") or "", kwargs.get("weights_only"))
+    kwargs.setdefault("key_mapping", dict(TENSOR_NAMES))
+    try:
+        model, info = loader(name, *args, **kwargs)
+    except Exception as error:
+        if not _is_of_a_malformed_checkpoint(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{name} cannot be read ({type(error).__name__}: {reason}): its config.json is wrong or its weights are "
+            "truncated; correct or fetch it again. `dflash check` says what is wrong."
+        ) from error
+    if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
+        kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
+        model._weight_conversions = kept
+    if _holds_integers(model):
+        raise ValueError(
+            f"{name} holds integers as weights (fc.weight), so it is quantised: load the weights that were trained, or "
+            "the checkpoint with its quantization_config."
+        )
+    return model, info
+
+
+def _is_of_a_malformed_checkpoint(error: Exception) -> bool:
+    if isinstance(error, (AttributeError, LookupError, TypeError, ArithmeticError, pickle.UnpicklingError)):
+        return True
+    kind = type(error).__name__
+    return kind.startswith(("StrictDataclass", "SafetensorError")) or "Only Tensors of floating point" in str(error)
+
+
+def _holds_integers(model: Any) -> bool:
+    """Whether the weights of a model that is not called quantised are whole numbers."""
+    weight = model.fc.weight
+    if weight.device.type == "meta" or getattr(model.config, "quantization_config", None) is not None:
+        return False
+    return bool((weight == weight.round()).all()) and bool((weight.abs() > 1).any())

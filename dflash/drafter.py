@@ -1,0 +1,17 @@
+"""The package's own drafter: the shipped classes, and what only the package has, attached to them.
+
+`DFlashConfig` and `DFlashDraftModel` read every dialect, and requests may ask for the engine. The classes of a checkpoint's own
+code have neither: they read the form that they were saved in, and run the plain loop. Other rooms take both classes from here.
+"""
+
+import dflash.dialects as dialects
+import dflash.engine as engine
+
+from .model.configuration_dflash import DFlashConfig
+from .model.modeling_dflash import DFlashDraftModel
+
+
+__all__ = ["DFlashConfig", "DFlashDraftModel"]
+
+DFlashConfig.reader = dialects
+DFlashDraftModel.engine = engine

@@ -1,0 +1,218 @@
+"""Heads that choose a block's tokens one after another: DFlash2's selector and Domino's recurrent head.
+
+A drafter without one proposes the most probable token of each position. Dimensions are those of `modeling_dflash`; K is here
+the number of candidates of a position, E the size of a candidate's row, H that of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .configuration_dflash import DFlashConfig
+
+
+DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the published form scores the whole vocabulary
+
+
+class CandidateSelector(nn.Module):
+    """The weights of DFlash2's head."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        rank = int(config.selector_rank or 0)
+        shape = (config.vocab_size, rank)
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+
+
+class PrefixGRU(nn.Module):
+    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        num_gates = 3 * hidden_size
+        self.weight_ih_l0 = nn.Parameter(torch.zeros(num_gates, input_size))
+        self.weight_hh_l0 = nn.Parameter(torch.zeros(num_gates, hidden_size))
+
+    def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The next state [..., H], of inputs [..., D]."""
+        next_state = torch.gru_cell(
+            inputs.flatten(0, -2),
+            state.flatten(0, -2),
+            self.weight_ih_l0,
+            self.weight_hh_l0,
+        )
+        return next_state.view(state.shape)
+
+
+@dataclass(frozen=True)
+class Path:
+    """The tokens that a head chose, and what it chose them from."""
+
+    token_ids: torch.Tensor  # [B, R]
+    candidate_ids: torch.Tensor  # [B, R, K], the most probable tokens of each position
+    logits: torch.Tensor  # [B, R, K] of the candidates
+    scores: torch.Tensor  # [B, R, K] of the candidates, after the tokens chosen before
+    states: torch.Tensor  # [B, R, H], before the previous token was read
+
+
+class CausalHead:
+    """Chooses a path from the anchor through the most probable tokens of each position, token by token.
+
+    A candidate's score is its logit plus the dot product of its row and a vector of the position and the tokens before it.
+    """
+
+    def __init__(self, rows: torch.Tensor, top_k: int, state_size: int, num_plain: int = 0) -> None:
+        self.rows = rows  # [V, E]
+        self.top_k = top_k  # candidates of a position
+        self.state_size = state_size
+        self.num_plain = num_plain  # positions at the beginning whose scores are their logits
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `vector` needs of hidden states [..., D], for all positions at once."""
+        raise NotImplementedError
+
+    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The state [..., H] after tokens [...] that follow a state."""
+        raise NotImplementedError
+
+    def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The vector [..., E] of a position with these features after the tokens in the state."""
+        raise NotImplementedError
+
+    def scores(self, position: Any, features: Any, logits: Any, candidate_ids: Any, state: Any) -> torch.Tensor:
+        """Scores [..., K] of candidates at a position of the block, with logits [..., K], after the token in the state."""
+        vector = self.vector(features, state)
+        vector = vector * (position >= self.num_plain)
+        rows = self.rows[candidate_ids]  # [..., K, E]
+        products = rows * vector.unsqueeze(-2)
+        return logits + products.sum(dim=-1)
+
+    def choose_path(
+        self,
+        hidden_states: torch.Tensor,  # [B, R, D]
+        logits: torch.Tensor,  # [B, R, V]
+        anchors: torch.Tensor,  # [B, 1]
+        choose: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> Path:
+        """The path by `choose`, which takes scores [B, K] and the index of the position and returns indices [B]."""
+        device = hidden_states.device
+        top = logits.topk(self.top_k, dim=-1)
+        top_logits = top.values.to(device)
+        top_ids = top.indices.to(device)
+        features = self.features(hidden_states)
+        previous = anchors[:, 0].to(device)
+        state = hidden_states.new_zeros(len(previous), self.state_size)
+        token_ids = []
+        scores = []
+        states = []
+        for i, candidates in enumerate(top_ids.unbind(dim=1)):  # [B, K]
+            states.append(state)
+            state = self.read(previous, state)
+            of_candidates = self.scores(
+                position=i,
+                features=features[:, i],
+                logits=top_logits[:, i],
+                candidate_ids=candidates,
+                state=state,
+            )
+            scores.append(of_candidates)
+            choice = choose(of_candidates, i).unsqueeze(1)
+            previous = candidates.gather(1, choice).squeeze(1)
+            token_ids.append(previous)
+        return Path(
+            token_ids=torch.stack(token_ids, dim=1),
+            candidate_ids=top_ids,
+            logits=top_logits,
+            scores=torch.stack(scores, dim=1),
+            states=torch.stack(states, dim=1),
+        )
+
+    def after_each(
+        self, hidden_states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [R, K, K] of a single block's candidates [R, K] after each one of the position before, or the anchor [1, 1].
+
+        Of the tokens before that one, the state knows those of the best path.
+        """
+        path = self.choose_path(hidden_states, logits, anchors, _most_probable)
+        candidate_ids = path.candidate_ids[0]
+        anchor = anchors.to(candidate_ids.device).expand(1, self.top_k)
+        before = torch.cat([anchor, candidate_ids[:-1]])  # [R, K]
+        states = path.states[0].unsqueeze(1)
+        states = states.expand(-1, self.top_k, -1)
+        states = self.read(before, states)  # [R, K, H]
+        positions = torch.arange(len(candidate_ids), device=candidate_ids.device)
+        features = self.features(hidden_states[0])
+        scores = self.scores(
+            positions[:, None, None],
+            features.unsqueeze(1),
+            path.logits[0].unsqueeze(1),
+            candidate_ids.unsqueeze(1),
+            states,
+        )
+        return scores, candidate_ids
+
+
+def _most_probable(scores: torch.Tensor, position: int) -> torch.Tensor:
+    return scores.argmax(dim=-1)
+
+
+class SelectorHead(CausalHead):
+    """DFlash2's: predecessor[previous token] * projected(hidden state) is scored with successor[candidate]."""
+
+    def __init__(self, weights: CandidateSelector, top_k: int) -> None:
+        rows = weights.successor_codebook
+        super().__init__(rows, top_k, state_size=rows.shape[1])
+        self._weights = weights
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The projected hidden states [..., E]."""
+        return self._weights.hidden_projection(hidden_states)
+
+    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The predecessor's row [..., E] alone."""
+        return self._weights.predecessor_codebook[token_ids]
+
+    def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The product of both."""
+        return features * state
+
+
+class DominoHead(CausalHead):
+    """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
+
+    def __init__(
+        self, gru: PrefixGRU, projection: nn.Sequential, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
+    ) -> None:
+        mix, _, table = projection.children()
+        rows = table.get_parameter("weight")
+        state_size = gru.weight_hh_l0.shape[1]
+        top_k = min(DOMINO_TOP_K, len(rows))
+        super().__init__(rows, top_k, state_size, num_plain)
+        self._gru = gru
+        self._embed = embed
+        weight = mix.get_parameter("weight")
+        self._of_hidden = weight[:, :-state_size]
+        self._of_state = weight[:, -state_size:]
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The part of the projection [..., E] that does not depend on chosen tokens."""
+        return functional.linear(hidden_states, self._of_hidden)
+
+    def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The GRU's next state [..., H]."""
+        embeddings = self._embed(token_ids).to(state)
+        return self._gru(embeddings, state)
+
+    def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The joint projection, activated."""
+        of_state = functional.linear(state, self._of_state)
+        return functional.silu(features + of_state)
