@@ -190,18 +190,17 @@ class DominoHead(CausalHead):
     """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
 
     def __init__(
-        self, gru: PrefixGRU, projection: nn.Sequential, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
+        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
     ) -> None:
         mix, _, table = projection.children()
-        rows = table.get_parameter("weight")
+        rows = table.weight  # not always a parameter: training in low rank computes it
         state_size = gru.weight_hh_l0.shape[1]
         top_k = min(DOMINO_TOP_K, len(rows))
         super().__init__(rows, top_k, state_size, num_plain)
         self._gru = gru
         self._embed = embed
-        weight = mix.get_parameter("weight")
-        self._of_hidden = weight[:, :-state_size]
-        self._of_state = weight[:, -state_size:]
+        self._of_hidden = mix.weight[:, :-state_size]
+        self._of_state = mix.weight[:, -state_size:]
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""
