@@ -33,7 +33,10 @@ class CandidateSelector(nn.Module):
 
 
 class PrefixGRU(nn.Module):
-    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone."""
+    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone.
+
+    Written out, because some devices have no `torch.gru_cell`.
+    """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -43,13 +46,12 @@ class PrefixGRU(nn.Module):
 
     def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The next state [..., H], of inputs [..., D]."""
-        next_state = torch.gru_cell(
-            inputs.flatten(0, -2),
-            state.flatten(0, -2),
-            self.weight_ih_l0,
-            self.weight_hh_l0,
-        )
-        return next_state.view(state.shape)
+        from_inputs = functional.linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
+        from_state = functional.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
+        reset = (from_inputs[0] + from_state[0]).sigmoid()
+        update = (from_inputs[1] + from_state[1]).sigmoid()
+        new = (from_inputs[2] + reset * from_state[2]).tanh()
+        return new + update * (state - new)
 
 
 @dataclass(frozen=True)
