@@ -86,7 +86,7 @@ def prompt_ids() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compilation.py` to say."""
+    """Pairs that many tests share run many steps; what is compiled, and when, is for `test_compiled.py` to say."""
     from dflash.engine import compiled
 
     monkeypatch.setattr(compiled, "AUTO_SECONDS", float("inf"))

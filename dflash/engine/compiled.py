@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.utils import logging
 
-from dflash.model.attention_dflash import attention_of, step_attention
+from dflash.model.attention_dflash import NUM_IN_STEPS, attention_of, step_attention
 from dflash.model.cache_dflash import PreallocatedCache
 from dflash.model.targets_dflash import MASKED_TYPES, Layout
 
@@ -179,7 +179,9 @@ def fingerprint(*models: Any) -> list[Any]:
     state: list[Any] = [attention_of(model) for model in models]
     for model in models:
         for module in model.modules():
-            state.append([(name, _described(value)) for name, value in vars(module).items() if not _is_taps(value)])
+            attributes = vars(module).copy()
+            attributes.pop(NUM_IN_STEPS, None)  # of other threads
+            state.append([(name, _described(value)) for name, value in attributes.items() if not _is_taps(value)])
     return state
 
 

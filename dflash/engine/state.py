@@ -32,7 +32,7 @@ class PairState:
         self._drafter = weakref.ref(drafter)
         self._target = weakref.ref(target)
         self._fingerprint: Any = None
-        self._warnings: set[str] = set()
+        self._warned_reasons: set[str | None] = set()
         self.lock = threading.RLock()
         self.compiled = CompiledStep(target, drafter)
         self.recordings = Recordings()
@@ -80,7 +80,7 @@ class PairState:
         if self.recording_reason is None:
             return True
         self.remember_models()
-        self.warn(f"cuda_graph=True has no effect: {self.recording_reason}.")
+        self._warn_of_recording()
         return False
 
     def give_up_recording(self, error: Exception) -> None:
@@ -89,13 +89,13 @@ class PairState:
         with self.lock:
             self.recordings.clear()
             self.recording_reason = f"a step is not recorded ({type(error).__name__}: {first_line})"
-        self.warn(f"Steps run eagerly and cuda_graph=True has no effect: {self.recording_reason}.")
+        self._warn_of_recording()
 
-    def warn(self, message: str) -> None:
-        """Logs a warning, the same one once."""
-        if message not in self._warnings:
-            self._warnings.add(message)
-            logger.warning(message)
+    def _warn_of_recording(self) -> None:
+        """Says why steps are not recorded, the same reason once."""
+        if self.recording_reason not in self._warned_reasons:
+            self._warned_reasons.add(self.recording_reason)
+            logger.warning(f"Steps run eagerly and cuda_graph=True has no effect: {self.recording_reason}.")
 
 
 class PairStates:

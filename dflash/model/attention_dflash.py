@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # `config._attn_implementation` during a step, in place of "sdpa". The name must not contain "flash": transformers would take
 # it for a kernel without masks.
 STEP = "step"
+NUM_IN_STEPS = "_num_in_steps"  # attribute of a model: threads whose step runs on it
 # Arguments of some families' attention. transformers' own function handles or refuses them.
 UNCOMMON = ("position_bias", "softcap")
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
@@ -308,15 +309,15 @@ def step_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def _enter(model: nn.Module, config: Any) -> None:
     attributes = vars(model)  # not the config's, which may be saved meanwhile
-    attributes["_num_inside"] = attributes.get("_num_inside", 0) + 1
+    attributes[NUM_IN_STEPS] = attributes.get(NUM_IN_STEPS, 0) + 1
     config._attn_implementation = STEP
 
 
 def _leave(model: nn.Module, config: Any) -> None:
     attributes = vars(model)
-    attributes["_num_inside"] -= 1
-    if not attributes["_num_inside"]:
-        del attributes["_num_inside"]
+    attributes[NUM_IN_STEPS] -= 1
+    if not attributes[NUM_IN_STEPS]:
+        del attributes[NUM_IN_STEPS]
         config._attn_implementation = "sdpa"
 
 

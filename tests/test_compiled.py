@@ -1,0 +1,570 @@
+"""`compile`: steps as one compiled function, the eager text, and eager steps where nothing else is right.
+
+Most tests play the compiler, or only capture graphs (`backend="eager"`). Those marked `compiler` run Inductor.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from devices import LateDevice, Pair, PlayedCompiler
+from families import FAMILIES
+from tiny_models import GREEDY, SMALL, counted_forwards, greedy, make_drafter, make_prompt, make_target
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
+
+from dflash import Conversation, generate_blocks, spec_generate
+from dflash.engine import compiled, fallback_reason, runner
+from dflash.engine.compiled import fingerprint
+from dflash.engine.state import PairState
+from dflash.evaluation import allocated_memory
+from dflash.model import decoding_dflash
+
+
+COMPILED: dict[str, Any] = {"compile": True}
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0.7}, {"temperature": 0.9, "top_k": 9, "top_p": 0.8}]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> PlayedCompiler:
+    """A compiler that changes nothing."""
+    compiler = PlayedCompiler()
+    monkeypatch.setattr(torch, "compile", compiler)
+    return compiler
+
+
+@pytest.fixture
+def _captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are captured and run as they are."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pair() -> Pair:
+    """A pair of which nothing is compiled."""
+    return Pair.make()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings about compiled steps."""
+    return [record.message for record in caplog.records if "eagerly" in record.message]
+
+
+def num_graphs() -> int:
+    """How many graphs were captured."""
+    return counters["stats"]["unique_graphs"]
+
+
+# Captured graphs
+
+
+@pytest.mark.usefixtures("_captured")
+def test_captured_text_and_acceptance_are_the_eager_ones(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: one graph serves all lengths, prompts, caches and temperatures of a kind of step."""
+    monkeypatch.setattr(decoding_dflash, "INITIAL_NEW_TOKENS", 8)
+    eager = list(pair.blocks([17], compile=False))
+    assert any(block.num_accepted for block in eager)
+    assert list(pair.blocks([17], **COMPILED)) == eager
+    for length, num_new in ((8, 24), (60, 150), (17, 10)):
+        pair.check([length], max_new_tokens=num_new, **COMPILED)
+    assert num_graphs() == 1
+    sampled = pair.follow_sampled(17, **SAMPLING[0])
+    for _ in range(2):
+        assert pair.write([17], **SAMPLING[0], **COMPILED) == sampled
+    pair.write([60], temperature=1.3, **COMPILED)
+    assert num_graphs() == 2
+    assert not counters["graph_break"]
+    assert fallback_reason(pair.drafter, pair.target) is None
+
+
+@pytest.mark.usefixtures("_captured")
+def test_captured_batches_of_any_size_share_a_graph(pair: Pair) -> None:
+    """Promise: also while their sequences end one by one."""
+    last = next(i for i in range(130, pair.text.shape[1]) if pair.text[0, i] not in pair.text[0, 70:i])
+    lengths = [last - 40, last - 9, last - 55]
+    stop = {"stop_token_ids": [int(pair.text[0, last])], "max_new_tokens": 80}
+    assert pair.write(lengths, **stop, **COMPILED) == [pair.text[0, n : last + 1].tolist() for n in lengths]
+    graphs = num_graphs()
+    assert graphs <= 2  # several sequences, and the last of them
+    pair.check([45, 9], **COMPILED)
+    pair.check([45, 9, 80, 17], **COMPILED)
+    assert num_graphs() == graphs
+    assert fallback_reason(pair.drafter, pair.target) is None
+
+
+@pytest.mark.usefixtures("_captured")
+@pytest.mark.parametrize("kind", ["qwen3_sliding", "llama"])
+def test_other_targets_are_captured(kind: str) -> None:
+    pair = Pair.make(kind)
+    pair.check([17], **COMPILED)
+    assert fallback_reason(pair.drafter, pair.target) is None
+
+
+@pytest.mark.usefixtures("_captured")
+@pytest.mark.parametrize(
+    "head",
+    [{"selector_rank": 4, "selector_top_k": 5}, {"gru_hidden_dim": 6, "emb_dim": 4}],
+    ids=["selector", "Domino"],
+)
+def test_a_causal_head_is_captured(head: dict[str, int], pair: Pair) -> None:
+    """Promise: its proposals are the eager ones, which the first step is compared with."""
+    drafter = make_drafter(**SMALL, **head)
+    for parameter in drafter.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    other = Pair(pair.target, drafter, pair.text)  # type: ignore[arg-type]
+    eager = list(other.blocks([17], compile=False))
+    assert list(other.blocks([17], **COMPILED)) == eager
+    assert num_graphs() == 1
+    assert fallback_reason(drafter, pair.target) is None
+
+
+@pytest.mark.usefixtures("_captured")
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen3_moe", "qwen3_next"])
+def test_other_families_compile_or_say_why_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: the text is exact either way, and one warning says what runs eagerly."""
+    if not FAMILIES[name].is_served:
+        pytest.skip("not served on this transformers")
+    half: dict[str, Any] = {} if name == "qwen3_next" else {"num_hidden_layers": 2}
+    if name in ("gemma3", "gpt_oss"):
+        half["layer_types"] = ["sliding_attention", "full_attention"]
+    target = FAMILIES[name].make(**half)
+    prompt = make_prompt(17, seed=3)
+    truth = greedy(target, prompt, max_new_tokens=16, eos_token_id=None)
+    fields = {} if name == "qwen3_next" else SMALL
+    drafter = make_drafter(**fields)
+    for _ in range(2):
+        output = spec_generate(drafter, target, prompt, max_new_tokens=16, **GREEDY, **COMPILED)
+        assert torch.equal(output.sequences, truth)
+    reason = fallback_reason(drafter, target)
+    assert len(warnings_of(caplog)) == (reason is not None)
+    assert name != "qwen3_next" or "layers of type linear_attention" in str(reason)
+
+
+@pytest.mark.usefixtures("_captured")
+def test_a_target_that_does_not_compile_runs_eagerly(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: one warning of one line gives the compiler's reason, which can also be asked for."""
+    mlp = pair.target.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(states * (1.0 if states.sum() < 1e9 else 0.0))
+    for _ in range(2):
+        pair.check([17], **COMPILED)
+    (warning,) = warnings_of(caplog)
+    assert "Qwen3ForCausalLM and PlacedDrafter run eagerly and compile has no effect: " in warning
+    assert "\n" not in warning
+    assert "does not compile" in str(fallback_reason(pair.drafter, pair.target))
+
+
+@pytest.mark.usefixtures("_captured")
+@pytest.mark.parametrize("part", ["features", "choices"])
+def test_a_compiled_step_that_computes_something_else_is_not_used(
+    pair: Pair, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: the first output of each function is compared with the eager one."""
+
+    def backend(module: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
+        def run(*values: Any) -> list[torch.Tensor]:
+            outputs = list(module(*values))
+            for index, output in enumerate(outputs):
+                if part == "features" and output.is_floating_point():
+                    outputs[index] = output.flip(-1)
+                elif part == "choices" and output.ndim == 2:
+                    outputs[index] = (output + 1) % 90
+            return outputs
+
+        return run
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    for _ in range(2):
+        pair.check([17], **COMPILED)
+    (warning,) = warnings_of(caplog)
+    assert "computes something else than eagerly" in warning
+
+
+# What runs, and what the compiler is asked
+
+
+def test_one_function_runs_every_whole_step(pair: Pair, compiler: PlayedCompiler) -> None:
+    blocks = list(pair.blocks([17], **COMPILED))
+    pair.check([60], **COMPILED)
+    assert compiler.num_functions == 1
+    assert compiler.num_calls >= 2 * (len(blocks) - 2)  # not the prompt's, nor that of a last token
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("lengths", [[17], [17, 60, 31]], ids=["one", "three"])
+def test_sampled_text_is_the_eager_one(pair: Pair, sampling: dict[str, Any], lengths: list[int]) -> None:
+    """Promise: what a seed writes does not depend on how steps run."""
+    pair.follow_sampled(17, **sampling)
+    assert pair.write(lengths, **sampling, **COMPILED) == pair.write(lengths, compile=False, **sampling)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_conversation_goes_on_compiled_and_eagerly(pair: Pair) -> None:
+    conversation = Conversation()
+    for length, keywords in ((17, COMPILED), (57, {"compile": False}), (90, COMPILED), (33, COMPILED)):
+        pair.check([length], conversation=conversation, **keywords)
+    assert conversation.num_reused == 32
+
+
+def test_steps_with_a_lookup_run_between_compiled_ones(compiler: PlayedCompiler) -> None:
+    """Promise: only where the text's last tokens occurred before a step is not whole."""
+    pair = Pair.make(seed=11)
+    asked: dict[str, Any] = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2, "max_new_tokens": 120}
+    blocks = list(pair.blocks([17], **asked, **COMPILED))
+    assert pair.texts_of(blocks) == pair.expected([17], 120)
+    num_looked_up = sum(block.is_lookup for block in blocks)
+    assert 0 < num_looked_up < len(blocks) - 1
+    assert 0 < compiler.num_calls <= len(blocks) - 1 - num_looked_up
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"draft_tree": 6},
+        {"output_scores": True},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.7, "min_p": 0.1},
+        {"temperature": 0.7, "verification": "rejection"},
+        {"max_draft_tokens": 0},
+    ],
+    ids=str,
+)
+def test_steps_that_need_the_host_run_eagerly(pair: Pair, compiler: PlayedCompiler, keywords: dict[str, Any]) -> None:
+    """Promise: processors, scores, trees and drawn proposals change nothing of the text, and compile nothing."""
+    assert pair.write([17], **keywords, **COMPILED) == pair.write([17], compile=False, **keywords)
+    assert compiler.num_calls == 0
+
+
+def test_hooks_and_dispatch_modes_see_every_forward(pair: Pair, compiler: PlayedCompiler) -> None:
+    """Promise: also a hook that comes in mid-text; and what was compiled stays."""
+    blocks = pair.blocks([17], **COMPILED)
+    written = [token_id for _ in range(4) for token_id in next(blocks).token_ids]
+    num_calls = compiler.num_calls
+    with counted_forwards(pair.target) as forwards:
+        rest = list(blocks)
+    assert [*written, *pair.texts_of(rest)[0]] == pair.expected([17])[0]
+    assert len(forwards) == len(rest)
+    with FlopCounterMode(display=False) as flops:
+        pair.check([17], **COMPILED)
+    assert flops.get_total_flops() > 0
+    assert compiler.num_calls == num_calls
+    pair.check([17], **COMPILED)
+    assert compiler.num_calls > num_calls
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [[17], [17, 60]], ids=["one", "two"])
+def test_a_function_that_fails_in_mid_text_leaves_the_right_text(
+    pair: Pair, compiler: PlayedCompiler, fails_at: int, lengths: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler.fails_at = fails_at
+    for _ in range(2):
+        pair.check(lengths, **COMPILED)
+    assert compiler.num_calls == fails_at
+    (warning,) = warnings_of(caplog)
+    assert "RuntimeError: no C++ compiler)" in warning
+    assert "no C++ compiler" in str(fallback_reason(pair.drafter, pair.target))
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None.__class__, 2.0])
+def test_another_value_of_compile_is_refused(pair: Pair, value: Any) -> None:
+    with pytest.raises(ValueError, match="compile="):
+        pair.blocks([9], compile=value)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiling_is_announced_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """Known trap: `compile=True` was silent for half a minute where stderr is no terminal."""
+    for _ in range(2):
+        pair.check([17], **COMPILED)
+    (record,) = [record for record in caplog.records if "are being compiled" in record.message]
+    assert record.levelno == logging.WARNING
+    assert "compile=False avoids it" in record.message
+
+
+# What changes
+
+
+def _cast(pair: Pair) -> None:
+    pair.target.to(torch.float64)
+    pair.drafter.to(torch.float64)
+
+
+def _adapter(pair: Pair) -> None:
+    mlp = pair.target.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Linear(32, 32).requires_grad_(False))
+
+
+def _moved_parameter(pair: Pair) -> None:
+    projection = pair.target.model.layers[1].mlp.up_proj
+    projection.weight = torch.nn.Parameter(-projection.weight.detach())
+
+
+def _method_put_over(pair: Pair) -> None:
+    mlp = pair.target.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(states) * -1.0
+
+
+def _layer_hook(pair: Pair) -> None:
+    pair.target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * -2.0)
+
+
+def _other_activation(pair: Pair) -> None:
+    pair.target.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def _other_number(pair: Pair) -> None:
+    pair.target.model.layers[0].input_layernorm.variance_epsilon = 10.0
+
+
+CHANGES = [_cast, _adapter, _moved_parameter, _method_put_over, _layer_hook, _other_activation, _other_number]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_is_compiled_anew(
+    pair: Pair, compiler: PlayedCompiler, change: Callable[[Pair], None]
+) -> None:
+    pair.check([17], **COMPILED)
+    change(pair)
+    pair.write_text()
+    pair.check([17], **COMPILED)
+    assert compiler.num_functions == 2
+    pair.check([17], **COMPILED)
+    assert compiler.num_functions == 2
+
+
+@pytest.mark.usefixtures("_captured")
+def test_a_captured_graph_does_not_outlive_the_models_it_was_made_of(pair: Pair) -> None:
+    """Promise: what runs is the model as it is now, though no step looks at its modules."""
+    pair.check([17], **COMPILED)
+    before = pair.text
+    _method_put_over(pair)
+    pair.write_text()
+    assert not torch.equal(pair.text, before)
+    pair.check([17], **COMPILED)
+    with torch.no_grad():
+        pair.target.model.layers[0].mlp.down_proj.weight.neg_()  # as a merged adapter does
+    pair.write_text()
+    pair.check([17], **COMPILED)
+    assert num_graphs() == 2
+
+
+def test_a_change_also_forgets_why_steps_ran_eagerly(pair: Pair, compiler: PlayedCompiler) -> None:
+    """Promise: a cause that is mended needs no new process."""
+    compiler.fails_at = 1
+    pair.check([17], **COMPILED)
+    _moved_parameter(pair)
+    pair.write_text()
+    pair.check([17], **COMPILED)
+    assert fallback_reason(pair.drafter, pair.target) is None
+    assert compiler.num_calls > 1
+
+
+def test_taps_of_another_threads_forward_are_no_change(pair: Pair) -> None:
+    """Known bug: a text that began while another thread was in a forward dropped all that was compiled."""
+
+    def hook(*args: Any) -> None:
+        return None
+
+    at_rest = fingerprint(pair.target, pair.drafter)
+    handle = pair.target.model.layers[1].register_forward_hook(hook)
+    assert fingerprint(pair.target, pair.drafter) != at_rest
+    hook.is_tap = True  # type: ignore[attr-defined]
+    assert fingerprint(pair.target, pair.drafter) == at_rest
+    handle.remove()
+    assert fingerprint(pair.target, pair.drafter) == at_rest
+
+
+# Whose it is
+
+
+def test_other_models_and_copies_share_nothing(pair: Pair, compiler: PlayedCompiler) -> None:
+    """Promise: a reason of one pair is none of another, and a copy of a drafter begins without any."""
+    compiler.fails_at = 1
+    pair.check([17], **COMPILED)
+    assert fallback_reason(pair.drafter, pair.target) is not None
+    for drafter in (copy.deepcopy(pair.drafter), copy.copy(pair.drafter)):
+        assert PairState.of(drafter, pair.target) is not pair.state
+        assert fallback_reason(drafter, pair.target) is None
+    assert fallback_reason(pair.drafter, make_target(num_hidden_layers=2)) is None
+    assert PairState.of(pair.drafter, pair.target) is pair.state
+
+
+def test_two_threads_write_their_own_texts(pair: Pair, compiler: PlayedCompiler) -> None:
+    """Promise: threads may share a pair; a function is compiled once."""
+    texts: dict[int, list[list[int]]] = {}
+    ready = threading.Barrier(2)
+
+    def work(length: int) -> None:
+        ready.wait(60)
+        texts[length] = [pair.write([length], **COMPILED)[0] for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(length,)) for length in (17, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == {length: pair.expected([length]) * 3 for length in (17, 60)}
+    assert compiler.num_functions == 1
+
+
+@pytest.mark.usefixtures("_captured")
+def test_a_pair_ends_with_its_models() -> None:
+    """Promise: what was compiled keeps neither model alive, and a drafter's other pairs go on."""
+    pair = Pair.make()
+    pair.check([17], **COMPILED)
+    target = weakref.ref(pair.target)
+    state = weakref.ref(pair.state)
+    drafter = pair.drafter
+    torch._dynamo.reset()
+    del pair
+    gc.collect()
+    assert target() is None
+    assert state() is None
+    left = weakref.ref(drafter)
+    del drafter
+    gc.collect()
+    assert left() is None
+
+
+# By itself
+
+
+@pytest.fixture
+def _second_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eager step takes a second, and ten of them let "auto" compile."""
+    monkeypatch.setattr(runner, "stopwatch", lambda: lambda: 1.0)
+    monkeypatch.setattr(compiled, "AUTO_SECONDS", 10.0)
+
+
+@pytest.mark.usefixtures("_second_steps")
+def test_auto_compiles_a_kind_of_step_after_its_eager_seconds(pair: Pair, compiler: PlayedCompiler) -> None:
+    """Promise: in mid-text, and not for the steps of another kind; compile=False is not weighed."""
+    pair.check([17], compile=False)
+    pair.check([17], max_new_tokens=12)
+    assert compiler.num_calls == 0
+    blocks = list(pair.blocks([17], max_new_tokens=100))
+    assert pair.texts_of(blocks) == pair.expected([17], 100)
+    assert 10 < compiler.num_calls < len(blocks) - 1
+    pair.check([17, 60], max_new_tokens=12)
+    assert compiler.num_functions == 1
+
+
+@pytest.mark.usefixtures("_second_steps")
+def test_auto_is_silent_about_what_cannot_be_compiled(
+    pair: Pair, compiler: PlayedCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: nobody asked for it, and it is not tried again."""
+    pair.state.compiled.reason = "it does not compile"
+    for _ in range(2):
+        pair.check([17], max_new_tokens=100)
+    assert compiler.num_functions == 0
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.usefixtures("_second_steps")
+def test_auto_never_compiles_on_another_device(
+    pair: Pair, compiler: PlayedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: on an accelerator compiling is for whoever asks."""
+
+    chosen_mode = runner.EngineRunner._chosen_mode
+
+    def chosen_elsewhere(self: runner.EngineRunner, options: Any) -> str | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(pair.target), "device", torch.device("cuda"))
+            return chosen_mode(self, options)
+
+    monkeypatch.setattr(runner.EngineRunner, "_chosen_mode", chosen_elsewhere)
+    pair.check([17], max_new_tokens=100)
+    assert compiler.num_functions == 0
+    pair.check([17], **COMPILED)
+    assert compiler.num_functions == 1
+
+
+# What a step costs
+
+
+WAITS: dict[str, tuple[list[int], dict[str, Any], set[int]]] = {
+    "chain": ([17], {}, {1}),
+    "sampled": ([17], {"temperature": 0.7}, {1}),
+    "rejection": ([17], {"temperature": 0.7, "verification": "rejection"}, {1}),
+    "ragged": ([17, 60, 31], {}, {1}),
+    "window": ([17], {"draft_window": (4, 12)}, {1}),
+    "tree": ([17], {"draft_tree": 6}, {2}),
+    "lookup": ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, {1, 2}),
+}
+
+
+@pytest.mark.parametrize("mode", WAITS)
+def test_the_host_waits_once_in_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: for what was accepted. Of a tree it waits twice, and where a text has repeated itself lately."""
+    lengths, keywords, expected = WAITS[mode]
+    pair = Pair.make(seed=11)
+    device = LateDevice(pair.target, pair.drafter)
+    device.install(monkeypatch)
+    num_waits: list[int] = []
+    run = runner.EngineRunner.run
+    keep = runner.EngineRunner.keep
+
+    def noted_run(self: Any, *args: Any) -> Any:
+        num_waits.append(-device.num_waits)
+        return run(self, *args)
+
+    def noted_keep(self: Any, *args: Any) -> None:
+        keep(self, *args)
+        if num_waits:
+            num_waits[-1] += device.num_waits
+
+    monkeypatch.setattr(runner.EngineRunner, "run", noted_run)
+    monkeypatch.setattr(runner.EngineRunner, "keep", noted_keep)
+    with device:
+        blocks = pair.blocks(lengths, max_new_tokens=200, compile=False, **keywords)
+        for _ in (*lengths, *lengths):  # the prompts' and a first step, which read the prompts
+            next(blocks)
+        device.faults.clear()
+        for _ in range(25):
+            next(blocks)
+        blocks.close()
+    assert device.faults == []
+    assert set(num_waits[:-1]) == expected
+
+
+@pytest.mark.compiler
+def test_inductors_step_writes_the_text_and_copies_no_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: keys are copied neither to write a block nor for each head: a step allocates less than a layer's keys."""
+    target = make_target(num_hidden_layers=2, num_attention_heads=8, head_dim=64, max_position_embeddings=4096)
+    drafter = make_drafter(**SMALL, attn_implementation="sdpa")
+    prompt = make_prompt(2000)
+    asked: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": [], "max_new_tokens": 12, **COMPILED}
+    truth = greedy(target, prompt, max_new_tokens=12, eos_token_id=None)
+    assert torch.equal(spec_generate(drafter, target, prompt, **asked), truth)
+    assert not warnings_of(caplog)
+    steps = generate_blocks(drafter, target, prompt, **asked)
+    for _ in range(2):  # the prompt's forward, and the drafter's first, which reads all of the prompt
+        next(steps)
+    of_one_layer = 4 * prompt.shape[1] * target.config.num_key_value_heads * target.config.head_dim
+    assert 0 < allocated_memory(lambda: list(steps), target.device) < of_one_layer
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("sampling", [{}, SAMPLING[1]], ids=["greedy", "sampled"])
+def test_inductors_batches_write_their_texts(pair: Pair, sampling: dict[str, Any]) -> None:
+    for lengths in ([17, 60, 31], [45, 9]):
+        assert pair.write(lengths, **sampling, **COMPILED) == pair.write(lengths, compile=False, **sampling)
+    assert fallback_reason(pair.drafter, pair.target) is None
