@@ -28,7 +28,8 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks, spec_generate
-from dflash.model.cache_dflash import LinearAttentionLayer, PreallocatedCache, RunningState
+from dflash.engine.trees import TreeRunningState
+from dflash.model.cache_dflash import LinearAttentionLayer, PreallocatedCache
 from dflash.model.decoding_dflash import Conversation
 from dflash.model.drafting_dflash import embed
 from dflash.model.targets_dflash import LINEAR_TYPES, Target, decoder_layers
@@ -215,13 +216,13 @@ def test_hybrids_verify_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     Between the layers of a step no states of paths are kept: a large model would not have the memory.
     """
-    rewind, num_states = RunningState.rewind, set[int]()
+    rewind, num_states = TreeRunningState.rewind_to, set[int]()
 
-    def noted(self: RunningState, *args: Any) -> None:
+    def noted(self: TreeRunningState, *args: Any) -> None:
         num_states.update(len(state) for held in self._states for state in held.values() if state is not None)
         rewind(self, *args)
 
-    monkeypatch.setattr(RunningState, "rewind", noted)
+    monkeypatch.setattr(TreeRunningState, "rewind_to", noted)
     target, prompt = hybrid_target(name, seed=3), make_prompt(17, vocab_size=32)
     truth = greedy(target, prompt, max_new_tokens=NEW_TOKENS + BLOCK_SIZE, eos_token_id=None)
     # Its second best is right where its best is wrong.

@@ -158,6 +158,13 @@ def test_a_row_that_fails_hangs_or_dies_loses_only_itself(helper):
     assert [sum(status != "skipped" for status in statuses) for statuses in seen] == [*range(len(what) + 1), len(what)]
 
 
+def test_rows_of_another_group_have_a_process_of_their_own(helper):
+    rows = [load("runner").new_row(str(place), group, 30.0, do="fine") for place, group in enumerate("aabb")]
+    load("runner").run_rows(rows, helper.open_bench, {}, time.monotonic() + 60, lambda rows, facts: None)
+    processes = [row["process"] for row in rows]
+    assert processes[0] == processes[1] != processes[2] == processes[3]
+
+
 def test_what_the_time_does_not_suffice_for_is_skipped(helper):
     outcomes, *_ = run(helper, "fine", "hang", "fine", "fine", seconds=4.0)
     statuses = [(outcome["status"], outcome["reason"]) for outcome in outcomes]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from dflash.model.verification_dflash import Proposals, verify_block
 from distributions import p_value
 from test_batch import BatchScriptedDrafter
 from tiny_models import (
@@ -27,6 +26,7 @@ from tiny_models import (
 from transformers import PreTrainedModel
 
 from dflash import Conversation, DFlashDraftModel, generate_blocks, spec_generate
+from dflash.model.acceptance_dflash import Proposals, accept_block
 
 
 NEW = 14
@@ -57,7 +57,7 @@ def test_block_verification_writes_the_targets_distribution_with_an_unlike_draft
     candidate_ids = torch.arange(len(drafter)).expand(num_texts, depth, -1)
     proposals = Proposals(texts[:, 1:], candidate_ids, drafter[texts[:, :-1]])
     uniforms = torch.rand(num_texts, depth + 1, generator=noise, dtype=torch.float64)
-    verdict = verify_block(proposals, target[texts].log(), uniforms)
+    verdict = accept_block(proposals, target[texts].log(), uniforms)
 
     written = verdict.token_ids[:, :depth].clone()
     for i in range(1, depth):  # what the next steps write
@@ -115,8 +115,8 @@ def assert_caches_hold_the_text(
     spec_generate(drafter, target, text, max_new_tokens=3, conversation=fresh, **GREEDY)
     assert conversation.target_cache.lengths == [text.shape[1]]
     assert num_read <= conversation.context.cache.lengths[0] <= text.shape[1]
-    for name in ("target_cache", "draft_cache"):
-        held, expected = getattr(conversation, name), getattr(fresh, name)
+    pairs = ((conversation.target_cache, fresh.target_cache), (conversation.context.cache, fresh.context.cache))
+    for held, expected in pairs:
         length = held.lengths[0]
         assert expected.lengths[0] >= length
         for layer, other in zip(held.layers, expected.layers, strict=True):

@@ -10,6 +10,8 @@ from tiny_models import make_drafter, make_target
 from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel
+from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.targets_dflash import Target
 from dflash.training import (
     LOSSES,
     Batch,
@@ -124,12 +126,16 @@ def test_a_documents_anchors_do_not_depend_on_its_neighbours() -> None:
 def test_a_target_says_of_a_packed_document_what_it_says_of_it_alone(name: str) -> None:
     """Of every family; those with a running state are refused, for it would go on into the next document."""
     target = FAMILIES[name].make()
-    read = FrozenTarget(target, drafter_for(target))
+    drafter = drafter_for(target)
+    read = FrozenTarget(target, drafter)
+    alone_target = Target(target, drafter.config.target_layer_ids)
+    num_layers, mixers = alone_target.num_layers, alone_target.mixers
     examples = make_examples([11, 6, 14])
     alone = [read(collate([example], [[]], 0), wants_states=True) for example in examples]
     for example, states in zip(examples, alone, strict=True):
         ids = torch.tensor([example.input_ids])
-        logits, features = read.forward(ids, read.new_cache(len(example)), num_logits=len(example))
+        with torch.no_grad():
+            logits, features = alone_target.verify(ids, PreallocatedCache(num_layers, len(example), mixers=mixers))
         torch.testing.assert_close(states.features[:, : len(example)], features, rtol=1e-4, atol=1e-4)
         assert states.last_hidden_state is not None
         ours = read.logits(states.last_hidden_state[:, : len(example)])

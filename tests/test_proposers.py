@@ -80,9 +80,9 @@ def test_auto_draws_only_where_it_helps(tiny_target: PreTrainedModel, monkeypatc
     drawn: list[bool] = []
     propose = drafter.propose
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        drawn.append("drawn" in kwargs)
-        return propose(*args, **kwargs)
+    def noted(hidden_states: Any, anchors: Any, head: Any, drawn_with: Any = None, **kwargs: Any) -> Any:
+        drawn.append(drawn_with is not None)
+        return propose(hidden_states, anchors, head, drawn_with, **kwargs)
 
     monkeypatch.setattr(drafter, "propose", noted)
     for verification, temperature, draws in (

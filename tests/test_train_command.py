@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.cli import app as cli
 from dflash.common import provenance
-from dflash.model import decoding_dflash, generation_dflash
+from dflash.model import drafting_dflash, generation_dflash
 from dflash.training import (
     ADAPTATION,
     Trainer,
@@ -450,8 +450,8 @@ def test_early_measurements_do_not_warn_that_nothing_is_accepted(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Users of a drafter are warned so; that training begins there is no news."""
-    monkeypatch.setattr(decoding_dflash, "INACTIVE_STEPS", 2)
-    monkeypatch.setattr(decoding_dflash.logger, "propagate", True)
+    monkeypatch.setattr(drafting_dflash, "INACTIVE_STEPS", 2)
+    monkeypatch.setattr(drafting_dflash.logger, "propagate", True)
     with caplog.at_level("WARNING"):
         assert run("--output", tmp_path / "drafter", *flags(**TINY | {"learning_rate": 1e-9}))[0] == 0
         assert "not one drafted token was accepted" not in caplog.text

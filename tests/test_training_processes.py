@@ -231,16 +231,16 @@ def test_less_memory_learns_the_same(folder: Path, tmp_path: Path, changes: dict
 
 
 def test_gradient_checkpointing_computes_the_layers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash.model import modeling_dflash
+    from dflash.model import layers_dflash
 
     calls: list[bool] = []
-    forward = modeling_dflash.DFlashAttn.forward
+    forward = layers_dflash.DFlashAttn.forward
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(torch.is_grad_enabled())
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_dflash.DFlashAttn, "forward", counted)
+    monkeypatch.setattr(layers_dflash.DFlashAttn, "forward", counted)
     one_step = replace(SHORT, steps=1, eval_every=5)
     short(tmp_path / "plain", one_step)
     plain = calls.count(True)

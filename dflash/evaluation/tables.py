@@ -236,31 +236,6 @@ def _training_step(result: dict[str, Any]) -> list[Part]:
     return [(rows, of_steps), (losses, ("vocabulary", "loss", "ms", "live_bytes"))]
 
 
-def _device_code(result: dict[str, Any]) -> list[Part]:
-    """Launches of the whole cases, else of the smallest ones."""
-    rows = []
-    for case in result.get("cases") or result.get("smoke", ()):
-        products, attention = (case["by_kind"].get(kind, 0) for kind in ("extern_kernels.mm", "flex attention"))
-        fused = case["launches"] - products - attention
-        rows.append({**case, "matrix products": products, "attention": attention, "fused kernels": fused})
-    keys = ("size", "what", "width", "capacity", "num_sequences", "launches", "matrix products", "attention")
-    return [(rows, (*keys, "fused kernels"))]
-
-
-def _device_operations(result: dict[str, Any]) -> list[Part]:
-    rows = [
-        {
-            "mode": row["mode"],
-            "path": row["path"],
-            "operations from Python, a step": max(row["operations"]),
-            "waits of the host, a step": max(row["waits"]),
-        }
-        for row in result.get("modes", ())
-    ]
-    native = [{**row, "layers": " + ".join(map(str, row["layers"]))} for row in result.get("native", ())]
-    return [(rows, None), (native, None)]
-
-
 def _shape(result: dict[str, Any]) -> list[Part]:
     """Ways of decoding, and forwards by the number of columns."""
     steps = ("method", "ms_per_step", "stated_tau", "ms_per_token", "speedup_at_stated_tau")
@@ -308,8 +283,6 @@ PARTS: dict[str, Sequence[str] | Callable[[dict[str, Any]], list[Part]]] = {
     "run": _run,
     "training_step": _training_step,
     "engine": ("vllm", "identical", "identical_in_one_batch", "tau", "vllm_tau"),
-    "device_code": _device_code,
-    "device_operations": _device_operations,
     "dialects": _dialects,
     "gpu": _gpu,
     "shape": _shape,

@@ -33,7 +33,10 @@ class CandidateSelector(nn.Module):
 
 
 class PrefixGRU(nn.Module):
-    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone."""
+    """Domino's GRU, a step at a time. Its weights have the names of torch's module, which runs over whole sequences alone.
+
+    Written out, because some devices have no `torch.gru_cell`.
+    """
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -43,13 +46,12 @@ class PrefixGRU(nn.Module):
 
     def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The next state [..., H], of inputs [..., D]."""
-        next_state = torch.gru_cell(
-            inputs.flatten(0, -2),
-            state.flatten(0, -2),
-            self.weight_ih_l0,
-            self.weight_hh_l0,
-        )
-        return next_state.view(state.shape)
+        from_inputs = functional.linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
+        from_state = functional.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
+        reset = (from_inputs[0] + from_state[0]).sigmoid()
+        update = (from_inputs[1] + from_state[1]).sigmoid()
+        new = (from_inputs[2] + reset * from_state[2]).tanh()
+        return new + update * (state - new)
 
 
 @dataclass(frozen=True)
@@ -190,18 +192,17 @@ class DominoHead(CausalHead):
     """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
 
     def __init__(
-        self, gru: PrefixGRU, projection: nn.Sequential, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
+        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
     ) -> None:
         mix, _, table = projection.children()
-        rows = table.get_parameter("weight")
+        rows = table.weight  # not always a parameter: training in low rank computes it
         state_size = gru.weight_hh_l0.shape[1]
         top_k = min(DOMINO_TOP_K, len(rows))
         super().__init__(rows, top_k, state_size, num_plain)
         self._gru = gru
         self._embed = embed
-        weight = mix.get_parameter("weight")
-        self._of_hidden = weight[:, :-state_size]
-        self._of_state = weight[:, -state_size:]
+        self._of_hidden = mix.weight[:, :-state_size]
+        self._of_state = mix.weight[:, -state_size:]
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""

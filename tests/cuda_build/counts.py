@@ -1,16 +1,18 @@
 """What an eager step asks of a GPU, counted without one: kernels, waits of the host, attention problems never met before.
 
-    python tests/cuda_build/counts.py        # a table, in about a minute; problems are those of a second text of another length
+    python tests/cuda_build/counts.py --output benchmarks/results/device_counts.json
 
 The tensors are fake ones on "cuda": they have shapes, dtypes and a device, and no numbers. What the host reads is invented: half
 of a block stands, tokens are all different. The layers are as many as Qwen3-8B and its drafter have; they are narrow, because a
 count does not depend on their width. Only `custom_generate` is called. Needs torch's CUDA build.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash import DFlashConfig, DFlashDraftModel, custom_generate, default_target_layer_ids
 from dflash.cli.terminal import show_table
+from dflash.common.provenance import record, versions, write_result
+from dflash.evaluation import tables_of
 
 
 DEVICE = torch.device("cuda:0")
@@ -204,16 +208,27 @@ def count(mode_name: str, depths: tuple[int, int], prompt_length: int, watch: Wa
     return steps[SETTLED]
 
 
+def rows_of(depths: tuple[int, int], mode: str) -> dict[str, Any]:
+    """The counts of a step in a second text, whose prompt has another length than the first."""
+    watch = Watch()
+    count(mode, depths, PROMPT_LENGTH, watch)
+    steps = count(mode, depths, PROMPT_LENGTH + 7, watch)
+    kernels, waits, problems = (sum(numbers) / len(steps) for numbers in zip(*steps, strict=True))
+    layers = " + ".join(map(str, depths))
+    return {"layers": layers, "mode": mode, "kernels": kernels, "waits": waits, "new_attention_problems": problems}
+
+
 def main() -> None:
     need_cuda_build()
-    rows = []
-    for depths, name in [(DEEP, "chain"), *((SHALLOW, name) for name in MODES)]:
-        watch = Watch()
-        count(name, depths, PROMPT_LENGTH, watch)
-        steps = count(name, depths, PROMPT_LENGTH + 7, watch)
-        means = [f"{sum(numbers) / len(steps):g}" for numbers in zip(*steps, strict=True)]
-        rows.append([" + ".join(map(str, depths)), name, *means])
-    show_table((["layers", "mode", "kernels", "waits", "new attention problems"], rows))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    rows = [rows_of(DEEP, "chain"), *(rows_of(SHALLOW, mode) for mode in MODES)]
+    result = record("device_counts", versions(), summary=rows)
+    for table in tables_of(result):
+        show_table(table)
+    if args.output is not None:
+        write_result(args.output, result)
 
 
 if __name__ == "__main__":
