@@ -7,6 +7,7 @@ as it was, what it asks for while recording is an error, and each replay overwri
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -210,6 +211,22 @@ class Pair:
         """What is generated is the target's own text."""
         num_new = keywords.get("max_new_tokens", NEW_TOKENS)
         assert self.write(lengths, **keywords) == self.expected(lengths, num_new)
+
+    def check_in_threads(self, lengths: Sequence[int], **keywords: Any) -> None:
+        """Each of these texts is right three times, written in a thread of its own."""
+        texts: dict[int, list[list[int]]] = {}
+        ready = threading.Barrier(len(lengths))
+
+        def work(length: int) -> None:
+            ready.wait(60)
+            texts[length] = [self.write([length], **keywords)[0] for _ in range(3)]
+
+        threads = [threading.Thread(target=work, args=(length,)) for length in lengths]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert texts == {length: self.expected([length]) * 3 for length in lengths}
 
     def follow_sampled(self, length: int, **keywords: Any) -> list[list[int]]:
         """What eager steps sample after a beginning, which the drafter proposes from now on."""

@@ -109,7 +109,7 @@ class EngineRunner(EagerRunner):
         if options.compile is True:
             return "compiled" if state.can_compile() else None
         # Never by itself on an accelerator: nothing measured there says that compiling pays.
-        is_auto = options.compile == "auto" and device_type == "cpu" and state.compiled.reason is None
+        is_auto = options.compile == "auto" and device_type == "cpu"
         return "auto" if is_auto else None
 
     # -- a step
