@@ -137,11 +137,15 @@ class PlayedRecorder:
 
 @dataclass
 class Pair:
-    """A target, a drafter that is right as a script says, and what the target writes after every beginning of its text."""
+    """A target, a drafter that is right as a script says, and what the target writes after every beginning of its text.
+
+    Lengths below 0 mean beginnings of another text, about which the drafter is wrong.
+    """
 
     target: PreTrainedModel
     drafter: PlacedDrafter
     text: torch.Tensor  # [1, S]
+    other: torch.Tensor  # [1, S]
 
     @classmethod
     def make(cls, kind: str = "qwen3", **fields: Any) -> Pair:
@@ -149,15 +153,25 @@ class Pair:
         if kind == "qwen3_sliding":
             fields["layer_types"] = ["sliding_attention", "full_attention"]
         target = make_target(kind, num_hidden_layers=2, **fields)
-        pair = cls(target, PlacedDrafter(target, **SMALL), torch.empty(1, 0))
+        pair = cls(target, PlacedDrafter(target, **SMALL), *torch.empty(2, 1, 0))
         pair.drafter.follow([], SCRIPT)
         pair.write_text()
         return pair
 
     def write_text(self) -> None:
         """Takes what the target writes, as it is now, for the text."""
-        self.text = greedy(self.target, make_prompt(7, seed=3), max_new_tokens=TEXT_LENGTH - 7, eos_token_id=None)
+        texts = []
+        for seed in (3, 5):
+            prompt = make_prompt(7, seed=seed)
+            texts.append(greedy(self.target, prompt, max_new_tokens=TEXT_LENGTH - 7, eos_token_id=None))
+        self.text, self.other = texts
         self.follow(self.text)
+
+    def part(self, begin: int, length: int) -> torch.Tensor:
+        """`length` tokens after a beginning of one of the texts, [1, length]; before its end if `length` is below 0."""
+        text = self.text if begin > 0 else self.other
+        end = abs(begin) + length
+        return text[:, min(abs(begin), end) : max(abs(begin), end)]
 
     def follow(self, text: torch.Tensor) -> None:
         """Makes the drafter propose this text [1, S]; its tensors stay where they are."""
@@ -170,7 +184,7 @@ class Pair:
 
     def blocks(self, lengths: Sequence[int], **keywords: Any) -> Any:
         """What is generated after beginnings of the text."""
-        prompt_ids, mask = left_padded([self.text[:, :length] for length in lengths])
+        prompt_ids, mask = left_padded([self.part(length, -abs(length)) for length in lengths])
         defaults: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
         if keywords.get("temperature"):
             defaults["generator"] = torch.Generator().manual_seed(11)
@@ -190,7 +204,7 @@ class Pair:
 
     def expected(self, lengths: Sequence[int], num_new: int = NEW_TOKENS) -> list[list[int]]:
         """What the target writes after beginnings of the text."""
-        return [self.text[0, length : length + num_new].tolist() for length in lengths]
+        return [self.part(length, num_new)[0].tolist() for length in lengths]
 
     def check(self, lengths: Sequence[int], **keywords: Any) -> None:
         """What is generated is the target's own text."""
@@ -202,6 +216,49 @@ class Pair:
         sampled = self.write([length], compile=False, **keywords)
         self.follow(torch.cat([self.text[:, :length], torch.tensor(sampled)], dim=1))
         return sampled
+
+
+def cast(pair: Pair) -> None:
+    """Another dtype."""
+    pair.target.to(torch.float64)
+    pair.drafter.to(torch.float64)
+
+
+def put_adapter(pair: Pair) -> None:
+    """As an adapter that is loaded."""
+    mlp = pair.target.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Linear(32, 32).requires_grad_(False))
+
+
+def move_parameter(pair: Pair) -> None:
+    """A weight of another address."""
+    projection = pair.target.model.layers[1].mlp.up_proj
+    projection.weight = torch.nn.Parameter(-projection.weight.detach())
+
+
+def replace_method(pair: Pair) -> None:
+    """As a patch."""
+    mlp = pair.target.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(states) * -1.0
+
+
+def put_hook(pair: Pair) -> None:
+    """A hook inside."""
+    pair.target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * -2.0)
+
+
+def replace_activation(pair: Pair) -> None:
+    """Another module."""
+    pair.target.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def replace_number(pair: Pair) -> None:
+    """Another number."""
+    pair.target.model.layers[0].input_layernorm.variance_epsilon = 10.0
+
+
+CHANGES = [cast, put_adapter, move_parameter, replace_method, put_hook, replace_activation, replace_number]
 
 
 class LateDevice(TorchFunctionMode):

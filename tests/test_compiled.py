@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import LateDevice, Pair, PlayedCompiler
+from devices import CHANGES, LateDevice, Pair, PlayedCompiler, move_parameter, replace_method
 from families import FAMILIES
 from tiny_models import GREEDY, SMALL, counted_forwards, greedy, make_drafter, make_prompt, make_target
 from torch._dynamo.utils import counters
@@ -99,7 +99,7 @@ def test_captured_batches_of_any_size_share_a_graph(pair: Pair) -> None:
     graphs = num_graphs()
     assert graphs <= 2  # several sequences, and the last of them
     pair.check([45, 9], **COMPILED)
-    pair.check([45, 9, 80, 17], **COMPILED)
+    pair.check([45, -9, 80, 17], **COMPILED)
     assert num_graphs() == graphs
     assert fallback_reason(pair.drafter, pair.target) is None
 
@@ -124,7 +124,7 @@ def test_a_causal_head_is_captured(head: dict[str, int], pair: Pair) -> None:
     for parameter in drafter.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
-    other = Pair(pair.target, drafter, pair.text)  # type: ignore[arg-type]
+    other = Pair(pair.target, drafter, pair.text, pair.other)  # type: ignore[arg-type]
     eager = list(other.blocks([17], compile=False))
     assert list(other.blocks([17], **COMPILED)) == eager
     assert num_graphs() == 1
@@ -205,7 +205,7 @@ def test_one_function_runs_every_whole_step(pair: Pair, compiler: PlayedCompiler
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-@pytest.mark.parametrize("lengths", [[17], [17, 60, 31]], ids=["one", "three"])
+@pytest.mark.parametrize("lengths", [[17], [17, -60, 31]], ids=["one", "three"])
 def test_sampled_text_is_the_eager_one(pair: Pair, sampling: dict[str, Any], lengths: list[int]) -> None:
     """Promise: what a seed writes does not depend on how steps run."""
     pair.follow_sampled(17, **sampling)
@@ -236,6 +236,7 @@ def test_steps_with_a_lookup_run_between_compiled_ones(compiler: PlayedCompiler)
     [
         {"draft_tree": 6},
         {"output_scores": True},
+        {"output_logits": True},
         {"repetition_penalty": 1.3},
         {"temperature": 0.7, "min_p": 0.1},
         {"temperature": 0.7, "verification": "rejection"},
@@ -299,42 +300,6 @@ def test_compiling_is_announced_once(pair: Pair, caplog: pytest.LogCaptureFixtur
 # What changes
 
 
-def _cast(pair: Pair) -> None:
-    pair.target.to(torch.float64)
-    pair.drafter.to(torch.float64)
-
-
-def _adapter(pair: Pair) -> None:
-    mlp = pair.target.model.layers[0].mlp
-    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Linear(32, 32).requires_grad_(False))
-
-
-def _moved_parameter(pair: Pair) -> None:
-    projection = pair.target.model.layers[1].mlp.up_proj
-    projection.weight = torch.nn.Parameter(-projection.weight.detach())
-
-
-def _method_put_over(pair: Pair) -> None:
-    mlp = pair.target.model.layers[0].mlp
-    forward = mlp.forward
-    mlp.forward = lambda states: forward(states) * -1.0
-
-
-def _layer_hook(pair: Pair) -> None:
-    pair.target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * -2.0)
-
-
-def _other_activation(pair: Pair) -> None:
-    pair.target.model.layers[0].mlp.act_fn = torch.nn.Tanh()
-
-
-def _other_number(pair: Pair) -> None:
-    pair.target.model.layers[0].input_layernorm.variance_epsilon = 10.0
-
-
-CHANGES = [_cast, _adapter, _moved_parameter, _method_put_over, _layer_hook, _other_activation, _other_number]
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_was_changed_is_compiled_anew(
     pair: Pair, compiler: PlayedCompiler, change: Callable[[Pair], None]
@@ -353,7 +318,7 @@ def test_a_captured_graph_does_not_outlive_the_models_it_was_made_of(pair: Pair)
     """Promise: what runs is the model as it is now, though no step looks at its modules."""
     pair.check([17], **COMPILED)
     before = pair.text
-    _method_put_over(pair)
+    replace_method(pair)
     pair.write_text()
     assert not torch.equal(pair.text, before)
     pair.check([17], **COMPILED)
@@ -368,7 +333,7 @@ def test_a_change_also_forgets_why_steps_ran_eagerly(pair: Pair, compiler: Playe
     """Promise: a cause that is mended needs no new process."""
     compiler.fails_at = 1
     pair.check([17], **COMPILED)
-    _moved_parameter(pair)
+    move_parameter(pair)
     pair.write_text()
     pair.check([17], **COMPILED)
     assert fallback_reason(pair.drafter, pair.target) is None
@@ -414,12 +379,12 @@ def test_two_threads_write_their_own_texts(pair: Pair, compiler: PlayedCompiler)
         ready.wait(60)
         texts[length] = [pair.write([length], **COMPILED)[0] for _ in range(3)]
 
-    threads = [threading.Thread(target=work, args=(length,)) for length in (17, 60)]
+    threads = [threading.Thread(target=work, args=(length,)) for length in (17, -60)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert texts == {length: pair.expected([length]) * 3 for length in (17, 60)}
+    assert texts == {length: pair.expected([length]) * 3 for length in (17, -60)}
     assert compiler.num_functions == 1
 
 
@@ -504,7 +469,7 @@ WAITS: dict[str, tuple[list[int], dict[str, Any], set[int]]] = {
     "chain": ([17], {}, {1}),
     "sampled": ([17], {"temperature": 0.7}, {1}),
     "rejection": ([17], {"temperature": 0.7, "verification": "rejection"}, {1}),
-    "ragged": ([17, 60, 31], {}, {1}),
+    "ragged": ([17, -60, 31], {}, {1}),
     "window": ([17], {"draft_window": (4, 12)}, {1}),
     "tree": ([17], {"draft_tree": 6}, {2}),
     "lookup": ([17], {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}, {1, 2}),
@@ -563,8 +528,8 @@ def test_inductors_step_writes_the_text_and_copies_no_keys(caplog: pytest.LogCap
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("sampling", [{}, SAMPLING[1]], ids=["greedy", "sampled"])
-def test_inductors_batches_write_their_texts(pair: Pair, sampling: dict[str, Any]) -> None:
-    for lengths in ([17, 60, 31], [45, 9]):
+def test_inductors_batches_write_their_texts(pair: Pair) -> None:
+    sampling = {**SAMPLING[1], "max_new_tokens": 12}
+    for lengths in ([17, -60, 31], [45, 9]):
         assert pair.write(lengths, **sampling, **COMPILED) == pair.write(lengths, compile=False, **sampling)
     assert fallback_reason(pair.drafter, pair.target) is None

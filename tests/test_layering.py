@@ -59,6 +59,7 @@ OUTSIDE_OF = {"pair_dflash": {"huggingface_hub"}}
 ATTACHED = {"DFlashConfig", "DFlashDraftModel"}
 # What can keep something for the whole process, if a module holds one that is empty.
 COLLECTIONS = {"dict", "set", "list", "defaultdict", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary"}
+CLOCKS = r"\b(import time|from time|torch\.cuda\.synchronize)\b"  # which belong to evaluation and common/stopwatch
 FORBIDDEN = {
     "prints": r"\bprint\(",
     "parses arguments": r"\bargparse\b",
@@ -112,6 +113,9 @@ def changes_outside(tree: ast.Module) -> list[str]:
 def faults(name: str, source: str) -> list[str]:
     """What file `name` of the package does that it must not."""
     found = shipped_faults(name.removeprefix("model/"), source) if name.startswith("model/") else []
+    has_clock = re.search(CLOCKS, ast.unparse(ast.parse(source)))
+    if has_clock and not name.startswith("evaluation/") and name != "common/stopwatch":
+        found.append("owns a clock")
     room = name.split("/")[0]
     if room in FLOORS and any(module == "dflash" and not level for module, level, _ in imports(source)):
         found.append("imports the roof")
@@ -209,7 +213,11 @@ def test_the_order_of_the_shipped_files_is_written_down() -> None:
         ("training/trainer", "from dflash.model.modeling_dflash import DFlashDraftModel"),
         ("notebooks", "from .model.configuration_dflash import DFlashConfig"),
         ("__init__", "from .model.modeling_dflash import DFlashDraftModel"),
+        ("model/decoding_dflash", "def f():\n    from dflash.engine import runner"),
         ("engine/lookup", "from dflash.checkpoints import save_checkpoint"),
+        ("engine/widths", "from dflash.evaluation import timed_blocks"),
+        ("engine/widths", "import time"),
+        ("engine/recorded", "def f():\n    torch.cuda.synchronize()"),
         ("evaluation/timing", "from ..model.generation_dflash import Block"),
         ("evaluation/timing", "from dflash.cli import main"),
         ("evaluation/timing", "from dflash.training.losses import loss"),
@@ -233,7 +241,11 @@ def test_planted_fault_is_found(name: str, source: str) -> None:
         ("model/pair_dflash", "from huggingface_hub import snapshot_download"),
         ("training/trainer", "from dflash.drafter import DFlashDraftModel"),
         ("training/trainer", "from dflash.model.configuration_dflash import default_target_layer_ids"),
-        ("engine/widths", "from dflash.model.requests_dflash import Request"),
+        (
+            "engine/widths",
+            "from dflash.model.requests_dflash import Request\nfrom dflash.common.stopwatch import stopwatch",
+        ),
+        ("evaluation/timing", "import time"),
         ("cli/bench", "from dflash.evaluation import timed_blocks"),
         ("regeneration/run", "from dflash.training import Example"),
         ("notebooks", "from .cli.terminal import TextStream"),

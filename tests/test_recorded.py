@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder
+from devices import CHANGES, NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder
 from families import FAMILIES
 from tiny_models import GREEDY, SMALL, greedy, make_drafter, make_prompt
 
@@ -78,7 +78,7 @@ def test_sequences_of_a_batch_end_at_different_times(pair: Pair, recorder: Playe
     assert recorder.num_recordings == 1
 
 
-@pytest.mark.parametrize("lengths", [[17], [17, 60, 31]], ids=["one", "three"])
+@pytest.mark.parametrize("lengths", [[17], [17, -60, 31]], ids=["one", "three"])
 def test_a_text_that_outgrows_its_recording_moves_to_a_larger_one(
     pair: Pair, recorder: PlayedRecorder, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -
     conversation = Conversation()
     for length in (17, 70, 90, 33, 140):
         pair.check([length], conversation=conversation, **RECORDED)
-        pair.check([23], **RECORDED)
+        pair.check([-23], **RECORDED)
     assert conversation.num_reused == 33 + NEW_TOKENS - 1 or conversation.num_reused > 0
     assert recorder.num_recordings == 1
 
@@ -138,7 +138,7 @@ def test_caches_after_a_recorded_text_are_the_eager_ones(pair: Pair) -> None:
     plain = Conversation()
     pair.write([17], conversation=plain, compile=False)
     pair.write([17], conversation=kept, **RECORDED)
-    pair.write([60], **RECORDED)
+    pair.write([-60], **RECORDED)
     assert kept.token_ids == plain.token_ids
     for mine, theirs in zip(states_of(kept), states_of(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
@@ -154,7 +154,7 @@ def test_a_text_that_is_closed_early_frees_its_recording(
     blocks = pair.blocks([17], conversation=conversation, **RECORDED)
     written = [token_id for _ in range(num_blocks) for token_id in next(blocks).token_ids]
     blocks.close()
-    pair.check([26], **RECORDED)
+    pair.check([-26], **RECORDED)
     pair.check([17 + len(written)], conversation=conversation, **RECORDED)
     assert conversation.num_reused == 17 + len(written) - 1
     assert recorder.num_recordings == 1
@@ -186,10 +186,10 @@ def test_an_error_of_the_callers_object_frees_the_recording(pair: Pair, recorder
 def test_two_texts_at_once_have_a_recording_each(pair: Pair, recorder: PlayedRecorder) -> None:
     """Promise: no text reads or overwrites what belongs to the other."""
     texts: list[list[int]] = [[], []]
-    for first, second in zip_longest(pair.blocks([17], **RECORDED), pair.blocks([60], **RECORDED)):
+    for first, second in zip_longest(pair.blocks([17], **RECORDED), pair.blocks([-60], **RECORDED)):
         texts[0] += first.token_ids if first else []
         texts[1] += second.token_ids if second else []
-    assert texts == pair.expected([17, 60])
+    assert texts == pair.expected([17, -60])
     assert recorder.num_recordings == 2
 
 
@@ -202,12 +202,12 @@ def test_two_threads_write_their_own_texts(pair: Pair) -> None:
         ready.wait(60)
         texts[length] = [pair.write([length], **RECORDED)[0] for _ in range(3)]
 
-    threads = [threading.Thread(target=work, args=(length,)) for length in (17, 60)]
+    threads = [threading.Thread(target=work, args=(length,)) for length in (17, -60)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert texts == {length: pair.expected([length]) * 3 for length in (17, 60)}
+    assert texts == {length: pair.expected([length]) * 3 for length in (17, -60)}
 
 
 def test_a_third_key_drops_the_recording_that_was_used_least_lately(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -234,7 +234,7 @@ def test_a_text_goes_on_eagerly_where_recording_fails(
 ) -> None:
     """Promise: one warning with the error's first line, and the reason can be asked for."""
     recorder.error = error
-    for lengths in ([17], [17, 60]):
+    for lengths in ([17], [17, -60]):
         pair.check(lengths, **RECORDED)
     (warning,) = warnings_of(caplog)
     first_line = str(error).partition("\n")[0]
@@ -257,7 +257,7 @@ def test_a_replay_that_fails_in_mid_text_leaves_the_right_text(
 
 def test_a_batch_whose_replay_fails_goes_on(pair: Pair, recorder: PlayedRecorder) -> None:
     recorder.fails_at = 4
-    pair.check([17, 60, 31], **RECORDED)
+    pair.check([17, -60, 31], **RECORDED)
 
 
 def test_a_model_that_reads_values_runs_eagerly(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -322,6 +322,7 @@ def test_two_ways_to_run_a_step_are_refused(pair: Pair) -> None:
         {"draft_tree": 6},
         {"adaptive": True},
         {"output_scores": True},
+        {"output_logits": True},
         {"repetition_penalty": 1.3},
         {"temperature": 0.7, "verification": "rejection"},
         {"max_draft_tokens": 0},
@@ -351,41 +352,14 @@ def test_steps_with_a_lookup_run_between_replays(recorder: PlayedRecorder) -> No
 # What changes
 
 
-def _cast(pair: Pair) -> None:
-    pair.target.to(torch.float64)
-    pair.drafter.to(torch.float64)
-
-
-def _adapter(pair: Pair) -> None:
-    mlp = pair.target.model.layers[0].mlp
-    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Linear(32, 32).requires_grad_(False))
-
-
-def _other_parameter(pair: Pair) -> None:
-    projection = pair.target.model.layers[1].mlp.up_proj
-    projection.weight = torch.nn.Parameter(-projection.weight.detach())
-
-
-def _method_put_over(pair: Pair) -> None:
-    mlp = pair.target.model.layers[0].mlp
-    forward = mlp.forward
-    mlp.forward = lambda states: forward(states) * -1.0
-
-
-def _layer_hook(pair: Pair) -> None:
-    pair.target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * -2.0)
-
-
-@pytest.mark.parametrize("change", [_cast, _adapter, _other_parameter, _method_put_over, _layer_hook])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_was_changed_is_recorded_anew(
     pair: Pair, recorder: PlayedRecorder, change: Callable[[Pair], None]
 ) -> None:
     """Promise: a replay holds addresses and operations, and the text is that of the model as it is now."""
     pair.check([17], **RECORDED)
-    before = pair.text
     change(pair)
     pair.write_text()
-    assert change is _cast or not torch.equal(pair.text, before)
     pair.check([17], **RECORDED)
     assert recorder.num_recordings == 2
 
@@ -441,31 +415,33 @@ def test_a_drafter_with_a_window_is_recorded(pair: Pair, recorder: PlayedRecorde
 
 
 @pytest.mark.parametrize(
-    "head",
-    [{"selector_rank": 4, "selector_top_k": 5}, {"gru_hidden_dim": 6, "emb_dim": 4}],
-    ids=["selector", "Domino"],
+    ("fields", "keywords"),
+    [
+        ({"selector_rank": 4, "selector_top_k": 5}, {}),
+        ({"gru_hidden_dim": 6, "emb_dim": 4}, {}),
+        ({}, {"draft_window": (4, 12)}),
+    ],
+    ids=["selector", "Domino", "window"],
 )
-def test_a_causal_head_is_part_of_the_recorded_step(
-    pair: Pair, recorder: PlayedRecorder, head: dict[str, int], monkeypatch: pytest.MonkeyPatch
+def test_recorded_proposals_are_the_eager_ones(
+    pair: Pair, recorder: PlayedRecorder, fields: Any, keywords: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Promise: its proposals are the eager ones."""
-    drafter = make_drafter(**SMALL, **head)
+    """Promise: a drafter's head and its window are part of the recorded step."""
+    drafter = make_drafter(**SMALL, **fields)
     for parameter in drafter.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
+    other = Pair(pair.target, drafter, pair.text, pair.other)  # type: ignore[arg-type]
     proposed: list[list[int]] = []
-    accept = decoding_dflash.Step.__post_init__
+    keep = runner.EngineRunner.keep
 
-    def noted(step: Any) -> None:
+    def noted(self: Any, step: Any, num_kept: list[int]) -> None:
         proposed.append(step.proposals.token_ids.flatten().tolist())
-        accept(step)
+        keep(self, step, num_kept)
 
-    monkeypatch.setattr(decoding_dflash.Step, "__post_init__", noted)
-    texts = []
-    for keywords in (RECORDED, {"compile": False}):
-        other = Pair(pair.target, drafter, pair.text)  # type: ignore[arg-type]
-        texts.append(other.write([17], **keywords))
-    assert texts == [pair.expected([17])] * 2
+    monkeypatch.setattr(runner.EngineRunner, "keep", noted)
+    for way in (RECORDED, {"compile": False}):
+        other.check([17], **keywords, **way)
     half = len(proposed) // 2
     assert proposed[:half] == proposed[half:]
     assert recorder.num_recordings == 1

@@ -111,17 +111,25 @@ class CompiledStep:
         if kind in self._functions:
             return self._functions[kind]
         logger.warning(f"{self._name} are being compiled, a minute once; compile=False avoids it.")
-        # transformers 5 adds hooks when hidden states are first requested, under a lock that cannot be traced.
-        some_id = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-        target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        _request_hidden_states(target)
         # Dynamo caches, and limits, compilations by code object, so each pair and kind gets its own.
         code = whole_step.__code__.replace()
         function: Any = FunctionType(code, whole_step.__globals__, whole_step.__name__)
-        # Not the thousands of guards on the models, which take as long as the step: their state is compared once per text.
-        options: Any = {"guard_filter_fn": lambda guards: [not OF_MODELS.search(guard.name) for guard in guards]}
+        options: Any = {"guard_filter_fn": _chosen_guards}
         compiled = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=None, options=options)
         self._functions[kind] = compiled
         return compiled
+
+
+def _request_hidden_states(target: Any) -> None:
+    """Lets transformers 5 add its hooks, which it does in the first such forward, under a lock that cannot be traced."""
+    some_id = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    target(input_ids=some_id, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+
+
+def _chosen_guards(guards: Any) -> list[bool]:
+    """Not the thousands of guards on the models, which take as long as the step: `fingerprint` is compared once per text."""
+    return [OF_MODELS.search(guard.name) is None for guard in guards]
 
 
 def why_not(target: Any, drafter: Any) -> str | None:
@@ -181,13 +189,8 @@ def fingerprint(*models: Any) -> list[Any]:
         for module in model.modules():
             attributes = vars(module).copy()
             attributes.pop(NUM_IN_STEPS, None)  # of other threads
-            state.append([(name, _described(value)) for name, value in attributes.items() if not _is_taps(value)])
+            state.append(_described(attributes))
     return state
-
-
-def _is_taps(value: Any) -> bool:
-    """Whether a dict is empty except for taps, which other threads may be adding: most dicts of a module are."""
-    return isinstance(value, dict) and all(hasattr(entry, "is_tap") for entry in list(value.values()))
 
 
 def _described(value: Any) -> Any:
@@ -195,9 +198,12 @@ def _described(value: Any) -> Any:
         # The address, too: a graph that was recorded holds it.
         return (value.dtype, value.device, value.shape, value.requires_grad, value.data_ptr())
     if isinstance(value, dict):
-        return [(key, _described(entry)) for key, entry in list(value.items()) if not hasattr(entry, "is_tap")]
-    if isinstance(value, (list, tuple)):
+        entries = list(value.items())  # other threads may add their taps
+        return [(key, _described(entry)) for key, entry in entries if not hasattr(entry, "is_tap")]
+    if isinstance(value, list | tuple):
         return [_described(entry) for entry in value]
-    if isinstance(value, (bool, float, str)):  # no integers: they may be counters, and shapes show sizes
+    if isinstance(value, bool | float | str):  # no integers: they may be counters, and shapes show sizes
         return value
-    return id(value) if callable(value) else type(value)  # a module, a hook, a replaced method
+    if callable(value):
+        return id(value)  # a module, a hook, a replaced method
+    return type(value)

@@ -7,6 +7,7 @@ last are kept. Whatever fails leaves the text to eager steps, with one warning.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,13 +68,12 @@ class Recording:
         self.num_sequences = len(state.anchors)
         self.is_free = False
         self.is_new = True
-        self._state = State(*[part.clone() for part in vars(state).values()])
-        self._drawn = drawn and Drawn(drawn.uniforms.clone(), drawn.settings.clone())
+        self._state = copy.deepcopy(state)
+        self._drawn = copy.deepcopy(drawn)
         self._target_storage = self._room_like(*target_keys)
         self._draft_storage = self._room_like(*draft_keys)
-        self._step = partial(
-            whole_step, models, self._state, self._target_storage, self._draft_storage, shape, self._drawn
-        )
+        storages = (self._target_storage, self._draft_storage)
+        self._step = partial(whole_step, models, self._state, *storages, shape, self._drawn)
         record = RECORDERS[state.anchors.device.type]
         with torch.cuda.device_of(state.anchors):
             self._replay, self._outputs = record(self._step)
@@ -97,15 +97,16 @@ class Recording:
 
     def run(self, state: State, drawn: Drawn | None) -> WholeStep:
         """A step of at most `num_sequences` sequences, whose keys and values lie in this recording's storage."""
-        num_live = len(state.anchors)
         for name, tensor in vars(state).items():
             _copy_into(getattr(self._state, name), tensor)
         if self._drawn is not None and drawn is not None:
             _copy_into(self._drawn.uniforms, drawn.uniforms)
             _copy_into(self._drawn.settings, drawn.settings)
         self._replay()
+        num_live = len(state.anchors)
         # Copied, because the next replay overwrites them.
-        return WholeStep(*[output[:num_live].clone() for output in self._outputs])
+        outputs = [output[:num_live].clone() for output in self._outputs]
+        return WholeStep(*outputs)
 
     def is_right(self, state: State, drawn: Drawn | None) -> bool:
         """Whether a replay gives what the step gives that was recorded. Asked once, of the first text."""

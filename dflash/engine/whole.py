@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dflash.model.acceptance_dflash import accept_match
+from dflash.model.acceptance_dflash import Proposals, accept_match
 from dflash.model.drafting_dflash import block_ids, block_slots, proposing_positions
 from dflash.model.sampling_dflash import Sampler
 from dflash.model.targets_dflash import Layout, head, masked_forward
@@ -143,46 +143,52 @@ def whole_step(
     drawn: Drawn | None,  # None: greedy
 ) -> WholeStep:
     """Drafts a block for each sequence, verifies it and accepts a prefix."""
-    target = models.target
-    drafter = models.drafter
-    hidden_states = _draft(models, state, draft_storage, shape.block_size)
-    proposing = proposing_positions(drafter, shape.num_proposals)
-
-    def logits_of_proposals(_: torch.Tensor) -> torch.Tensor:
-        # The head runs on the whole block: with 15 positions Inductor would also benchmark padded products.
-        return head(target, hidden_states)[:, proposing]
-
-    def embed_ids(token_ids: torch.Tensor) -> torch.Tensor:
-        return drafter.embed(token_ids, target.get_input_embeddings())
-
-    proposals = drafter.propose(hidden_states[:, proposing], state.anchors, logits_of_proposals, embed=embed_ids)
+    proposals = _propose(models, state, draft_storage, shape)
     token_ids = torch.cat([state.anchors, proposals.token_ids], dim=1)
-    positions = state.starts[:, None] + torch.arange(token_ids.shape[1], device=token_ids.device)
-    cache = target_storage.cache(positions)
-    logits, features = masked_forward(target, models.layout, cache, token_ids, positions, target_storage.num_keys)
+    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
+    positions = state.starts[:, None] + columns
+    logits, features = masked_forward(
+        models.target,
+        models.layout,
+        target_storage.cache(positions),
+        token_ids,
+        positions,
+        target_storage.num_keys,
+    )
     if drawn is None:
         choices = logits.argmax(dim=-1)
         best = logits.gather(-1, choices[..., None]).squeeze(-1)
     else:
-        choices = Sampler(drawn.settings, shape.num_candidates)(logits, drawn.uniforms)
+        sampler = Sampler(drawn.settings, shape.num_candidates)
+        choices = sampler(logits, drawn.uniforms)
         best = logits.amax(dim=-1)
     acceptance = accept_match(proposals, choices, best)
-    return WholeStep(acceptance.num_accepted, choices, proposals.token_ids, features.to(drafter.dtype))
+    features = features.to(models.drafter.dtype)
+    return WholeStep(acceptance.num_accepted, choices, proposals.token_ids, features)
 
 
-def agree(output: WholeStep, expected: WholeStep) -> bool:
-    """Whether two outputs of a step are equal within rounding, up to the first proposal that differs, as near-ties may."""
-    is_equal = output.proposed_ids == expected.proposed_ids
-    num_equal = int(is_equal.all(dim=0).long().cumprod(dim=0).sum())
-    columns = slice(1 + num_equal)
-    is_same_choice = output.token_ids[:, columns] == expected.token_ids[:, columns]
-    if is_same_choice.float().mean() < FEWEST_SAME_CHOICES:
-        return False
-    mine = output.features[:, columns]
-    theirs = expected.features[:, columns]
-    tolerance = TOLERANCES.get(theirs.dtype, LOW_PRECISION_TOLERANCE)
-    largest = theirs.abs().max().clamp(min=1.0)
-    return bool((mine - theirs).abs().max() <= tolerance * largest)
+def _propose(models: Models, state: State, storage: Storage, shape: Shape) -> Proposals:
+    target = models.target
+    drafter = models.drafter
+    hidden_states = _draft(models, state, storage, shape.block_size)
+    proposing = proposing_positions(drafter, shape.num_proposals)
+
+    def logits_of_proposals(_: torch.Tensor) -> torch.Tensor:
+        # The head runs on the whole block: with 15 positions Inductor would also benchmark padded products.
+        logits = head(target, hidden_states)
+        return logits[:, proposing]
+
+    def embed(token_ids: torch.Tensor) -> torch.Tensor:
+        embedding = target.get_input_embeddings()
+        return drafter.embed(token_ids, embedding)
+
+    proposals: Proposals = drafter.propose(
+        hidden_states[:, proposing],
+        state.anchors,
+        logits_of_proposals,
+        embed=embed,
+    )
+    return proposals
 
 
 def _draft(models: Models, state: State, storage: Storage, block_size: int) -> torch.Tensor:
@@ -200,3 +206,20 @@ def _draft(models: Models, state: State, storage: Storage, block_size: int) -> t
         past_key_values=storage.cache(slots),
     )
     return output.last_hidden_state
+
+
+def agree(output: WholeStep, expected: WholeStep) -> bool:
+    """Whether two outputs of a step are equal within rounding, up to the first proposal that differs, as near-ties may."""
+    is_equal = output.proposed_ids == expected.proposed_ids
+    is_equal_in_all = is_equal.all(dim=0)
+    num_equal = int(is_equal_in_all.long().cumprod(dim=0).sum())
+    columns = slice(1 + num_equal)
+    is_same_choice = output.token_ids[:, columns] == expected.token_ids[:, columns]
+    if is_same_choice.float().mean() < FEWEST_SAME_CHOICES:
+        return False
+    features = expected.features[:, columns]
+    difference = output.features[:, columns] - features
+    largest = features.abs().max()
+    largest = largest.clamp(min=1.0)
+    tolerance = TOLERANCES.get(features.dtype, LOW_PRECISION_TOLERANCE)
+    return bool(difference.abs().max() <= tolerance * largest)
