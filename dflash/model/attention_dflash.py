@@ -163,10 +163,12 @@ def grouped_attention(
     num_keys = key.shape[2]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    is_later = is_causal and attention_mask is None and 1 < width < num_keys
+    is_causal = is_causal and attention_mask is None and width > 1
+    is_later = is_causal and width < num_keys
     # Of some families; transformers' own function handles or refuses them.
     is_uncommon = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     if is_uncommon and is_later:
+        is_causal = False
         attention_mask = _lower_right(query, num_keys)
     is_on_cuda = query.is_cuda and not torch.compiler.is_compiling()
     with without_cudnn() if is_on_cuda else nullcontext():

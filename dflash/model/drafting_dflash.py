@@ -225,12 +225,15 @@ class DraftProposer:
         cache = self.context.cache
         block_size = self.request.block_size
         noise_embeds = self.embed(block_ids(self.drafter, anchors, block_size))
-        lengths = to_device(torch.tensor(cache.lengths), context.features.device)
-        slots = block_slots(lengths, context.counts, context.num_columns, block_size)
-        masks = None  # of a single sequence the drafter takes it from its cache
+        device = context.features.device
+        num_keys = max(cache.lengths) + context.num_columns + block_size
         if cache.is_ragged:
-            num_keys = max(cache.lengths) + slots.shape[1]
+            lengths = to_device(torch.tensor(cache.lengths), device)
+            slots = block_slots(lengths, context.counts, context.num_columns, block_size)
             masks = self.drafter.step_masks(lengths + context.counts, block_size, num_keys)
+        else:
+            slots = torch.arange(cache.get_seq_length(), num_keys, device=device)[None]
+            masks = None  # the drafter takes it from its cache
         with cache.appending(slots, context.num_real):
             output = self.drafter(
                 noise_embeds=noise_embeds,

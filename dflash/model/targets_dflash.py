@@ -117,6 +117,7 @@ class Layout:
     """Properties of a target that a forward depends on."""
 
     taps: tuple[int, ...]  # layers whose outputs the drafter reads
+    tapped_layers: tuple[nn.Module, ...]
     types: tuple[str, ...]  # its layer types, each once
     window: int | None  # of sliding layers
     # Whether its forward does not accept 4-D masks: linear layers, attention kernels without masks, positions shifted by
@@ -133,9 +134,12 @@ class Layout:
         types = tuple(dict.fromkeys(layer_types(target)))
         takes_masks = target._supports_attention_backend and attention_of(target) in ("sdpa", "eager")
         is_plain = takes_masks and set(types) <= MASKED_TYPES
-        rope = next((module for module in target.modules() if hasattr(module, "rope_deltas")), None)
+        is_text_alone = config is target.config  # its modules need no search, which takes a millisecond
+        parts = () if is_text_alone else target.modules()
+        rope = next((module for module in parts if hasattr(module, "rope_deltas")), None)
         return cls(
             taps=tuple(taps),
+            tapped_layers=tuple(decoder_layers(target)[tap] for tap in taps),
             types=types,
             window=getattr(config, "sliding_window", None),
             makes_own_masks=not is_plain or rope is not None,
@@ -178,8 +182,8 @@ class Layout:
 
 
 @contextmanager
-def tapped(target: Any, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """The outputs of layers `taps`, filled by the forward of this thread inside the `with`.
+def tapped(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """The outputs of `layers`, filled by the forward of this thread inside the `with`.
 
     Hooks exist during this forward alone and record this thread, so several threads can generate on one target.
     """
@@ -191,8 +195,7 @@ def tapped(target: Any, taps: Sequence[int]) -> Iterator[list[torch.Tensor]]:
             states.append(output[0] if isinstance(output, tuple) else output)
 
     hook.is_tap = True  # type: ignore[attr-defined]  # gone after this forward, so the model counts as unchanged
-    layers = decoder_layers(target)
-    handles = [layers[tap].register_forward_hook(hook) for tap in taps]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
         yield states
     finally:
@@ -207,7 +210,7 @@ def tapped_forward(target: Any, layout: Layout, cache: Cache, **inputs: Any) -> 
         output = target(**inputs, use_cache=True, return_dict=True, output_hidden_states=True)
         states = [output.hidden_states[tap + 1] for tap in layout.taps]
     else:
-        with tapped(target, layout.taps) as states:
+        with tapped(layout.tapped_layers) as states:
             output = target(**inputs, use_cache=True, return_dict=True)
     device = states[0].device
     features = [state.to(device) for state in states]
