@@ -9,6 +9,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from families import FAMILIES
 from tiny_models import greedy, make_drafter, make_prompt, make_target
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, Qwen3ForCausalLM
 
 from dflash import spec_generate
@@ -290,18 +291,6 @@ def test_kept_sequences_move_in_place(places: list[int]) -> None:
         assert torch.equal(got[0], torch.cat([expected[places[0]], keys[0]], dim=1))
 
 
-def test_prompts_read_one_by_one_become_a_batch() -> None:
-    """Promise: `put_sequence` copies text and length of a single cache, into room for the whole batch."""
-    batch = PreallocatedCache(NUM_LAYERS, 4, batch_size=3)
-    expected = []
-    for place, length in enumerate((300, 2, 9)):  # the first outgrows the room
-        single, (keys,) = filled([length])
-        batch.put_sequence(place, single)
-        expected.append(keys)
-    assert batch.lengths == [300, 2, 9]
-    assert_holds(batch, expected)
-
-
 def fail_inside(cache: PreallocatedCache, slots: torch.Tensor) -> None:
     """A forward of one column that fails after its first layer."""
     with cache.appending(slots, [1] * len(slots)):
@@ -374,10 +363,10 @@ def test_running_states_are_those_of_the_columns_that_stand(name: str) -> None:
 
     with torch.no_grad():
         batch = PreallocatedCache(num_layers, 16, 3, mixers=mixers)
-        for place, text in enumerate(texts):
-            single = PreallocatedCache(num_layers, 16, mixers=mixers)
-            target(text, **{cached: single}, use_cache=True)
-            batch.put_sequence(place, single)
+        prompts = pad_sequence([text[0] for text in texts], batch_first=True)
+        with batch.recording(12), batch.appending(None, [12] * 3):
+            target(prompts, **{cached: batch}, use_cache=True)
+        batch.rollback([12 - text.shape[1] for text in texts])
         slots = torch.tensor(batch.lengths)[:, None] + torch.arange(5)
         masks = masks_for(target, slots, max(batch.lengths) + 5)
         with batch.recording(5), batch.appending(slots, [5] * 3):
@@ -404,10 +393,11 @@ def test_running_states_are_those_of_the_columns_that_stand(name: str) -> None:
                 expected = logits_of(torch.cat([text, last[:, row : row + 1]], dim=1))
                 torch.testing.assert_close(output.logits[row], expected, rtol=0, atol=1e-3)
             batch.rollback(1)
-        assert all(not running._arguments for running in single._running.values())
-        with pytest.raises(RuntimeError, match="full"), single.recording(1):
+        batch.keep_sequences([1])
+        assert all(not running._arguments for running in batch._running.values())
+        with pytest.raises(RuntimeError, match="full"), batch.recording(1):
             raise RuntimeError("full")
-        assert single.truncate(single.lengths[0]) == 0
+        assert batch.truncate(batch.lengths[0]) == 0
 
 
 def masks_for(target: PreTrainedModel, positions: torch.Tensor, num_keys: int) -> dict[str, Any]:

@@ -95,10 +95,6 @@ def test_each_sequence_drops_its_own_keys_and_may_leave() -> None:
     cache.keep_sequences([1, 2])
     assert [positions_in(cache, place) for place in range(2)] == expected[1:]
     assert cache.text_lengths == [6, 14]
-    single = windowed_cache([20])
-    single.drop()
-    cache.put_sequence(0, single)
-    assert cache.text_lengths == [20, 14]
 
 
 def test_a_text_that_is_cut_keeps_the_keys_it_still_has() -> None:

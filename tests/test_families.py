@@ -113,7 +113,8 @@ def test_taps_and_embedding_are_the_models_own(known: Known) -> None:
     prompt = known.prompts[2]
     with torch.no_grad():
         output = known.target(prompt, output_hidden_states=True)
-        _, features = tapped.read(prompt, PreallocatedCache(tapped.num_layers, 16, mixers=tapped.mixers))
+        cache = PreallocatedCache(tapped.num_layers, 16, mixers=tapped.mixers)
+        _, features = tapped.read(prompt, cache, [prompt.shape[1]])
         embeds = embed(known.target, drafter, prompt)
     expected = torch.cat([output.hidden_states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-4)
@@ -187,13 +188,13 @@ def test_a_rewound_state_equals_one_that_never_saw_the_rest(name: str) -> None:
     prompts, block = make_prompt(15, vocab_size=32).view(3, 5), make_prompt(18, seed=5, vocab_size=32).view(3, 6)
     cache = PreallocatedCache(tapped.num_layers, 32, 3, mixers=tapped.mixers)
     with torch.no_grad():
-        tapped.read_batch(prompts, cache, torch.ones_like(prompts, dtype=torch.bool), [5, 5, 5])
+        tapped.read(prompts, cache, [5, 5, 5])
         tapped.verify(block, cache)
         cache.rollback([0, 2, 6])
         cache.keep_sequences([0, 1, 2])
         for row, kept in enumerate([6, 4, 0]):
             fresh = PreallocatedCache(tapped.num_layers, 32, mixers=tapped.mixers)
-            tapped.read(torch.cat([prompts[row], block[row, :kept]])[None], fresh)
+            tapped.read(torch.cat([prompts[row], block[row, :kept]])[None], fresh, [5 + kept])
             for ours, theirs in zip(states_of(cache), states_of(fresh), strict=True):
                 torch.testing.assert_close(ours[row], theirs[0], rtol=0, atol=1e-4)
         cache.keep_sequences([1])
@@ -245,7 +246,7 @@ def test_a_state_that_was_not_kept_is_not_rolled_back() -> None:
     tapped = Target(target, small_drafter().config.target_layer_ids)
     cache = PreallocatedCache(tapped.num_layers, 32, mixers=tapped.mixers)
     with torch.no_grad():
-        tapped.read(make_prompt(9, vocab_size=32), cache)
+        tapped.read(make_prompt(9, vocab_size=32), cache, [9])
     with pytest.raises(ValueError, match="linear layers recorded 0"):
         cache.rollback(1)
     assert cache.truncate(9) == 9

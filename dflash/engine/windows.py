@@ -68,11 +68,6 @@ class WindowedCache(PreallocatedCache):
         self.dropped = [length - num_kept]
         return length
 
-    def put_sequence(self, place: int, single: PreallocatedCache) -> None:
-        """As `PreallocatedCache.put_sequence`, of another cache with a window."""
-        super().put_sequence(place, single)
-        self.dropped[place] = single.dropped[0] if isinstance(single, WindowedCache) else 0
-
     def keep_sequences(self, places: Sequence[int]) -> None:
         """As `PreallocatedCache.keep_sequences`."""
         super().keep_sequences(places)

@@ -92,16 +92,11 @@ class PreallocatedLayer(CacheLayerMixin):
                 self.values = functional.pad(self.values, padding)
             self.capacity = capacity
 
-    def copy_sequence(self, source: PreallocatedLayer, origin: int, place: int) -> None:
-        """Makes the positions of sequence `origin` in another layer, or in this one, those of sequence `place`."""
-        if not source.is_initialized:  # it reads the keys of another layer
-            return
-        if not self.is_initialized:
-            self.lazy_initialization(source.keys[:1], source.values[:1])
-        self.reserve(source.length)
-        used = slice(source.length)
-        self.keys[place, :, used] = source.keys[origin, :, used]
-        self.values[place, :, used] = source.values[origin, :, used]
+    def move_sequence(self, origin: int, place: int) -> None:
+        """Moves the positions of sequence `origin` to those of sequence `place`."""
+        if self.is_initialized:  # else it reads the keys of another layer
+            self.keys[place] = self.keys[origin]
+            self.values[place] = self.values[origin]
 
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Goes on in storage keys and values [B, G, capacity, E], of at least `length` positions."""
@@ -161,6 +156,7 @@ class RunningState:
         self.mixer = mixer
         self.layer: Any = LinearAttentionLayer()
         self._before: list[States] = []
+        self._is_first = False  # whether there was no state before
         self._arguments: dict[str, Any] = {}
 
     @property
@@ -184,6 +180,7 @@ class RunningState:
                 return
             # Copied, because mixers write parts of the state in place.
             self._before = [_copied(states) for states in self._states]
+            self._is_first = not any(self.layer.has_previous_state.values())
             self._arguments = dict(kwargs)
             if args:
                 self._arguments["hidden_states"] = args[0]
@@ -194,7 +191,7 @@ class RunningState:
     def rewind(self, num_kept: Sequence[int]) -> None:
         """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
         inputs = self._arguments["hidden_states"]  # [B, S, D]
-        result = [dict(states) for states in self._states]
+        result = [_copied(states) for states in self._states]
         counts = set(num_kept) - {inputs.shape[1]}
         for count in sorted(counts):  # sequences with equal counts are replayed together
             places = [place for place, kept in enumerate(num_kept) if kept == count]
@@ -216,24 +213,18 @@ class RunningState:
 
     def restore(self) -> None:
         """Sets the state to that before the recorded step."""
-        self._set(self._before)
+        if self._is_first:
+            self.layer.reset()
+        else:
+            self._set(self._before)
+
+    def renew(self) -> None:
+        """Copies the state, because one made in inference mode cannot be written outside of it."""
+        self._set([_copied(states) for states in self._states])
 
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
             states.update(value)
-
-    def put_sequence(self, place: int, single: RunningState, batch_size: int) -> None:
-        """Makes the state of a single sequence that of sequence `place` of `batch_size`."""
-        for name in ("conv_states", "recurrent_states"):
-            own = getattr(self.layer, name)
-            for index, state in getattr(single.layer, name).items():
-                if state is None:
-                    continue
-                if own[index] is None:
-                    of_batch = state.expand(batch_size, *state.shape[1:])
-                    self.layer.lazy_initialization(**{name: of_batch}, state_idx=index)
-                own[index][place] = state[0]
-        self.layer.has_previous_state.update(single.layer.has_previous_state)
 
 
 def _copied(states: States) -> States:
@@ -310,11 +301,12 @@ class PreallocatedCache(Cache):
     # -- a forward appends
 
     @contextmanager
-    def appending(self, slots: torch.Tensor, counts: Sequence[int]) -> Iterator[None]:
+    def appending(self, slots: torch.Tensor | None, counts: Sequence[int]) -> Iterator[None]:
         """The forward inside writes its columns to slots [B, S]; after it sequence i has `counts[i]` more positions.
 
-        The columns that count have the slots after a sequence's last position; the next forward overwrites the others. A
-        single sequence appends at its end, whatever the slots. If the forward fails, the lengths stay as they were.
+        The columns that count have the slots after a sequence's last position; the next forward overwrites the others. Without
+        slots, and for a single sequence, columns are written after the longest sequence. If the forward fails, the lengths
+        stay as they were.
         """
         before = self.lengths
         after = [length + count for length, count in zip(before, counts, strict=True)]
@@ -380,6 +372,8 @@ class PreallocatedCache(Cache):
         is_finished = self._num_recorded is not None and self.lengths == [length]
         if self._running and not is_finished:
             return 0
+        for running in self._running.values():
+            running.renew()
         self._set_lengths([length])
         return length
 
@@ -391,16 +385,6 @@ class PreallocatedCache(Cache):
 
     # -- sequences come and go
 
-    def put_sequence(self, place: int, single: PreallocatedCache) -> None:
-        """Makes the text of a single sequence's cache sequence `place` of this batch, with its running states."""
-        for layer, source in zip(self._attention_layers(), single._attention_layers(), strict=True):
-            layer.copy_sequence(source, 0, place)
-        for index, running in self._running.items():
-            running.put_sequence(place, single._running[index], self.batch_size)
-        lengths = self.lengths
-        lengths[place] = single.lengths[0]
-        self._set_lengths(lengths)
-
     def keep_sequences(self, places: Sequence[int]) -> None:
         """Drops all sequences of the batch except those at `places` (rising). A single one needs no slots and no mask.
 
@@ -409,7 +393,7 @@ class PreallocatedCache(Cache):
         for layer in self._attention_layers():
             for place, origin in enumerate(places):
                 if place != origin:
-                    layer.copy_sequence(layer, origin, place)
+                    layer.move_sequence(origin, place)
         for running in self._running.values():
             running.forget()
             running.layer.reorder_cache(torch.tensor(places))

@@ -12,12 +12,13 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .acceptance_dflash import DRAFTER_BROKE, Acceptance, Acceptor, Proposals
 from .cache_dflash import PreallocatedCache, chosen, to_device, to_host
-from .drafting_dflash import Context, DrafterContext, DraftProposer, Proposer, packed
+from .drafting_dflash import Context, DrafterContext, DraftProposer, Proposer
 from .sequences_dflash import TextSequence
 from .targets_dflash import Target
 
@@ -26,7 +27,6 @@ logger = logging.get_logger(__name__)
 
 INITIAL_NEW_TOKENS = 1024  # initial room for new tokens; storage doubles when a text outgrows it
 MOST_PROPOSALS = 2**31  # where a target does not say how many positions it has
-MOST_MASKED = 2**22  # elements of the mask of a batch's prompts; prompts with a larger one are read one by one
 
 
 @dataclass(frozen=True)
@@ -222,23 +222,26 @@ class Decoder:
 
     def read_prompt(self) -> list[Block]:
         """Runs the part of the prompts that the caches do not hold, and commits the first tokens."""
-        token_ids = self.request.input_ids
+        input_ids = self.request.input_ids
         mask = self.request.attention_mask
-        if mask is None:
-            mask = torch.ones_like(token_ids)
-        is_real = mask.bool()
-        self.sequences = []
-        for index, prompt_ids in enumerate(token_ids):
-            self.sequences.append(TextSequence(index, prompt_ids))
-        if len(token_ids) == 1:
-            text_ids = token_ids[is_real]
-            logits = self._read_single(text_ids[None])
-        else:
-            self._begin(len(token_ids), token_ids.shape[1])
-            logits = self._read_batch(token_ids, is_real)
+        is_real = torch.ones_like(input_ids) if mask is None else mask
+        self.sequences = [TextSequence(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
+        texts = [prompt_ids[is_real[index].bool()] for index, prompt_ids in enumerate(input_ids)]
+        logits = self._read(texts)
         self.runner = self.new_runner()
-        proposals = Proposals(token_ids[:, :0])
+        proposals = Proposals(input_ids[:, :0])
         return self.commit(self.runner.accept(self.sequences, proposals, logits, None))
+
+    def _read(self, texts: list[torch.Tensor]) -> torch.Tensor:
+        """Reads texts [S], a single one after what the conversation holds of it; logits of their last tokens, [B, 1, V]."""
+        conversation = self.conversation
+        first_ids = texts[0].tolist()
+        num_reused = conversation.reuse(first_ids) if len(texts) == 1 else 0
+        if not num_reused:
+            self._begin(len(texts), max(map(len, texts)))
+        logits = self._read_chunks([text[num_reused:] for text in texts])
+        conversation.token_ids = first_ids
+        return logits
 
     def _begin(self, num_sequences: int, length: int) -> None:
         """Starts new caches for prompts of `length` tokens."""
@@ -247,57 +250,24 @@ class Decoder:
         caches = self.new_caches(num_sequences, length + room)
         self.conversation.begin(*caches, (request.target, request.drafter))
 
-    def _read_single(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Reads one prompt, token_ids [1, S], after what the conversation holds of it; logits of its last token."""
-        conversation = self.conversation
-        num_reused = conversation.reuse(token_ids[0].tolist())
-        if not num_reused:
-            self._begin(1, token_ids.shape[1])
-        logits = self._read_chunks(token_ids[:, num_reused:], conversation.target_cache, conversation.context)
-        conversation.token_ids = token_ids[0].tolist()
-        return logits
-
-    def _read_chunks(self, token_ids: torch.Tensor, cache: PreallocatedCache, context: DrafterContext) -> torch.Tensor:
-        """Reads one text, token_ids [1, S], chunk by chunk. The context of the last chunk waits for the first draft."""
+    def _read_chunks(self, texts: list[torch.Tensor]) -> torch.Tensor:
+        """Reads texts chunk by chunk. The context of the last chunk waits for the first draft."""
+        # Padding on the right: no token sees it, so the forward needs no mask.
+        token_ids = pad_sequence(texts, batch_first=True)
         width = token_ids.shape[1]
         chunk_size = self.request.chunk_size or width
+        context = self.conversation.context
+        last_logits = [torch.empty(0)] * len(texts)
         for begin in range(0, width, chunk_size):
-            if begin:
-                context.absorb()
-            chunk = token_ids[:, begin : begin + chunk_size]
-            logits, features = self.target.read(chunk, cache)
-            context.append(Context(features, [chunk.shape[1]]))
-        return logits
-
-    def _read_batch(self, token_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-        """Reads several prompts, token_ids [B, S]; logits of each one's last token, [B, 1, V]."""
-        if token_ids.numel() * token_ids.shape[1] <= MOST_MASKED:
-            return self._read_padded(token_ids, is_real)
-        conversation = self.conversation
-        last_logits = []
-        for place, prompt_ids in enumerate(token_ids):
-            text_ids = prompt_ids[is_real[place]][None]
-            cache, context = self.new_caches(1, text_ids.shape[1])
-            last_logits.append(self._read_chunks(text_ids, cache, context))
             context.absorb()
-            conversation.target_cache.put_sequence(place, cache)
-            conversation.context.put_sequence(place, context)
-        return torch.cat(last_logits)
-
-    def _read_padded(self, token_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-        """Reads several prompts together, with a mask that hides the padding."""
-        conversation = self.conversation
-        width = token_ids.shape[1]
-        chunk_size = self.request.chunk_size or width
-        for begin in range(0, width, chunk_size):
-            columns = slice(begin, begin + chunk_size)
-            is_token = is_real[:, columns]
-            num_real = is_token.sum(dim=1).tolist()
-            logits, features = self.target.read_batch(
-                token_ids[:, columns], conversation.target_cache, is_token, num_real
-            )
-            conversation.context.append(packed(features, is_token, num_real))
-        return logits
+            chunk = token_ids[:, begin : begin + chunk_size]
+            num_real = [min(max(len(text) - begin, 0), chunk.shape[1]) for text in texts]
+            logits, features = self.target.read(chunk, self.conversation.target_cache, num_real)
+            context.append(Context(features, num_real))
+            for place, count in enumerate(num_real):
+                if count:
+                    last_logits[place] = logits[place]
+        return torch.stack(last_logits)
 
     def close(self) -> None:
         """Ends the text, also before it is complete."""

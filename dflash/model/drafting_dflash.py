@@ -134,10 +134,6 @@ class DrafterContext:
         with self.cache.appending(slots, context.num_real):
             self.drafter.absorb(context.features, self.cache.positions(slots), self.cache)
 
-    def put_sequence(self, place: int, single: DrafterContext) -> None:
-        """Makes the text that `single` has read, and read completely, sequence `place` of this batch."""
-        self.cache.put_sequence(place, single.cache)
-
     def keep_sequences(self, places: list[int]) -> None:
         """Drops all sequences of the batch except these."""
         self.cache.keep_sequences(places)

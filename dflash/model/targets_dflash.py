@@ -154,7 +154,6 @@ class Layout:
         num_keys: int,
         dtype: torch.dtype,
         ancestors: torch.Tensor | None = None,
-        is_real: torch.Tensor | None = None,
     ) -> Any:
         """The additive mask of columns at `positions`, by layer type where types differ.
 
@@ -167,8 +166,7 @@ class Layout:
 
         def of_type(name: str) -> torch.Tensor | None:
             if name in LINEAR_TYPES:
-                # They skip only padding, which is on the left: columns of zeros do not change their state.
-                return is_real
+                return None
             return of_window(self.window if name == "sliding_attention" else None)
 
         if len(self.types) > 1:
@@ -233,18 +231,6 @@ def masked_forward(
     return tapped_forward(target, layout, cache, **inputs)
 
 
-def padded_slots(lengths: Sequence[int], is_real: torch.Tensor, num_real: Sequence[int]) -> torch.Tensor:
-    """Slots [B, S] of columns of which is_real [B, S] are tokens, `num_real` of each sequence.
-
-    They follow the sequence's last position, and its padding follows them; the next forward overwrites it.
-    """
-    starts = to_device(torch.tensor(lengths), is_real.device)[:, None]
-    counts = to_device(torch.tensor(num_real), is_real.device)[:, None]
-    is_padding = ~is_real
-    numbers = torch.where(is_real, is_real.cumsum(dim=1), counts + is_padding.cumsum(dim=1))  # from 1 on
-    return starts + numbers - 1
-
-
 def head(target: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The target's head over the drafter's hidden states [B, N, D]: logits [B, N, V]."""
     layer = target.get_output_embeddings()
@@ -279,37 +265,35 @@ class Target:
         """Logits [B, N, V] of the drafter's hidden states [B, N, D]."""
         return head(self.model, hidden_states)
 
-    def read(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the last token only, [1, 1, V], of a part of one prompt, token_ids [1, S]; not rolled back."""
-        width = token_ids.shape[1]
-        inputs = self._positions(token_ids, cache)
-        is_image_prompt = cache.get_seq_length() == 0 and bool(self._prompt_inputs)
-        if is_image_prompt:
-            inputs = dict(self._prompt_inputs)
-        inputs["logits_to_keep"] = self._kept_logits(token_ids)
-        with cache.recording(0):
-            logits, features = self._forward(token_ids, cache, inputs)
-        if is_image_prompt and self.layout.rope is not None:
-            self._lag = self._lag_after(width)
-        return logits[:, -1:], features
-
-    def read_batch(
+    def read(
         self,
         token_ids: torch.Tensor,  # [B, S]
         cache: PreallocatedCache,
-        is_real: torch.Tensor,  # [B, S]; padding is on the left
-        num_real: Sequence[int],
+        num_real: Sequence[int],  # columns of each sequence before its padding; 0: its text has ended
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the last column, [B, 1, V], of a part of several prompts, padded; not rolled back."""
-        lengths = cache.lengths
-        slots = padded_slots(lengths, is_real, num_real)
-        num_keys = max(lengths) + token_ids.shape[1]
-        masks = self.layout.masks(slots, num_keys, self.model.dtype, None, is_real)
-        inputs = {"position_ids": slots, "attention_mask": masks}
-        inputs["logits_to_keep"] = self._kept_logits(token_ids)
-        with cache.recording(0), cache.appending(slots, num_real):
+        """Logits of each sequence's last token only, [B, 1, V], of a part of the prompts; not rolled back."""
+        width = token_ids.shape[1]
+        inputs: dict[str, Any] = self._positions(token_ids, cache)
+        is_image_prompt = cache.get_seq_length() == 0 and bool(self._prompt_inputs)
+        if is_image_prompt:
+            inputs = dict(self._prompt_inputs)
+        last_columns = [max(count, 1) - 1 for count in num_real]
+        columns = sorted(set(last_columns))
+        inputs["logits_to_keep"] = to_device(torch.tensor(columns), token_ids.device)
+        has_padding = min(num_real) < width
+        if not has_padding and not self.layout.shares_keys:
+            # Code of a checkpoint may expect a number. With one, Gemma 4 would skip columns in layers that share keys.
+            inputs["logits_to_keep"] = 1
+        with cache.recording(width if has_padding else 0), cache.appending(None, [width] * len(num_real)):
             logits, features = self._forward(token_ids, cache, inputs)
-        return logits[:, -1:], features
+        if has_padding:
+            cache.rollback([width - count for count in num_real])
+        if is_image_prompt and self.layout.rope is not None:
+            self._lag = self._lag_after(width)
+        if logits.shape[1] == width:  # some forwards ignore `logits_to_keep`
+            columns = list(range(width))
+        kept = [logits[place, columns.index(column)] for place, column in enumerate(last_columns)]
+        return torch.stack(kept)[:, None], features
 
     def verify(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, S, V] of anchors and proposals, token_ids [B, S]. All of its columns can be rolled back."""
@@ -343,14 +327,6 @@ class Target:
         start = cache.get_seq_length()
         columns = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
         return {"position_ids": columns[None] + self._lag}
-
-    def _kept_logits(self, token_ids: torch.Tensor) -> Any:
-        """`logits_to_keep` for the last column."""
-        if not self.layout.shares_keys:
-            return 1
-        # A number would make Gemma 4 skip the other columns in layers that share keys.
-        width = token_ids.shape[1]
-        return torch.arange(width - 1, width, device=token_ids.device)
 
     def _lag_after(self, width: int) -> int:
         """The offset of positions after a prompt of `width` tokens with images."""
