@@ -26,9 +26,8 @@ from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
     CAUSALITY_FIELDS,
-    DOUBLED_FIELDS,
+    FIELDS,
     NESTED_FIELDS,
-    OPTIONAL_FIELDS,
     UNSUPPORTED_FIELDS,
     is_number,
     is_whole_number,
@@ -104,8 +103,8 @@ DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "marko
 TOP_LEVEL_FIELDS = {
     *Qwen3Config().to_dict(),
     *GenerationConfig().to_dict(),
-    *(DOUBLED_FIELDS + DTYPE_FIELDS),
-    *OPTIONAL_FIELDS,
+    *FIELDS,
+    *DTYPE_FIELDS,
     *UNSUPPORTED_FIELDS,
     *OBJECTS,
     "_attn_implementation", "attn_implementation", "dialect", "initial_context_length", "is_causal",
