@@ -57,7 +57,8 @@ def _are_layers(value: Any) -> bool:
 
 WHOLE = (is_whole_number, "use a whole number, without quotes")
 COUNT = (partial(is_whole_number, least=1), "use a whole number above 0, without quotes, or leave it out")
-FACTOR = (partial(is_number, least=ABOVE_ZERO), "use a number above 0, without quotes, or leave it out")
+NUMBER = (is_number, "use a number, without quotes, or leave it out")
+CAP = (partial(is_number, least=ABOVE_ZERO), "use a number above 0, without quotes, or leave it out")
 FLAG = (_is_flag, "use true or false, without quotes")
 # Fields that engines read at the top level or in `dflash_config`, and what a value has to be.
 FIELDS: Checks = {
@@ -68,9 +69,9 @@ FIELDS: Checks = {
     "shift_label": FLAG,
     "sample_from_anchor": FLAG,
     "draft_vocab_size": COUNT,
-    "input_embedding_scale": FACTOR,
-    "output_multiplier": FACTOR,
-    "final_logit_softcapping": FACTOR,
+    "input_embedding_scale": NUMBER,
+    "output_multiplier": NUMBER,
+    "final_logit_softcapping": CAP,
     "conv_kernel_size": COUNT,
     "conv_group_size": COUNT,
     "selector_rank": COUNT,
@@ -195,7 +196,7 @@ class DFlashConfig(Qwen3Config):
 
     def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
         nested = dict(dflash_config or {})
-        _refuse_unsupported(kwargs, nested)
+        _take_out_unsupported(kwargs, nested)
         unused = sorted(nested.keys() - NESTED_FIELDS)
         if unused:
             logger.warning_once(unused_fields_message([f"dflash_config.{name}" for name in unused]))
@@ -387,8 +388,8 @@ def _rope_of(fields: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, scaling
 
 
-def _refuse_unsupported(top_level: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field that changes the computation and is not read here, wherever it is written."""
+def _take_out_unsupported(top_level: dict[str, Any], nested: dict[str, Any]) -> None:
+    """Takes out fields that change the computation and are not implemented, where they say "absent"; else ValueError."""
     fields = {**top_level, **nested}
     for name in ("rope_scaling", "rope_parameters"):
         fields |= top_level.get(name) or {}
@@ -398,6 +399,8 @@ def _refuse_unsupported(top_level: Mapping[str, Any], nested: Mapping[str, Any])
     for name, absent in UNSUPPORTED_FIELDS.items():
         if fields.get(name) not in absent:
             raise ValueError(f"{name}={fields[name]!r} is not supported: use an engine that reads it.")
+        top_level.pop(name, None)
+        nested.pop(name, None)
 
 
 DFlashConfig.register_for_auto_class()
