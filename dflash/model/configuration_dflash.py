@@ -51,8 +51,8 @@ def _is_flag(value: Any) -> bool:
 
 def _are_layers(value: Any) -> bool:
     # Engines read the columns of fc in this order, and some sort the ids.
-    is_list = isinstance(value, list) and all(is_whole_number(layer, 0) for layer in value)
-    return is_list and bool(value) and value == sorted(set(value))
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and all(is_whole_number(layer, 0) for layer in value) and list(value) == sorted(set(value))
 
 
 WHOLE = (is_whole_number, "use a whole number, without quotes")
@@ -90,15 +90,15 @@ TOGETHER = (
     ("gru_hidden_dim", "emb_dim"),
 )
 # Fields that change the computation and are not implemented here. Ignoring them would be silently wrong, so they are refused,
-# unless they have one of the values given here, which mean "absent".
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (None, 1, 1.0),
-    "attention_value_scale": (None, 1, 1.0),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "attention_sink_bias": (None, False),
-    "enable_confidence_head": (None, False),
-    "markov_rank": (None, 0),
+# unless they are null or have the value given here, which means "absent".
+UNSUPPORTED_FIELDS = {
+    "partial_rotary_factor": 1,
+    "attention_value_scale": 1,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "attention_sink_bias": False,
+    "enable_confidence_head": False,
+    "markov_rank": 0,
 }
 # Causality inside the block in `dflash_config`, as ModelOpt and NeMo, and as JetSpec name it.
 CAUSALITY_FIELDS = ("causal", "causal_head")
@@ -178,21 +178,11 @@ class DFlashConfig(Qwen3Config):
         block_size: int
         mask_token_id: int  # this and the next one are None only in a config that no model is built of
         target_layer_ids: list[int]
-        num_target_layers: int | None
         sample_from_anchor: bool
         draft_vocab_size: int | None
         input_embedding_scale: float | None
-        output_multiplier: float | None
-        final_logit_softcapping: float | None
-        conv_kernel_size: int | None
-        conv_group_size: int | None
-        selector_rank: int | None
-        selector_top_k: int | None
         projector_type: str | None
         shift_label: bool
-        gru_hidden_dim: int | None
-        emb_dim: int | None
-        pure_draft_prefix_len: int
 
     def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
         nested = dict(dflash_config or {})
@@ -246,9 +236,9 @@ class DFlashConfig(Qwen3Config):
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         """The fields of a checkpoint as this class takes them, and the unused keywords."""
         read: Any = super().get_config_dict
-        if cls.reader is None:
-            return read(pretrained_model_name_or_path, **kwargs)
-        return cls.reader.read_config(read, pretrained_model_name_or_path, **kwargs)
+        if cls.reader is not None:
+            read = partial(cls.reader.read_config, read)
+        return read(pretrained_model_name_or_path, **kwargs)
 
     @property
     def num_proposals(self) -> int:
@@ -364,12 +354,11 @@ def unused_fields_message(names: list[str]) -> str:
 
 def _agreed(name: str, top_level: Any, nested: Any) -> Any:
     """The value of a field that is written at the top level and in `dflash_config`; the two must be equal."""
-    values = [list(value) if isinstance(value, tuple) else value for value in (top_level, nested) if value is not None]
-    if not values:
-        return None
-    if values[0] != values[-1]:
+    if top_level is None:
+        return nested
+    if nested is not None and top_level != nested:
         raise ValueError(f"{name} is {top_level} at the top level and {nested} in dflash_config: write one value.")
-    return values[0]
+    return top_level
 
 
 def _rope_of(fields: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -397,7 +386,7 @@ def _take_out_unsupported(top_level: dict[str, Any], nested: dict[str, Any]) -> 
         if fields.get(name):
             raise ValueError(f"{name}={fields[name]!r} is another tool's: load it by dflash.DFlashDraftModel.")
     for name, absent in UNSUPPORTED_FIELDS.items():
-        if fields.get(name) not in absent:
+        if fields.get(name) not in (None, absent):
             raise ValueError(f"{name}={fields[name]!r} is not supported: use an engine that reads it.")
         top_level.pop(name, None)
         nested.pop(name, None)

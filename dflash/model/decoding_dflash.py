@@ -260,7 +260,7 @@ class Decoder:
     def _read_chunks(self, token_ids: torch.Tensor, cache: PreallocatedCache, context: DrafterContext) -> torch.Tensor:
         """Reads one text, token_ids [1, S], chunk by chunk. The context of the last chunk waits for the first draft."""
         width = token_ids.shape[1]
-        chunk_size = self.request.chunk_size or width
+        chunk_size = self.request.prefill_chunk_size or width
         for begin in range(0, width, chunk_size):
             if begin:
                 context.absorb()
@@ -288,7 +288,7 @@ class Decoder:
         """Reads several prompts together, with a mask that hides the padding."""
         conversation = self.conversation
         width = token_ids.shape[1]
-        chunk_size = self.request.chunk_size or width
+        chunk_size = self.request.prefill_chunk_size or width
         for begin in range(0, width, chunk_size):
             columns = slice(begin, begin + chunk_size)
             is_token = is_real[:, columns]

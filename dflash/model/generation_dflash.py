@@ -7,7 +7,7 @@ The target's own `generate` prepares the generation config, logits processors an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,16 @@ from .requests_dflash import (
     check_config,
     check_drafter,
     check_engine_keywords,
-    check_prepared,
+    check_keywords,
     check_request,
-    check_settings,
     checked_verification,
-    processors_of,
+    first_of,
+    further_inputs,
+    own_processors,
     read_prompt,
-    read_prompt_inputs,
 )
 from .sequences_dflash import make_cutter
-from .targets_dflash import check_pair, max_positions
+from .targets_dflash import max_positions
 
 
 logger = logging.get_logger(__name__)
@@ -165,45 +165,30 @@ def _through_generate(
     drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, keywords: dict[str, Any]
 ) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
-    check_drafter(drafter)
-    check_pair(target, drafter)
+    check_drafter(drafter, target)
     prompt_ids, attention_mask = read_prompt(input_ids, keywords.pop("attention_mask", None), target)
-    check_request(target, prompt_ids, attention_mask, keywords)
-    _check_engine(drafter, keywords)
+    check_keywords(target, prompt_ids, attention_mask, keywords)
     _translate_sampling(keywords)
     criteria = StoppingCriteriaList(keywords.pop("stopping_criteria", None) or ())
     criteria.extend(_stop_string_criteria(keywords))
     keywords = {OTHER_NAMES.get(name, name): value for name, value in keywords.items()}
     # Ids are not moved for a target whose embedding is offloaded ("meta" between calls).
     device = prompt_ids.device if target.device.type == "meta" else target.device
-    keywords["attention_mask"] = None if attention_mask is None else attention_mask.to(device)
+    keywords["attention_mask"] = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
     keywords["stopping_criteria"] = criteria
     keywords["drafter"] = drafter
-    generate: Any = target.generate  # not in the type of PreTrainedModel
-    return generate(prompt_ids.to(device), custom_generate=custom_generate, **keywords)
-
-
-def _check_engine(drafter: Any, keywords: Mapping[str, Any]) -> None:
-    """Has the package's engine check its keywords, or refuses them where there is none."""
-    if drafter.engine is None:
-        check_engine_keywords(keywords)
-    else:
-        drafter.engine.check_keywords(keywords)
+    target_class: Any = type(target)  # its own `generate`, where a folder has bound another to the model
+    return target_class.generate(target, prompt_ids.to(device), custom_generate=custom_generate, **keywords)
 
 
 def _translate_sampling(keywords: dict[str, Any]) -> None:
     """Writes `temperature` and `stop_token_ids` as `generate` takes them."""
-    temperature = keywords.pop("temperature", None)
-    do_sample = keywords.pop("do_sample", None)
-    if temperature is not None and do_sample is None:
-        do_sample = temperature > 0
-    if temperature:
-        keywords["temperature"] = temperature
-    elif temperature is not None:
+    temperature = keywords.get("temperature")
+    if temperature is not None:
+        keywords["do_sample"] = first_of(keywords.get("do_sample"), temperature > 0)
+    if temperature == 0:
         # Greedy decoding ignores these, and `generate` would warn about the target's defaults.
         keywords.update(temperature=None, top_p=None, top_k=None)
-    if do_sample is not None:
-        keywords["do_sample"] = do_sample
     stop_token_ids = keywords.pop("stop_token_ids", None)
     if stop_token_ids is not None:
         keywords["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # []: no token stops the text
@@ -214,15 +199,15 @@ def _stop_string_criteria(keywords: dict[str, Any]) -> list[StopStringCriteria]:
 
     Made here, because `generate` does not pass the tokenizer to a custom loop.
     """
-    stop_strings = keywords.pop("stop_strings", None)
     tokenizer = keywords.pop("tokenizer", None)
-    criteria = []
-    for stop_string in [stop_strings] if isinstance(stop_strings, str) else stop_strings or ():
-        if tokenizer is None or not stop_string:
-            remedy = "give a string that is not empty" if tokenizer else "pass the target's tokenizer=… beside it"
-            raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: {remedy}.")
-        criteria.append(StopStringCriteria(tokenizer, stop_string))
-    return criteria
+    stop_strings = first_of(keywords.pop("stop_strings", None), [])
+    if isinstance(stop_strings, str):
+        stop_strings = [stop_strings]
+    if stop_strings and tokenizer is None:
+        raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: pass the target's tokenizer=… beside it.")
+    if not all(stop_strings):
+        raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: give strings that are not empty.")
+    return [StopStringCriteria(tokenizer, stop_string) for stop_string in stop_strings]
 
 
 def custom_generate(
@@ -232,18 +217,18 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
     *,
-    drafter: PreTrainedModel | None = None,
+    drafter: Any = None,
     block_size: int | None = None,
     max_draft_tokens: int | None = None,
-    verification: str | None = None,
+    verification: str = "auto",
     conversation: Conversation | None = None,
     uniforms_generator: torch.Generator | list[torch.Generator] | None = None,
     token_streamer: Any = None,
-    as_blocks: bool | None = None,
-    adaptive: bool | None = None,
-    compile: bool | str | None = None,
-    cuda_graph: bool | None = None,
-    draft_tree: int | bool | None = None,
+    as_blocks: bool = False,
+    adaptive: bool = False,
+    compile: bool | str = "auto",
+    cuda_graph: bool = False,
+    draft_tree: int | bool = False,
     draft_window: tuple[int, int] | None = None,
     num_looked_up: int | None = None,
     ngram_size: int | None = None,
@@ -259,22 +244,10 @@ def custom_generate(
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
     """
-    checked: Any = drafter
-    check_drafter(checked)
-    check_pair(target, checked)
+    check_drafter(drafter, target)
     streamer = _streamer_of_generate()
     if streamer is not None and (token_streamer is not None or as_blocks):
         raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
-    settings = {
-        "generator": uniforms_generator,
-        "max_draft_tokens": max_draft_tokens,
-        "verification": verification,
-        "conversation": conversation,
-        "token_streamer": token_streamer,
-        "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None),
-        "temperature": generation_config.temperature if generation_config.do_sample else None,
-    }
-    check_settings(settings)
     check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
@@ -285,33 +258,36 @@ def custom_generate(
         "prompt_lookup_num_tokens": num_looked_up,
         "max_matching_ngram_size": ngram_size,
     }
-    _check_engine(checked, engine_keywords)
+    check_engine = getattr(drafter.engine, "check_keywords", check_engine_keywords)
+    check_engine(engine_keywords)
+    prompt_inputs = further_inputs(model_inputs)
+    if prompt_inputs and model_inputs.get("position_ids") is not None:
+        prompt_inputs["position_ids"] = model_inputs["position_ids"]  # with three axes for images
     is_sampled = generation_config.do_sample
-    chunk_size = settings["prefill_chunk_size"]
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     outputs = ("scores", "logits")
     request = Request(
         target=target,
-        drafter=checked,
+        drafter=drafter,
         input_ids=input_ids,
         attention_mask=model_inputs.get("attention_mask"),
-        prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), chunk_size, conversation),
+        prompt_inputs=prompt_inputs,
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
         max_length=max_positions(target),
-        chunk_size=chunk_size,
-        block_size=checked.config.block_size if block_size is None else block_size,
+        prefill_chunk_size=getattr(generation_config, "prefill_chunk_size", None),
+        block_size=first_of(block_size, drafter.config.block_size),
         max_draft_tokens=max_draft_tokens,
         verification=checked_verification(verification or "auto", is_sampled, logits_processor),
-        temperature=float(generation_config.temperature or 1.0) if is_sampled else 1.0,
+        temperature=(is_sampled and generation_config.temperature) or 1.0,
         keeping=frozenset(name for name in outputs if getattr(generation_config, f"output_{name}", False)),
         conversation=conversation,
         uniforms_generator=uniforms_generator,
-        token_streamer=streamer if token_streamer is None else token_streamer,
+        token_streamer=first_of(token_streamer, streamer),
         engine_keywords=engine_keywords,
     )
-    check_prepared(request)
-    name = checked.name_or_path or "The drafter"
+    check_request(request)
+    name = drafter.name_or_path or "The drafter"
     depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s"
     logger.info_once(depth, name, request.block_size, max_draft_tokens, draft_tree or False)
     blocks = _blocks(request, logits_processor, stopping_criteria)
@@ -320,17 +296,18 @@ def custom_generate(
 
 def _blocks(request: Request, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> Iterator[Block]:
     """The blocks of a request, which compute when they are read."""
-    conversation = request.conversation
-    if conversation is not None:
-        conversation.check(request.target, request.drafter)
-    num_sequences = len(request.input_ids)
-    own_processors = [processors_of(index, num_sequences, processors) for index in range(num_sequences)]
+    if request.conversation is not None:
+        request.conversation.check(request.target, request.drafter)
+
+    def is_done(text_ids: torch.Tensor) -> bool:
+        return bool(criteria(text_ids, None).all())
+
+    processors_of_sequences = own_processors(processors, len(request.input_ids))
+    acceptor_class = getattr(request.drafter.engine, "acceptor", Acceptor)
+    acceptor = acceptor_class(request, processors_of_sequences, is_done)
+    decoder_class = getattr(request.drafter.engine, "decoder", Decoder)
     cut = make_cutter(criteria, request.max_new_tokens)
-    engine = request.drafter.engine
-    acceptor_class = Acceptor if engine is None else engine.acceptor
-    acceptor = acceptor_class(request, own_processors, lambda text_ids: bool(criteria(text_ids, None).all()))
-    decoder = Decoder(request, acceptor, cut) if engine is None else engine.decoder(request, acceptor, cut)
-    return _guarded(decoder)
+    return _guarded(decoder_class(request, acceptor, cut))
 
 
 def _streamer_of_generate() -> Any:
@@ -395,28 +372,21 @@ def _output(request: Request, sequences: torch.Tensor, by_sequence: list[list[Bl
     for name in request.keeping:
         of_sequences = [torch.cat([getattr(block, name) for block in sequence]) for sequence in by_sequence]
         outputs[name] = pad_sequence(of_sequences).unbind(dim=0)  # [B, V] for each new position
-    lengths = []
-    steps: list[Block] = []
-    for sequence in by_sequence:
-        own_steps = [block for block in sequence if not block.is_prefill]
-        lengths.append([block.acceptance_length for block in own_steps])
-        steps += own_steps
-    num_kept = sum(len(block.token_ids) for block in steps)
+    steps = [[block for block in sequence if not block.is_prefill] for sequence in by_sequence]
+    all_steps = [block for sequence in steps for block in sequence]
     return DFlashOutput(
         sequences=sequences,
-        acceptance_lengths=lengths,
-        tau=_mean_length([block for block in steps if not block.is_lookup]),
-        tau_with_lookup=_mean_length(steps),
-        tokens_per_step=num_kept / len(steps) if steps else float("nan"),
+        acceptance_lengths=[[block.acceptance_length for block in sequence] for sequence in steps],
+        tau=_mean([block.acceptance_length for block in all_steps if not block.is_lookup]),
+        tau_with_lookup=_mean([block.acceptance_length for block in all_steps]),
+        tokens_per_step=_mean([len(block.token_ids) for block in all_steps]),
         **outputs,
     )
 
 
-def _mean_length(blocks: list[Block]) -> float:
-    """The mean acceptance length of verify steps; NaN of none."""
-    if not blocks:
-        return float("nan")
-    return sum(block.acceptance_length for block in blocks) / len(blocks)
+def _mean(numbers: list[int]) -> float:
+    """The mean; NaN of none."""
+    return torch.tensor(numbers, dtype=torch.float64).mean().item()
 
 
 def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: Any) -> Any:
@@ -428,8 +398,6 @@ def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: A
     `drafter` is the model of that checkpoint; all other arguments are those of `generate`. Raises ValueError if the drafter is
     missing or the request cannot be exact.
     """
-    if kwargs.get("custom_generate") is not None:  # the loop, where a target's folder holds this file
-        return type(model).generate(model, inputs, drafter=drafter, **kwargs)
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
     ids = kwargs.pop("input_ids", None)

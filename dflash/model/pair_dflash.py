@@ -34,32 +34,26 @@ COMMIT = re.compile("[0-9a-f]{40}")
 CACHE_NAMES = ("cache", "past_key_values")
 # Fields of the loop's output that `model.dflash_stats` holds.
 STATISTICS = ("tau", "tau_with_lookup", "tokens_per_step", "acceptance_lengths")
-# Settings that the package's engine knows, and the code of a drafter's folder does not.
-ENGINE_SETTINGS = (
+# Keywords of the package's engine, in the loop's own spelling.
+ENGINE_KEYWORDS = (
     "adaptive",
     "compile",
     "cuda_graph",
     "draft_tree",
     "draft_window",
-    "max_matching_ngram_size",
     "ngram_size",
     "num_looked_up",
-    "prompt_lookup_num_tokens",
 )
-# Keywords that plain `generate` does not know, for a model without a drafter. A drafter's own are its `KEYWORDS`.
+# Settings that the package's engine knows, and the code of a drafter's folder does not.
+ENGINE_SETTINGS = (*ENGINE_KEYWORDS, "max_matching_ngram_size", "prompt_lookup_num_tokens")
+# Keywords that plain `generate` does not know.
 KEYWORDS = (
-    "adaptive",
+    *ENGINE_KEYWORDS,
     "as_blocks",
     "block_size",
-    "compile",
     "conversation",
-    "cuda_graph",
-    "draft_tree",
-    "draft_window",
     "drafter",
     "max_draft_tokens",
-    "ngram_size",
-    "num_looked_up",
     "stop_token_ids",
     "token_streamer",
     "uniforms_generator",
@@ -109,8 +103,7 @@ def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
         return plain(model, **kwargs)
     drafting = _drafting_of(model) if dflash else Drafting()
     drafter = drafting.drafter
-    loop_keywords = KEYWORDS if drafter is None else drafter.KEYWORDS
-    plain_keywords = {name: value for name, value in kwargs.items() if name not in loop_keywords}
+    plain_keywords = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     if drafter is None:
         return plain(model, **plain_keywords)
     reason = _why_plain(model, kwargs)
@@ -131,13 +124,13 @@ def _why_plain(model: Any, keywords: Keywords) -> str | None:
     input_ids = keywords.get("input_ids")
     if input_ids is None:
         return "the loop takes the prompt as token ids alone."
-    num_texts = len(input_ids)
-    for criterion in keywords.get("stopping_criteria") or ():
-        is_foreign = not type(criterion).__module__.startswith("transformers.")
-        if is_foreign and num_texts > 1:
-            return f"{type(criterion).__name__} may look at all {num_texts} texts at once, and they grow apart."
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and accept drafts differently."
+    num_texts = len(input_ids)
+    for criterion in keywords.get("stopping_criteria") or ():
+        kind = type(criterion)
+        if num_texts > 1 and not kind.__module__.startswith("transformers."):
+            return f"{kind.__name__} may look at all {num_texts} texts at once, and they grow apart."
     return None
 
 
@@ -152,7 +145,10 @@ def _drafted(drafter: Any, model: Any, keywords: Keywords) -> Any:
         # A temperature alone has `spec_generate` sample, and `generate` not.
         keywords["do_sample"] = bool(_default(model, keywords, "do_sample"))
     _move_stop_strings(keywords)
-    _leave_out_empty(keywords)
+    for name in CACHE_NAMES:
+        cache = keywords.get(name)
+        if cache is not None and not cache.get_seq_length():  # the loop refuses one, and an empty one says nothing
+            del keywords[name]
     output = drafter.spec_generate(target=model, **keywords)
     model.dflash_stats = {name: getattr(output, name) for name in STATISTICS}
     if not wants_dict:
@@ -167,10 +163,9 @@ def _drafted(drafter: Any, model: Any, keywords: Keywords) -> Any:
 def _default(model: Any, keywords: Keywords, name: str) -> Any:
     """A keyword of the request; where it has none, of its generation config, then of the model's."""
     value = keywords.get(name)
-    if value is None:
-        value = getattr(keywords.get("generation_config"), name, None)
-    if value is None:
-        value = getattr(model.generation_config, name, None)
+    for config in (keywords.get("generation_config"), model.generation_config):
+        if value is None:
+            value = getattr(config, name, None)
     return value
 
 
@@ -184,16 +179,6 @@ def _move_stop_strings(keywords: Keywords) -> None:
     config.stop_strings = None
     keywords["generation_config"] = config
     keywords["stop_strings"] = keywords.get("stop_strings") or strings
-
-
-def _leave_out_empty(keywords: Keywords) -> None:
-    """Takes out what `generate` may be given and the loop refuses, where it asks for nothing."""
-    if not keywords.get("synced_gpus"):
-        keywords.pop("synced_gpus", None)
-    for name in CACHE_NAMES:
-        cache = keywords.get(name)
-        if cache is not None and not cache.get_seq_length():
-            del keywords[name]
 
 
 # -- the drafter
@@ -246,14 +231,14 @@ def _drafter_and_settings(folder: Path, content: Keywords) -> tuple[Any, Keyword
         drafter = model_class.from_pretrained(name, revision=revision, dtype="auto")
         return drafter.eval(), settings
     logger.info(f"{reason}: the folder's own code runs.")
-    places = {"revision": revision, "code_revision": revision}
-    drafter = AutoModel.from_pretrained(name, trust_remote_code=True, dtype="auto", **places)
-    left_out = [setting for setting in ENGINE_SETTINGS if settings.get(setting)]
-    for setting in left_out:
-        del settings[setting]
+    drafter = AutoModel.from_pretrained(
+        name, revision=revision, code_revision=revision, dtype="auto", trust_remote_code=True
+    )
+    own_settings = {name: value for name, value in settings.items() if name not in ENGINE_SETTINGS}
+    left_out = sorted(name for name in settings.keys() - own_settings if settings[name])
     if left_out:
         logger.warning(f"Drafted without {', '.join(left_out)} of {SETTINGS}, which need the package: {reason}.")
-    return drafter.eval(), settings
+    return drafter.eval(), own_settings
 
 
 def _location(folder: Path, drafter: str, revision: Any) -> tuple[str, str | None]:
