@@ -51,8 +51,10 @@ def _is_flag(value: Any) -> bool:
 
 def _are_layers(value: Any) -> bool:
     # Engines read the columns of fc in this order, and some sort the ids.
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    return is_list and all(is_whole_number(layer, 0) for layer in value) and list(value) == sorted(set(value))
+    if not isinstance(value, list | tuple):
+        return False
+    has_layers = bool(value) and all(is_whole_number(layer, 0) for layer in value)
+    return has_layers and list(value) == sorted(set(value))
 
 
 WHOLE = (is_whole_number, "use a whole number, without quotes")
@@ -102,19 +104,8 @@ UNSUPPORTED_FIELDS = {
 }
 # Causality inside the block in `dflash_config`, as ModelOpt and NeMo, and as JetSpec name it.
 CAUSALITY_FIELDS = ("causal", "causal_head")
-# Fields of `dflash_config` that describe the training. They do not change what a drafter computes.
-TRAINING_FIELDS = ("loss_decay_gamma", "num_anchors")
 # Fields of other tools' formats, which have no meaning in this one.
 DIALECT_FIELDS = ("use_swa", "swa_window_size", "transformer_layer_config", "aux_hidden_state_layer_ids")
-# All fields of `dflash_config` that are read or refused.
-NESTED_FIELDS = {
-    *FIELDS,
-    *UNSUPPORTED_FIELDS,
-    *CAUSALITY_FIELDS,
-    *TRAINING_FIELDS,
-    *DIALECT_FIELDS,
-    "target_hidden_size",
-}
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
@@ -187,9 +178,6 @@ class DFlashConfig(Qwen3Config):
     def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
         nested = dict(dflash_config or {})
         _take_out_unsupported(kwargs, nested)
-        unused = sorted(nested.keys() - NESTED_FIELDS)
-        if unused:
-            logger.warning_once(unused_fields_message([f"dflash_config.{name}" for name in unused]))
         own = {}
         for name, absent in ABSENT.items():
             value = _agreed(name, kwargs.pop(name, None), nested.pop(name, None))
@@ -203,9 +191,7 @@ class DFlashConfig(Qwen3Config):
         # Without `layer_types` all layers are full: Qwen3's default of 28 `max_window_layers` does that to shallow drafters.
         kwargs.setdefault("max_window_layers", kwargs.get("num_hidden_layers", 32))
         kwargs.setdefault("tie_word_embeddings", False)
-        theta, scaling = _rope_of(kwargs)
-        kwargs |= {"rope_theta": theta, "rope_scaling": scaling}
-        kwargs.pop("rope_parameters", None)
+        kwargs |= _rope_of(kwargs)
         if "dtype" in kwargs:
             kwargs.pop("torch_dtype", None)
         super().__init__(**kwargs)
@@ -257,11 +243,11 @@ class DFlashConfig(Qwen3Config):
         if self.num_proposals < 1 or self.block_size > LARGEST_BLOCK:
             remedy = f"a block is an anchor and drafted tokens; use 2 or more, up to {LARGEST_BLOCK}"
             raise ValueError(f"block_size={self.block_size}: {remedy}.")
-        if self.mask_token_id is not None:
-            vocab_size = self.vocab_size or math.inf
-            if not 0 <= self.mask_token_id < vocab_size:
-                fault = f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size}"
-                raise ValueError(f"{fault}: choose an id of the target's embedding that never occurs in text.")
+        mask = self.mask_token_id
+        vocab_size = self.vocab_size or math.inf
+        if mask is not None and not 0 <= mask < vocab_size:
+            remedy = "choose an id of the target's embedding that never occurs in text"
+            raise ValueError(f"mask_token_id={mask} is outside the vocabulary of {vocab_size}: {remedy}.")
         ids = self.target_layer_ids
         depth = self.num_target_layers
         # The last layer's output is normed in transformers and raw in engines.
@@ -270,7 +256,8 @@ class DFlashConfig(Qwen3Config):
         width = getattr(self, "target_hidden_size", self.hidden_size)
         if width != self.hidden_size:
             fault = f"target_hidden_size={width} differs from hidden_size={self.hidden_size}"
-            raise ValueError(f"{fault}, which is not supported: serve this drafter with an engine that reads it.")
+            remedy = "which is not supported: serve this drafter with an engine that reads it"
+            raise ValueError(f"{fault}, {remedy}.")
 
     def _check_layers(self) -> None:
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
@@ -288,20 +275,24 @@ class DFlashConfig(Qwen3Config):
             other = getattr(self, second)
             if (value is None) != (other is None):
                 raise ValueError(f"{first}={value} and {second}={other}: a drafter has both or neither.")
-        if self.gru_hidden_dim is None and (self.projector_type or self.shift_label):
-            fault = f"projector_type={self.projector_type}, shift_label={self.shift_label} and gru_hidden_dim=None"
+        state_size = self.gru_hidden_dim
+        if state_size is None and (self.projector_type or self.shift_label):
+            fields = f"projector_type={self.projector_type}, shift_label={self.shift_label}"
+            fault = f"{fields} and gru_hidden_dim=None, so Domino's head is not there"
             remedy = "write its gru_hidden_dim and emb_dim, or use an engine that reads it"
-            raise ValueError(f"{fault}, so Domino's head is not there: {remedy}.")
-        if self.gru_hidden_dim is not None and self.selector_rank is not None:
-            fields = f"selector_rank={self.selector_rank} and gru_hidden_dim={self.gru_hidden_dim}"
-            raise ValueError(f"{fields}: use one of both.")
+            raise ValueError(f"{fault}: {remedy}.")
+        rank = self.selector_rank
+        if state_size is not None and rank is not None:
+            raise ValueError(f"selector_rank={rank} and gru_hidden_dim={state_size}: use one of both.")
+        width = self.hidden_size
         size = self.conv_group_size or 1
-        if self.hidden_size % size:
-            raise ValueError(f"conv_group_size={size} does not divide hidden_size={self.hidden_size}: correct one.")
+        if width % size:
+            raise ValueError(f"conv_group_size={size} does not divide hidden_size={width}: correct one.")
+        most = self.vocab_size
         for name in ("selector_top_k", "draft_vocab_size"):
-            value = getattr(self, name) or 0
-            if value > self.vocab_size:
-                raise ValueError(f"{name}={value} is more than the target's tokens, vocab_size={self.vocab_size}.")
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ValueError(f"{name}={value} is more than the target's tokens, vocab_size={most}.")
 
     def is_layer_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` is causal inside the block: `is_causal` if given, else sliding layers are."""
@@ -330,26 +321,15 @@ class DFlashConfig(Qwen3Config):
         is_second = self.conv_kernel_size is not None or self.selector_rank is not None
         if is_second and fields.get("architectures"):
             fields["architectures"] = ["DFlash2DraftModel"]  # the name by which engines build DFlash2's parts
-        theta, scaling = _rope_of(fields)
-        fields["rope_theta"] = theta
-        fields["rope_scaling"] = scaling
-        fields["rope_parameters"] = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
-        return fields
+        return fields | _rope_of(fields)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds: the fields that are not transformers' defaults, with dtype in both spellings."""
         fields = super().to_diff_dict()
         dtype = fields.get("dtype") or fields.get("torch_dtype")
         if dtype is not None:
-            fields["dtype"] = dtype
-            fields["torch_dtype"] = dtype
+            fields |= {"dtype": dtype, "torch_dtype": dtype}
         return fields
-
-
-def unused_fields_message(names: list[str]) -> str:
-    """The warning about fields of a drafter's config that nothing here reads."""
-    remedy = "if one of them changes what the drafter computes, use the tool that wrote it"
-    return f"The drafter's config holds {', '.join(names)}, which this library does not read: {remedy}."
 
 
 def _agreed(name: str, top_level: Any, nested: Any) -> Any:
@@ -361,20 +341,25 @@ def _agreed(name: str, top_level: Any, nested: Any) -> Any:
     return top_level
 
 
-def _rope_of(fields: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """`(rope_theta, rope_scaling)` out of either spelling; `rope_parameters` wins, as in transformers 5."""
-    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    if any(isinstance(value, dict) for value in scaling.values()):
-        raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
+def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope in both spellings, out of either one; `rope_parameters` wins, as in transformers 5."""
+    spelled = fields.get("rope_parameters") or fields.get("rope_scaling")
+    scaling = dict(spelled or {})
+    for value in scaling.values():
+        if isinstance(value, dict):
+            raise ValueError("rope_parameters differ by layer type: write one rope_theta and rope_type for all.")
     theta = scaling.pop("rope_theta", fields.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind not in ROPE_INIT_FUNCTIONS:
+    is_plain = kind == "default"
+    if not is_plain and kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
         raise ValueError(f"rope_type={kind!r} is unknown: use one of default, {known}.")
-    return theta, scaling
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if is_plain else scaling,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta},
+    }
 
 
 def _take_out_unsupported(top_level: dict[str, Any], nested: dict[str, Any]) -> None:

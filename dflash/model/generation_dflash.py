@@ -21,14 +21,15 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from .acceptance_dflash import Acceptor
+from .configuration_dflash import check_values
 from .decoding_dflash import Block, Conversation, Decoder, decode_blocks
 from .requests_dflash import (
+    NO_ENGINE,
     OTHER_NAMES,
     Prompts,
     Request,
     check_config,
     check_drafter,
-    check_engine_keywords,
     check_keywords,
     check_request,
     checked_verification,
@@ -166,19 +167,27 @@ def _through_generate(
 ) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
     check_drafter(drafter, target)
-    prompt_ids, attention_mask = read_prompt(input_ids, keywords.pop("attention_mask", None), target)
-    check_keywords(target, prompt_ids, attention_mask, keywords)
+    mask = keywords.pop("attention_mask", None)
+    prompt_ids, mask = read_prompt(input_ids, mask, target)
+    check_keywords(target, prompt_ids, mask, keywords)
     _translate_sampling(keywords)
-    criteria = StoppingCriteriaList(keywords.pop("stopping_criteria", None) or ())
-    criteria.extend(_stop_string_criteria(keywords))
-    keywords = {OTHER_NAMES.get(name, name): value for name, value in keywords.items()}
+    criteria = list(keywords.pop("stopping_criteria", None) or ())
+    criteria += _stop_string_criteria(target, keywords)
+    settings = {OTHER_NAMES.get(name, name): value for name, value in keywords.items()}
     # Ids are not moved for a target whose embedding is offloaded ("meta" between calls).
     device = prompt_ids.device if target.device.type == "meta" else target.device
-    keywords["attention_mask"] = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
-    keywords["stopping_criteria"] = criteria
-    keywords["drafter"] = drafter
+    if mask is not None:
+        mask = mask.to(device)
     target_class: Any = type(target)  # its own `generate`, where a folder has bound another to the model
-    return target_class.generate(target, prompt_ids.to(device), custom_generate=custom_generate, **keywords)
+    return target_class.generate(
+        target,
+        prompt_ids.to(device),
+        attention_mask=mask,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        custom_generate=custom_generate,
+        drafter=drafter,
+        **settings,
+    )
 
 
 def _translate_sampling(keywords: dict[str, Any]) -> None:
@@ -194,20 +203,25 @@ def _translate_sampling(keywords: dict[str, Any]) -> None:
         keywords["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # []: no token stops the text
 
 
-def _stop_string_criteria(keywords: dict[str, Any]) -> list[StopStringCriteria]:
+def _stop_string_criteria(target: PreTrainedModel, keywords: dict[str, Any]) -> list[StopStringCriteria]:
     """One criterion for each of `stop_strings`, because one that can never match would disable the others.
 
     Made here, because `generate` does not pass the tokenizer to a custom loop.
     """
     tokenizer = keywords.pop("tokenizer", None)
-    stop_strings = first_of(keywords.pop("stop_strings", None), [])
-    if isinstance(stop_strings, str):
-        stop_strings = [stop_strings]
-    if stop_strings and tokenizer is None:
-        raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: pass the target's tokenizer=… beside it.")
-    if not all(stop_strings):
-        raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: give strings that are not empty.")
-    return [StopStringCriteria(tokenizer, stop_string) for stop_string in stop_strings]
+    config = keywords.get("generation_config")
+    of_config = getattr(config, "stop_strings", None)
+    strings = first_of(keywords.pop("stop_strings", None), of_config, target.generation_config.stop_strings)
+    if strings is None:
+        return []
+    keywords["stop_strings"] = None  # instead of those of a config
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} cannot stop a text: pass the target's tokenizer=… beside it.")
+    if isinstance(strings, str):
+        strings = [strings]
+    if not all(strings):
+        raise ValueError(f"stop_strings={strings!r} cannot stop a text: give strings that are not empty.")
+    return [StopStringCriteria(tokenizer, string) for string in strings]
 
 
 def custom_generate(
@@ -258,11 +272,13 @@ def custom_generate(
         "prompt_lookup_num_tokens": num_looked_up,
         "max_matching_ngram_size": ngram_size,
     }
-    check_engine = getattr(drafter.engine, "check_keywords", check_engine_keywords)
-    check_engine(engine_keywords)
+    if drafter.engine is None:
+        check_values(engine_keywords, NO_ENGINE)
+    else:
+        drafter.engine.check_keywords(engine_keywords)
     prompt_inputs = further_inputs(model_inputs)
-    if prompt_inputs and model_inputs.get("position_ids") is not None:
-        prompt_inputs["position_ids"] = model_inputs["position_ids"]  # with three axes for images
+    if prompt_inputs:
+        prompt_inputs["position_ids"] = model_inputs.get("position_ids")  # with three axes for images
     is_sampled = generation_config.do_sample
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     outputs = ("scores", "logits")
@@ -296,18 +312,20 @@ def custom_generate(
 
 def _blocks(request: Request, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> Iterator[Block]:
     """The blocks of a request, which compute when they are read."""
-    if request.conversation is not None:
-        request.conversation.check(request.target, request.drafter)
+    conversation = request.conversation
+    if conversation is not None:
+        conversation.check(request.target, request.drafter)
 
     def is_done(text_ids: torch.Tensor) -> bool:
         return bool(criteria(text_ids, None).all())
 
-    processors_of_sequences = own_processors(processors, len(request.input_ids))
-    acceptor_class = getattr(request.drafter.engine, "acceptor", Acceptor)
-    acceptor = acceptor_class(request, processors_of_sequences, is_done)
-    decoder_class = getattr(request.drafter.engine, "decoder", Decoder)
+    num_sequences = len(request.input_ids)
+    own = own_processors(processors, num_sequences)
     cut = make_cutter(criteria, request.max_new_tokens)
-    return _guarded(decoder_class(request, acceptor, cut))
+    engine = request.drafter.engine  # None has neither
+    acceptor = getattr(engine, "acceptor", Acceptor)(request, own, is_done)
+    decoder = getattr(engine, "decoder", Decoder)(request, acceptor, cut)
+    return _guarded(decoder)
 
 
 def _streamer_of_generate() -> Any:
@@ -327,9 +345,7 @@ def _guarded(decoder: Decoder) -> Iterator[Block]:
     """The blocks of a decoder. An error empties the caches, and running out of memory is reported with remedies."""
     try:
         yield from decode_blocks(decoder)
-    except GeneratorExit:  # closed early, between two steps
-        raise
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:  # closed early, it is between two steps
         decoder.conversation.forget()
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
@@ -357,7 +373,7 @@ def _collect(blocks: Iterator[Block], request: Request, has_put_prompt: bool) ->
     new_ids = []
     for sequence in by_sequence:
         new_ids.append(torch.tensor([token_id for block in sequence for token_id in block.token_ids]))
-    pad_token = getattr(request.config, "_pad_token_tensor", None)
+    pad_token = request.config._pad_token_tensor
     pad_token_id = 0 if pad_token is None else int(pad_token)  # without one all sequences stop together
     padded = pad_sequence(new_ids, batch_first=True, padding_value=pad_token_id)
     sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
@@ -370,16 +386,21 @@ def _output(request: Request, sequences: torch.Tensor, by_sequence: list[list[Bl
     """The output with its statistics, of the blocks of each sequence."""
     outputs: dict[str, Any] = {}
     for name in request.keeping:
-        of_sequences = [torch.cat([getattr(block, name) for block in sequence]) for sequence in by_sequence]
+        of_sequences = [torch.cat([getattr(block, name) for block in blocks]) for blocks in by_sequence]
         outputs[name] = pad_sequence(of_sequences).unbind(dim=0)  # [B, V] for each new position
-    steps = [[block for block in sequence if not block.is_prefill] for sequence in by_sequence]
-    all_steps = [block for sequence in steps for block in sequence]
+    lengths = []
+    steps: list[Block] = []
+    for blocks in by_sequence:
+        own_steps = [block for block in blocks if not block.is_prefill]
+        lengths.append([block.acceptance_length for block in own_steps])
+        steps += own_steps
+    drafted = [block.acceptance_length for block in steps if not block.is_lookup]
     return DFlashOutput(
         sequences=sequences,
-        acceptance_lengths=[[block.acceptance_length for block in sequence] for sequence in steps],
-        tau=_mean([block.acceptance_length for block in all_steps if not block.is_lookup]),
-        tau_with_lookup=_mean([block.acceptance_length for block in all_steps]),
-        tokens_per_step=_mean([len(block.token_ids) for block in all_steps]),
+        acceptance_lengths=lengths,
+        tau=_mean(drafted),
+        tau_with_lookup=_mean([block.acceptance_length for block in steps]),
+        tokens_per_step=_mean([len(block.token_ids) for block in steps]),
         **outputs,
     )
 
@@ -400,8 +421,7 @@ def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: A
     """
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
-    ids = kwargs.pop("input_ids", None)
-    return drafter.spec_generate(inputs if ids is None else ids, target=model, **kwargs)
+    return drafter.spec_generate(kwargs.pop("input_ids", inputs), target=model, **kwargs)
 
 
 def custom_generate_source() -> str:

@@ -7,9 +7,7 @@ The first request loads the drafter. The package does it (`dflash-transformers`,
 is not older than the folder; its engine then makes the steps faster. Else the code beside the drafter's weights runs.
 """
 
-import copy
 import importlib
-import inspect
 import json
 import re
 import threading
@@ -77,14 +75,17 @@ class Drafting:
         return Drafting, ()
 
 
-def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
+def generate(
+    inputs: Any = None, generation_config: Any = None, *, model: Any, dflash: bool = True, **kwargs: Any
+) -> Any:
     """The output of the model's own `generate`, in fewer forwards.
 
     A request that cannot be drafted exactly is generated plainly, and one warning for each reason says so. After each
     drafted request, `model.dflash_stats` holds its tau, with looked-up tokens and without, tokens per step and acceptance lengths.
 
     Args:
-        args: Those of `generate`, the prompts' token ids first.
+        inputs: The prompts' token ids, or `input_ids` as a keyword.
+        generation_config: That of `generate`.
         model: The target, which transformers gives.
         dflash: `False` asks for plain generation.
         kwargs: Those of `generate` and of the drafter's `spec_generate`, which win over the settings in dflash.json.
@@ -94,9 +95,8 @@ def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
             says `"on_error": "plain"`.
     """
     plain = type(model).generate
-    names = list(inspect.signature(plain).parameters)[1:]
-    kwargs.update(zip(names, args, strict=False))
-    inputs = kwargs.pop("inputs", None)
+    if generation_config is not None:
+        kwargs["generation_config"] = generation_config
     if inputs is not None:  # `generate` has two names for the prompt
         kwargs["input_ids"] = inputs
     if kwargs.get("custom_generate") is not None:  # the loop asks the class's own generate to prepare the request
@@ -144,7 +144,6 @@ def _drafted(drafter: Any, model: Any, keywords: Keywords) -> Any:
     if keywords.get("temperature") is not None:
         # A temperature alone has `spec_generate` sample, and `generate` not.
         keywords["do_sample"] = bool(_default(model, keywords, "do_sample"))
-    _move_stop_strings(keywords)
     for name in CACHE_NAMES:
         cache = keywords.get(name)
         if cache is not None and not cache.get_seq_length():  # the loop refuses one, and an empty one says nothing
@@ -169,18 +168,6 @@ def _default(model: Any, keywords: Keywords, name: str) -> Any:
     return value
 
 
-def _move_stop_strings(keywords: Keywords) -> None:
-    """Makes stop strings of a generation config keywords: `generate` would keep them from the loop."""
-    config: Any = keywords.get("generation_config")
-    strings = getattr(config, "stop_strings", None)
-    if not strings:
-        return
-    config = copy.deepcopy(config)
-    config.stop_strings = None
-    keywords["generation_config"] = config
-    keywords["stop_strings"] = keywords.get("stop_strings") or strings
-
-
 # -- the drafter
 
 
@@ -188,15 +175,18 @@ def _drafting_of(model: Any) -> Drafting:
     """What the model drafts with, loaded at the first call. The drafter follows a model that has moved."""
     drafting: Drafting = vars(model).setdefault("_dflash_drafting", Drafting())
     embedding = model.get_input_embeddings()
-    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)  # of weights that are elsewhere
+    hook = getattr(embedding, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)  # of weights that are elsewhere
     if device is None:
         device = next(embedding.parameters()).device
     with drafting.lock, torch.inference_mode(mode=False):
         if not drafting.is_loaded:
             _load(model, drafting)
         drafter = drafting.drafter
-        if drafter is not None and (drafter.device, drafter.dtype) != (torch.device(device), model.dtype):
-            drafter.to(device=device, dtype=model.dtype)
+        if drafter is not None:
+            has_moved = drafter.device != torch.device(device)
+            if has_moved or drafter.dtype != model.dtype:
+                drafter.to(device=device, dtype=model.dtype)
     return drafting
 
 
@@ -232,13 +222,20 @@ def _drafter_and_settings(folder: Path, content: Keywords) -> tuple[Any, Keyword
         return drafter.eval(), settings
     logger.info(f"{reason}: the folder's own code runs.")
     drafter = AutoModel.from_pretrained(
-        name, revision=revision, code_revision=revision, dtype="auto", trust_remote_code=True
+        name,
+        revision=revision,
+        code_revision=revision,
+        dtype="auto",
+        trust_remote_code=True,
     )
-    own_settings = {name: value for name, value in settings.items() if name not in ENGINE_SETTINGS}
-    left_out = sorted(name for name in settings.keys() - own_settings if settings[name])
+    left_out = []
+    for setting in ENGINE_SETTINGS:
+        if settings.pop(setting, None):
+            left_out.append(setting)
     if left_out:
-        logger.warning(f"Drafted without {', '.join(left_out)} of {SETTINGS}, which need the package: {reason}.")
-    return drafter.eval(), own_settings
+        names = ", ".join(left_out)
+        logger.warning(f"Drafted without {names} of {SETTINGS}, which need the package: {reason}.")
+    return drafter.eval(), settings
 
 
 def _location(folder: Path, drafter: str, revision: Any) -> tuple[str, str | None]:

@@ -57,8 +57,8 @@ STATEFUL_PROCESSORS = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
 }
-# Packages whose processors make their state in the first call, so that a shallow copy is a new processor. They hold compiled
-# grammars, which cannot be copied and can be shared.
+# Packages whose processors make their state in the first call, so that copies can share all parts. They hold compiled grammars,
+# which cannot be copied.
 STATE_OF_FIRST_CALL = ("outlines", "xgrammar")
 # Arguments of `generate` that belong to other ways of decoding, or to the target's forward.
 NO_MEANING_HERE = (
@@ -92,16 +92,16 @@ OTHER_DECODING = {
     "cache_implementation": None,
     "use_cache": True,
 }
-# Keywords of the package's engine, and what each means to it. They change how soon a token comes, never the token.
-ENGINE_KEYWORDS = {
-    "adaptive": "widths that pay",
-    "compile": "a compiled step",
-    "cuda_graph": "a recorded step",
-    "draft_tree": "draft trees",
-    "draft_window": "a window of the drafter",
-    "prompt_lookup_num_tokens": "prompt lookup",
-    "max_matching_ngram_size": "prompt lookup",
-}
+# Keywords of the package's engine. They change how soon a token comes, never the token.
+ENGINE_KEYWORDS = (
+    "adaptive",
+    "compile",
+    "cuda_graph",
+    "draft_tree",
+    "draft_window",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)
 # Keywords that `generate` keeps for itself, and their names in `custom_generate`.
 OTHER_NAMES = {
     "generator": "uniforms_generator",
@@ -200,14 +200,16 @@ SETTINGS: Checks = {
 }
 
 
-def check_engine_keywords(keywords: Mapping[str, Any]) -> None:
-    """Raises ValueError for a keyword of the package's engine, by name; values that ask for nothing pass."""
-    for name, what in ENGINE_KEYWORDS.items():
-        value = keywords[name]
-        if value not in (None, False, 0, "auto"):
-            fault = f"{name}={value!r} asks for {what}, which a checkpoint's own code does not have"
-            remedy = "install dflash-transformers and load the drafter by dflash.DFlashDraftModel, or leave it out"
-            raise ValueError(f"{fault}: {remedy}.")
+def _asks_for_nothing(value: Any) -> bool:
+    return value in (False, 0, "auto")
+
+
+ENGINE_REMEDY = (
+    "a checkpoint's own code does not have it, "
+    "install dflash-transformers and load the drafter by dflash.DFlashDraftModel, or leave it out"
+)
+# In a checkpoint's own code.
+NO_ENGINE: Checks = dict.fromkeys(ENGINE_KEYWORDS, (_asks_for_nothing, ENGINE_REMEDY))
 
 
 # -- prompts
@@ -229,7 +231,14 @@ def read_prompt(
             raise ValueError("A list of prompts needs no attention_mask: leave it out, or pass a padded tensor.")
         return _pad_prompts(input_ids, mask, target)
     _check_ids("input_ids", input_ids)
-    return input_ids, first_of(attention_mask, mask)
+    mask = first_of(attention_mask, mask)
+    if mask is None:
+        return input_ids, None
+    mask = torch.as_tensor(mask)
+    if mask.shape != input_ids.shape:
+        shapes = f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)}"
+        raise ValueError(f"{shapes}: they must be equal.")
+    return input_ids, mask
 
 
 def further_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,12 +258,13 @@ def _check_ids(name: str, ids: Any) -> None:
     """Refuses what no target can embed: other integers are too small for a vocabulary, and a meta tensor has no values."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is {type(ids).__name__}: {PASS_IDS}.")
-    if not ids.numel():
-        raise ValueError(f"{name} is empty, {list(ids.shape)}: give at least one token, such as bos_token_id.")
+    shape = list(ids.shape)
+    if 0 in shape:
+        raise ValueError(f"{name} is empty, {shape}: give at least one token, such as bos_token_id.")
     is_dense = ids.layout == torch.strided and not ids.is_meta
     is_integer = ids.dtype in (torch.int32, torch.int64)
-    if ids.dim() != 2 or not is_dense or not is_integer:
-        shown = f"{tuple(ids.shape)} of {ids.dtype}, {ids.layout} on {ids.device}"
+    if len(shape) != 2 or not is_dense or not is_integer:
+        shown = f"{tuple(shape)} of {ids.dtype}, {ids.layout} on {ids.device}"
         raise ValueError(f"{name} is {shown}: {PASS_IDS}.")
 
 
@@ -266,17 +276,18 @@ def _pad_prompts(
         sequences = _as_sequences(prompts)
         if mask is not None:
             is_real = _as_sequences(mask)
-            sequences = [ids[where.bool()] for ids, where in zip(sequences, is_real, strict=True)]
+            pairs = zip(sequences, is_real, strict=True)
+            sequences = [ids[where.bool()] for ids, where in pairs]
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise ValueError(f"The list of prompts holds something else than token ids ({error}): {PASS_IDS}.") from error
+        fault = f"The list of prompts holds something else than token ids ({error})"
+        raise ValueError(f"{fault}: {PASS_IDS}.") from error
     for index, ids in enumerate(sequences):
         _check_ids(f"Prompt {index} of the list", ids[None])
     config = getattr(target, "generation_config", None)
     pad = first_of(getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None), 0)
-    if isinstance(pad, list):  # masked, so any token will do
-        pad = pad[0]
+    pads = torch.as_tensor(pad).flatten()  # masked, so any of them will do
     pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
-    input_ids = pad_left(sequences, padding_value=pad)
+    input_ids = pad_left(sequences, padding_value=int(pads[0]))
     ones = [torch.ones_like(ids) for ids in sequences]
     return input_ids.long(), pad_left(ones)
 
@@ -318,40 +329,45 @@ def check_keywords(
         value = keywords.get(name)
         if value is not None and value is not False:
             raise InexactError(f"{name} cannot be used inside spec_generate: it decodes by itself. Leave it out.")
-    configs = [target.generation_config]
-    if keywords.get("generation_config") is not None:
-        configs.insert(0, keywords["generation_config"])
-    for name in ("prompt_lookup_num_tokens", "stop_strings"):
-        if any(getattr(config, name, None) is not None for config in configs):
-            raise InexactError(f"A generation config holds {name}: pass it to spec_generate (strings: tokenizer=…).")
-    stops = first_of(keywords.get("stop_token_ids"), keywords.get("eos_token_id"), configs[0].eos_token_id, [])
+    config = keywords.get("generation_config") or target.generation_config
+    looked_up = first_of(config.prompt_lookup_num_tokens, target.generation_config.prompt_lookup_num_tokens)
+    if looked_up is not None:
+        raise InexactError("A generation config holds prompt_lookup_num_tokens: pass it to spec_generate.")
+    stops = first_of(keywords.get("stop_token_ids"), keywords.get("eos_token_id"), config.eos_token_id, [])
     stop_ids = torch.as_tensor(stops, dtype=torch.long).flatten()
-    last_ids = prompt_ids[:, -1].cpu()
-    ended = last_ids[torch.isin(last_ids, stop_ids)].tolist()
-    if ended:
-        fault = f"A prompt already ends in the stop token {ended[0]}"
-        logger.warning(f"{fault}: the text continues after it, as in generate. Did the tokenizer append it?")
-    pad = first_of(keywords.get("pad_token_id"), configs[0].pad_token_id)
+    _warn_of_ended_prompts(prompt_ids, stop_ids)
+    pad = first_of(keywords.get("pad_token_id"), config.pad_token_id)
     if mask is None and pad is not None and pad not in stop_ids:
         _check_pad_inside(prompt_ids, pad)
+
+
+def _warn_of_ended_prompts(prompt_ids: torch.Tensor, stop_ids: torch.Tensor) -> None:
+    """Warns if a prompt ends in a stop token."""
+    last_ids = prompt_ids[:, -1].cpu()
+    has_ended = torch.isin(last_ids, stop_ids)
+    if has_ended.any():
+        fault = f"A prompt already ends in the stop token {last_ids[has_ended][0]}"
+        logger.warning(f"{fault}: the text continues after it, as in generate. Did the tokenizer append it?")
 
 
 def _check_pad_inside(prompt_ids: torch.Tensor, pad: int) -> None:
     """Refuses a pad id after a token that is none."""
     is_pad = prompt_ids == pad
-    inside = (is_pad[:, 1:] & ~is_pad[:, :-1]).nonzero()
-    if len(inside):
-        index, column = inside[0].tolist()
-        fault = f"Prompt {index} holds the pad id {pad} at column {column + 1} and no attention_mask was given"
+    follows_token = ~is_pad[:, :-1]
+    inside = is_pad[:, 1:] & follows_token
+    if inside.any():
+        index, column = inside.nonzero()[0].tolist()
+        fault = f"Prompt {index} holds the pad id {pad} at column {column + 1}"
+        reason = "no attention_mask was given, so generate would mask that token"
         remedy = "pass attention_mask (all ones if it is a token like others)"
-        raise InexactError(f"{fault}, so generate would mask that token: {remedy}.")
+        raise InexactError(f"{fault} and {reason}: {remedy}.")
 
 
 def check_config(config: Any) -> None:
     """Refuses settings of the prepared generation config that the loop does not support."""
     for name, neutral in OTHER_DECODING.items():
         value = getattr(config, name, None)
-        if value is not None and value != neutral:
+        if value not in (None, neutral):
             raise InexactError(f"{name}={value!r} is not supported: leave it at {neutral}, or use target.generate.")
 
 
@@ -377,38 +393,40 @@ def check_request(request: Request) -> None:
 
 def _check_prompts(request: Request) -> None:
     """Refuses ids outside the vocabulary, prompts without room for an answer, and masks that `generate` cannot mean."""
+    ids = request.input_ids
     vocab_size = text_config(request.target).vocab_size
-    for token_id in (int(request.input_ids.min()), int(request.input_ids.max())):
+    for token_id in (int(ids.min()), int(ids.max())):
         if not 0 <= token_id < vocab_size:
             fault = f"Token id {token_id} is outside the target's vocabulary of {vocab_size}"
             raise ValueError(f"{fault}: use its tokenizer.")
     limit = request.max_length
-    length = request.input_ids.shape[1]
+    length = ids.shape[1]
     if limit is not None and length >= limit:
         raise InexactError(f"The prompt has {length} tokens, and the target {limit} positions: shorten the prompt.")
     mask = request.attention_mask
     if mask is None:
         return
-    if mask.shape != request.input_ids.shape:
-        shapes = f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(request.input_ids.shape)}"
-        raise ValueError(f"{shapes}: they must be equal.")
     is_other = (mask != 0) & (mask != 1)
     if is_other.any():
-        raise InexactError(f"attention_mask holds {mask[is_other][0]}: use 1 for tokens and 0 for padding.")
+        value = mask[is_other][0]
+        raise InexactError(f"attention_mask holds {value}: use 1 for tokens and 0 for padding.")
     if not mask[:, -1].all():
         raise InexactError("The prompt ends in padding: pad on the left (tokenizer.padding_side = 'left').")
 
 
 def _check_prompt_inputs(request: Request) -> None:
     """Refuses inputs that are not known to be exact."""
-    names = ", ".join(sorted(further_inputs(request.prompt_inputs)))
+    further = further_inputs(request.prompt_inputs)
+    names = ", ".join(sorted(further))
     target = request.target
     if target.config.model_type not in IMAGE_FAMILIES:
         fault = f"{type(target).__name__} was given more than token ids ({names})"
-        raise InexactError(f"{fault}, and its text after that is not known to be exact: use target.generate.")
+        remedy = "its text after that is not known to be exact: use target.generate"
+        raise InexactError(f"{fault}, and {remedy}.")
     num_sequences = len(request.input_ids)
     mask = request.attention_mask
-    if num_sequences > 1 or (mask is not None and not mask.all()):
+    is_padded = mask is not None and not mask.all()
+    if num_sequences > 1 or is_padded:
         raise InexactError(f"{names} came with {num_sequences} prompts or with padding: pass one prompt, unpadded.")
     for name in ("conversation", "prefill_chunk_size"):
         if getattr(request, name) is not None:
@@ -423,10 +441,11 @@ def check_masks(models: Mapping[str, PreTrainedModel], remedy: str) -> None:
             fault = f"The {name}'s attn_implementation={implementation!r} takes no 4-D mask"
             raise InexactError(f"{fault}: load it with attn_implementation='sdpa', or {remedy}.")
     target = models["target"]
-    unmasked = set(layer_types(target)) - MASKED_TYPES - set(LINEAR_TYPES)
+    types = set(layer_types(target))
+    unmasked = types - MASKED_TYPES - set(LINEAR_TYPES)
     if unmasked:
-        fault = f"{type(target).__name__} has layers of type {', '.join(sorted(unmasked))}"
-        raise InexactError(f"{fault}, which take no masks: {remedy}.")
+        shown = ", ".join(sorted(unmasked))
+        raise InexactError(f"{type(target).__name__} has layers of type {shown}, which take no masks: {remedy}.")
 
 
 # -- logits processors
@@ -473,18 +492,15 @@ def own_processors(processors: LogitsProcessorList, num_sequences: int) -> list[
 def _copied(processor: Any, index: int, num_sequences: int) -> Any:
     """A copy of a processor with a state of its own, for one sequence. InexactError if it cannot be copied."""
     package = type(processor).__module__.partition(".")[0]
-    if package in STATE_OF_FIRST_CALL:
-        own = copy.copy(processor)
-        grammars = getattr(own, "compiled_grammars", ())  # xgrammar takes one for all sequences, or one for each
-        if len(grammars) == num_sequences:
-            own.compiled_grammars = [grammars[index]] * num_sequences
-        return own
-    shared = {}
-    for part in vars(processor).values():
-        if isinstance(part, torch.nn.Module | PreTrainedTokenizerBase):
-            shared[id(part)] = part
+    kept = object if package in STATE_OF_FIRST_CALL else torch.nn.Module | PreTrainedTokenizerBase
+    parts = getattr(processor, "__dict__", {}).values()
+    shared = {id(part): part for part in parts if isinstance(part, kept)}
     try:
-        return copy.deepcopy(processor, shared)
+        own = copy.deepcopy(processor, shared)
     except Exception as error:  # of any type: what the processor holds raises it
         fault = f"{type(processor).__name__} cannot be copied for each of {num_sequences} sequences ({error})"
         raise InexactError(f"{fault}: pass the prompts one by one, or give it __deepcopy__.") from error
+    grammars = getattr(own, "compiled_grammars", ())  # xgrammar takes one for all sequences, or one for each
+    if len(grammars) == num_sequences:
+        own.compiled_grammars = [grammars[index]] * num_sequences
+    return own
