@@ -26,7 +26,6 @@ from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
     CAUSALITY_FIELDS,
-    DIALECT_FIELDS,
     FIELDS,
     UNSUPPORTED_FIELDS,
     is_number,
@@ -115,7 +114,6 @@ NESTED_FIELDS = {
     *FIELDS,
     *UNSUPPORTED_FIELDS,
     *CAUSALITY_FIELDS,
-    *DIALECT_FIELDS,
     "target_hidden_size", "loss_decay_gamma", "num_anchors",
 }  # fmt: skip
 # Of one dialect.

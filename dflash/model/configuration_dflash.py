@@ -45,8 +45,9 @@ def check_values(values: Mapping[str, Any], checks: Checks) -> None:
             raise ValueError(f"{name}={value!r:.80}: {remedy}.")
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+def is_a(kind: type) -> Callable[[Any], bool]:
+    """The check whether a value is a `kind`."""
+    return lambda value: isinstance(value, kind)
 
 
 def _are_layers(value: Any) -> bool:
@@ -61,7 +62,7 @@ WHOLE = (is_whole_number, "use a whole number, without quotes")
 COUNT = (partial(is_whole_number, least=1), "use a whole number above 0, without quotes, or leave it out")
 NUMBER = (is_number, "use a number, without quotes, or leave it out")
 CAP = (partial(is_number, least=ABOVE_ZERO), "use a number above 0, without quotes, or leave it out")
-FLAG = (_is_flag, "use true or false, without quotes")
+FLAG = (is_a(bool), "use true or false, without quotes")
 # Fields that engines read at the top level or in `dflash_config`, and what a value has to be.
 FIELDS: Checks = {
     "block_size": WHOLE,
@@ -101,11 +102,14 @@ UNSUPPORTED_FIELDS = {
     "attention_sink_bias": False,
     "enable_confidence_head": False,
     "markov_rank": 0,
+    # Of other tools' formats.
+    "use_swa": False,
+    "swa_window_size": 0,
+    "transformer_layer_config": None,
+    "aux_hidden_state_layer_ids": None,
 }
 # Causality inside the block in `dflash_config`, as ModelOpt and NeMo, and as JetSpec name it.
 CAUSALITY_FIELDS = ("causal", "causal_head")
-# Fields of other tools' formats, which have no meaning in this one.
-DIALECT_FIELDS = ("use_swa", "swa_window_size", "transformer_layer_config", "aux_hidden_state_layer_ids")
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
@@ -205,8 +209,9 @@ class DFlashConfig(Qwen3Config):
         """Sets the fields that follow from others."""
         if self.block_size is None:
             self.block_size = 16
-        if self.target_layer_ids is None and self.num_target_layers is not None:
-            self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
+        depth = self.num_target_layers
+        if self.target_layer_ids is None and depth is not None:
+            self.target_layer_ids = default_target_layer_ids(depth)
         if self.gru_hidden_dim is not None:  # Domino's name for what `sample_from_anchor` says is written beside it
             self.projector_type = self.projector_type or "domino"
             self.shift_label = self.shift_label or self.sample_from_anchor
@@ -249,15 +254,15 @@ class DFlashConfig(Qwen3Config):
             remedy = "choose an id of the target's embedding that never occurs in text"
             raise ValueError(f"mask_token_id={mask} is outside the vocabulary of {vocab_size}: {remedy}.")
         ids = self.target_layer_ids
-        depth = self.num_target_layers
+        depth = self.num_target_layers or math.inf
         # The last layer's output is normed in transformers and raw in engines.
-        if ids and depth is not None and ids[-1] >= depth - 1:
+        if ids and ids[-1] >= depth - 1:
             raise ValueError(f"target_layer_ids={ids} reaches the last of {depth} layers: use up to {depth - 2}.")
-        width = getattr(self, "target_hidden_size", self.hidden_size)
-        if width != self.hidden_size:
-            fault = f"target_hidden_size={width} differs from hidden_size={self.hidden_size}"
+        size = self.hidden_size
+        width = getattr(self, "target_hidden_size", size)
+        if width != size:
             remedy = "which is not supported: serve this drafter with an engine that reads it"
-            raise ValueError(f"{fault}, {remedy}.")
+            raise ValueError(f"target_hidden_size={width} differs from hidden_size={size}, {remedy}.")
 
     def _check_layers(self) -> None:
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
@@ -299,7 +304,7 @@ class DFlashConfig(Qwen3Config):
         declared = getattr(self, "is_causal", None)
         if declared is None:
             return self.layer_types[layer_idx] == "sliding_attention"
-        return bool(declared)
+        return declared
 
     def layer_window(self, layer_idx: int) -> int | None:
         """The window W of layer `layer_idx` (queries see keys less than W positions away), `None` for a full layer."""
@@ -367,12 +372,10 @@ def _take_out_unsupported(top_level: dict[str, Any], nested: dict[str, Any]) -> 
     fields = {**top_level, **nested}
     for name in ("rope_scaling", "rope_parameters"):
         fields |= top_level.get(name) or {}
-    for name in DIALECT_FIELDS:
-        if fields.get(name):
-            raise ValueError(f"{name}={fields[name]!r} is another tool's: load it by dflash.DFlashDraftModel.")
     for name, absent in UNSUPPORTED_FIELDS.items():
         if fields.get(name) not in (None, absent):
-            raise ValueError(f"{name}={fields[name]!r} is not supported: use an engine that reads it.")
+            fault = f"{name}={fields[name]!r} is not supported"
+            raise ValueError(f"{fault}: load it by dflash.DFlashDraftModel, or use an engine that reads it.")
         top_level.pop(name, None)
         nested.pop(name, None)
 

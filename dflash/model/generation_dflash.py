@@ -26,9 +26,9 @@ from .decoding_dflash import Block, Conversation, Decoder, decode_blocks
 from .requests_dflash import (
     NO_ENGINE,
     OTHER_NAMES,
+    Generators,
     Prompts,
     Request,
-    check_config,
     check_drafter,
     check_keywords,
     check_request,
@@ -236,7 +236,7 @@ def custom_generate(
     max_draft_tokens: int | None = None,
     verification: str = "auto",
     conversation: Conversation | None = None,
-    uniforms_generator: torch.Generator | list[torch.Generator] | None = None,
+    uniforms_generator: Generators = None,
     token_streamer: Any = None,
     as_blocks: bool = False,
     adaptive: bool = False,
@@ -262,7 +262,6 @@ def custom_generate(
     streamer = _streamer_of_generate()
     if streamer is not None and (token_streamer is not None or as_blocks):
         raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
-    check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
         "compile": compile,
@@ -291,12 +290,12 @@ def custom_generate(
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
         max_length=max_positions(target),
-        prefill_chunk_size=getattr(generation_config, "prefill_chunk_size", None),
+        prefill_chunk_size=generation_config.prefill_chunk_size,
         block_size=first_of(block_size, drafter.config.block_size),
         max_draft_tokens=max_draft_tokens,
         verification=checked_verification(verification or "auto", is_sampled, logits_processor),
         temperature=(is_sampled and generation_config.temperature) or 1.0,
-        keeping=frozenset(name for name in outputs if getattr(generation_config, f"output_{name}", False)),
+        keeping=frozenset(name for name in outputs if getattr(generation_config, f"output_{name}")),
         conversation=conversation,
         uniforms_generator=uniforms_generator,
         token_streamer=first_of(token_streamer, streamer),

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .acceptance_dflash import VERIFICATIONS
 from .attention_dflash import attention_of
 from .cache_dflash import CACHE_NAMES
-from .configuration_dflash import ABOVE_ZERO, Checks, check_values, is_number, is_whole_number
+from .configuration_dflash import ABOVE_ZERO, Checks, check_values, is_a, is_number, is_whole_number
 from .decoding_dflash import Conversation
 from .targets_dflash import (
     IMAGE_FAMILIES,
@@ -40,6 +40,8 @@ logger = logging.get_logger(__name__)
 
 # Token ids [B, S], a tokenizer's output, or a list: the ids of one prompt, or of several.
 Prompts = torch.Tensor | Mapping[str, Any] | list[Any]
+# One for all prompts, or one for each.
+Generators = torch.Generator | Sequence[torch.Generator] | None
 # Inputs of the forward of any model.
 COMMON_INPUTS = {
     "attention_mask",
@@ -131,7 +133,7 @@ class Request:
     temperature: float  # 1 for greedy decoding
     keeping: frozenset[str]  # further outputs: "scores", "logits"
     conversation: Conversation | None
-    uniforms_generator: torch.Generator | Sequence[torch.Generator] | None
+    uniforms_generator: Generators
     token_streamer: Any  # gets the prompt, and the tokens as blocks are committed
     engine_keywords: Mapping[str, Any]  # `ENGINE_KEYWORDS`; all None in a shipped copy
 
@@ -145,10 +147,6 @@ def _is_temperature(value: Any) -> bool:
 
 def _are_callables(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(callable, value))
-
-
-def _is_a(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
 
 
 def _each(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -168,7 +166,7 @@ IS_COUNT_OR_ZERO = partial(is_whole_number, least=0)
 ONE_TOKEN = (IS_COUNT, "ask for at least one new token, as a whole number")
 # -1 stands for none in some configs.
 STOP_IDS = (_each(partial(is_whole_number, least=-1)), "pass a token id, or a list of them")
-GENERATORS = (_each(_is_a(torch.Generator)), "pass a torch.Generator, or a list of one for each prompt")
+GENERATORS = (_each(is_a(torch.Generator)), "pass a torch.Generator, or a list of one for each prompt")
 SETTINGS: Checks = {
     "max_new_tokens": ONE_TOKEN,
     "max_length": ONE_TOKEN,
@@ -195,8 +193,8 @@ SETTINGS: Checks = {
     "uniforms_generator": GENERATORS,
     # Of this class or of remote code.
     "conversation": (lambda value: hasattr(value, "reuse"), "pass a dflash.Conversation"),
-    "stop_strings": (_each(_is_a(str)), "pass a string, or a list of strings"),
-    "generation_config": (_is_a(GenerationConfig), "pass a GenerationConfig of transformers"),
+    "stop_strings": (_each(is_a(str)), "pass a string, or a list of strings"),
+    "generation_config": (is_a(GenerationConfig), "pass a GenerationConfig of transformers"),
 }
 
 
@@ -232,12 +230,11 @@ def read_prompt(
         return _pad_prompts(input_ids, mask, target)
     _check_ids("input_ids", input_ids)
     mask = first_of(attention_mask, mask)
-    if mask is None:
-        return input_ids, None
-    mask = torch.as_tensor(mask)
-    if mask.shape != input_ids.shape:
-        shapes = f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)}"
-        raise ValueError(f"{shapes}: they must be equal.")
+    if mask is not None:
+        mask = torch.as_tensor(mask)
+        if mask.shape != input_ids.shape:
+            shapes = f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)}"
+            raise ValueError(f"{shapes}: they must be equal.")
     return input_ids, mask
 
 
@@ -258,14 +255,16 @@ def _check_ids(name: str, ids: Any) -> None:
     """Refuses what no target can embed: other integers are too small for a vocabulary, and a meta tensor has no values."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is {type(ids).__name__}: {PASS_IDS}.")
-    shape = list(ids.shape)
-    if 0 in shape:
-        raise ValueError(f"{name} is empty, {shape}: give at least one token, such as bos_token_id.")
-    is_dense = ids.layout == torch.strided and not ids.is_meta
+    if not ids.numel():
+        remedy = "give at least one token, such as bos_token_id"
+        raise ValueError(f"{name} is empty, {list(ids.shape)}: {remedy}.")
+    is_matrix = ids.dim() == 2 and ids.layout == torch.strided
     is_integer = ids.dtype in (torch.int32, torch.int64)
-    if len(shape) != 2 or not is_dense or not is_integer:
-        shown = f"{tuple(shape)} of {ids.dtype}, {ids.layout} on {ids.device}"
-        raise ValueError(f"{name} is {shown}: {PASS_IDS}.")
+    if is_matrix and is_integer and not ids.is_meta:
+        return
+    shown = f"{tuple(ids.shape)} of {ids.dtype}"
+    place = f"{ids.layout} on {ids.device}"
+    raise ValueError(f"{name} is {shown}, {place}: {PASS_IDS}.")
 
 
 def _pad_prompts(
@@ -363,16 +362,12 @@ def _check_pad_inside(prompt_ids: torch.Tensor, pad: int) -> None:
         raise InexactError(f"{fault} and {reason}: {remedy}.")
 
 
-def check_config(config: Any) -> None:
-    """Refuses settings of the prepared generation config that the loop does not support."""
-    for name, neutral in OTHER_DECODING.items():
-        value = getattr(config, name, None)
-        if value not in (None, neutral):
-            raise InexactError(f"{name}={value!r} is not supported: leave it at {neutral}, or use target.generate.")
-
-
 def check_request(request: Request) -> None:
     """Refuses prompts and settings that the loop cannot run exactly."""
+    for name, neutral in OTHER_DECODING.items():
+        value = getattr(request.config, name, None)
+        if value not in (None, neutral):
+            raise InexactError(f"{name}={value!r} is not supported: leave it at {neutral}, or use target.generate.")
     check_values(vars(request), SETTINGS)
     largest = request.drafter.config.block_size
     if not is_whole_number(request.block_size, 2, largest):
@@ -481,16 +476,15 @@ def own_processors(processors: LogitsProcessorList, num_sequences: int) -> list[
         return [processors]
     own = []
     for index in range(num_sequences):
-        copies = LogitsProcessorList(processors)
-        for place, processor in enumerate(processors):
-            if may_keep_state(processor):
-                copies[place] = _copied(processor, index, num_sequences)
-        own.append(copies)
+        copies = [_copied(processor, index, num_sequences) for processor in processors]
+        own.append(LogitsProcessorList(copies))
     return own
 
 
 def _copied(processor: Any, index: int, num_sequences: int) -> Any:
-    """A copy of a processor with a state of its own, for one sequence. InexactError if it cannot be copied."""
+    """A processor with a state of its own, for one sequence. InexactError if it cannot be copied."""
+    if not may_keep_state(processor):
+        return processor
     package = type(processor).__module__.partition(".")[0]
     kept = object if package in STATE_OF_FIRST_CALL else torch.nn.Module | PreTrainedTokenizerBase
     parts = getattr(processor, "__dict__", {}).values()
