@@ -29,6 +29,7 @@ from .requests_dflash import (
     Generators,
     Prompts,
     Request,
+    check_config,
     check_drafter,
     check_keywords,
     check_request,
@@ -262,6 +263,7 @@ def custom_generate(
     streamer = _streamer_of_generate()
     if streamer is not None and (token_streamer is not None or as_blocks):
         raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
+    check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
         "compile": compile,

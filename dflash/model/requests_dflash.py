@@ -362,12 +362,16 @@ def _check_pad_inside(prompt_ids: torch.Tensor, pad: int) -> None:
         raise InexactError(f"{fault} and {reason}: {remedy}.")
 
 
-def check_request(request: Request) -> None:
-    """Refuses prompts and settings that the loop cannot run exactly."""
+def check_config(config: Any) -> None:
+    """Refuses settings of the prepared generation config that the loop does not support."""
     for name, neutral in OTHER_DECODING.items():
-        value = getattr(request.config, name, None)
+        value = getattr(config, name, None)
         if value not in (None, neutral):
             raise InexactError(f"{name}={value!r} is not supported: leave it at {neutral}, or use target.generate.")
+
+
+def check_request(request: Request) -> None:
+    """Refuses prompts and settings that the loop cannot run exactly."""
     check_values(vars(request), SETTINGS)
     largest = request.drafter.config.block_size
     if not is_whole_number(request.block_size, 2, largest):
