@@ -41,8 +41,9 @@ def check_values(values: Mapping[str, Any], checks: Checks) -> None:
     """Raises ValueError for a value that its name cannot have, with the remedy; `None` passes."""
     for name, (is_valid, remedy) in checks.items():
         value = values.get(name)
-        if value is not None and not is_valid(value):
-            raise ValueError(f"{name}={value!r:.80}: {remedy}.")
+        if value is None or is_valid(value):
+            continue
+        raise ValueError(f"{name}={value!r:.80}: {remedy}.")
 
 
 def is_a(kind: type) -> Callable[[Any], bool]:
@@ -110,6 +111,8 @@ UNSUPPORTED_FIELDS = {
 }
 # Causality inside the block in `dflash_config`, as ModelOpt and NeMo, and as JetSpec name it.
 CAUSALITY_FIELDS = ("causal", "causal_head")
+# Fields that are read in `dflash_config`, and written at the top level alone, by this name.
+WRITTEN_ONCE = {**dict.fromkeys(CAUSALITY_FIELDS, "is_causal"), "target_hidden_size": "target_hidden_size"}
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
@@ -186,11 +189,10 @@ class DFlashConfig(Qwen3Config):
         for name, absent in ABSENT.items():
             value = _agreed(name, kwargs.pop(name, None), nested.pop(name, None))
             own[name] = absent if value is None else value
-        for name in (*CAUSALITY_FIELDS, "target_hidden_size"):  # written at the top level alone
-            top_name = "is_causal" if name in CAUSALITY_FIELDS else name
-            value = _agreed(top_name, kwargs.pop(top_name, None), nested.pop(name, None))
+        for nested_name, name in WRITTEN_ONCE.items():
+            value = _agreed(name, kwargs.pop(name, None), nested.pop(nested_name, None))
             if value is not None:  # absent means the published rule, and some engines read a null as false
-                kwargs[top_name] = value
+                kwargs[name] = value
         self.dialect = kwargs.pop("dialect", None)
         # Without `layer_types` all layers are full: Qwen3's default of 28 `max_window_layers` does that to shallow drafters.
         kwargs.setdefault("max_window_layers", kwargs.get("num_hidden_layers", 32))

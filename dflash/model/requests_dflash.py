@@ -202,12 +202,15 @@ def _asks_for_nothing(value: Any) -> bool:
     return value in (False, 0, "auto")
 
 
-ENGINE_REMEDY = (
-    "a checkpoint's own code does not have it, "
-    "install dflash-transformers and load the drafter by dflash.DFlashDraftModel, or leave it out"
-)
 # In a checkpoint's own code.
-NO_ENGINE: Checks = dict.fromkeys(ENGINE_KEYWORDS, (_asks_for_nothing, ENGINE_REMEDY))
+NO_ENGINE: Checks = dict.fromkeys(
+    ENGINE_KEYWORDS,
+    (
+        _asks_for_nothing,
+        "a checkpoint's own code does not have it, "
+        "install dflash-transformers and load the drafter by dflash.DFlashDraftModel, or leave it out",
+    ),
+)
 
 
 # -- prompts
@@ -311,8 +314,8 @@ def check_drafter(drafter: Any, target: Any) -> None:
     if not hasattr(drafter, "spec_generate"):
         shown = repr(drafter).partition("(")[0]
         raise ValueError(f"drafter={shown} cannot draft: pass what DFlashDraftModel.from_pretrained returns.")
-    is_offloaded = hasattr(drafter, "_hf_hook")  # its weights come for each forward
-    if drafter.device.type == "meta" and not is_offloaded:
+    # Offloaded weights come for each forward.
+    if drafter.device.type == "meta" and not hasattr(drafter, "_hf_hook"):
         raise ValueError("The drafter's weights are on the meta device, without values: load it by from_pretrained.")
     check_pair(target, drafter)
 
@@ -334,19 +337,14 @@ def check_keywords(
         raise InexactError("A generation config holds prompt_lookup_num_tokens: pass it to spec_generate.")
     stops = first_of(keywords.get("stop_token_ids"), keywords.get("eos_token_id"), config.eos_token_id, [])
     stop_ids = torch.as_tensor(stops, dtype=torch.long).flatten()
-    _warn_of_ended_prompts(prompt_ids, stop_ids)
-    pad = first_of(keywords.get("pad_token_id"), config.pad_token_id)
-    if mask is None and pad is not None and pad not in stop_ids:
-        _check_pad_inside(prompt_ids, pad)
-
-
-def _warn_of_ended_prompts(prompt_ids: torch.Tensor, stop_ids: torch.Tensor) -> None:
-    """Warns if a prompt ends in a stop token."""
     last_ids = prompt_ids[:, -1].cpu()
     has_ended = torch.isin(last_ids, stop_ids)
     if has_ended.any():
         fault = f"A prompt already ends in the stop token {last_ids[has_ended][0]}"
         logger.warning(f"{fault}: the text continues after it, as in generate. Did the tokenizer append it?")
+    pad = first_of(keywords.get("pad_token_id"), config.pad_token_id)
+    if mask is None and pad is not None and pad not in stop_ids:
+        _check_pad_inside(prompt_ids, pad)
 
 
 def _check_pad_inside(prompt_ids: torch.Tensor, pad: int) -> None:
@@ -385,7 +383,7 @@ def check_request(request: Request) -> None:
         for name in ("conversation", "token_streamer"):
             if getattr(request, name) is not None:
                 fault = f"{name} takes one prompt at a time, not {num_sequences}"
-                raise InexactError(f"{fault}: pass them one by one, or read generate_blocks.")
+                raise InexactError(f"{fault}: pass them one by one.")
         models = {"target": request.target, "drafter": request.drafter}
         check_masks(models, "pass one prompt at a time")
 
@@ -415,8 +413,7 @@ def _check_prompts(request: Request) -> None:
 
 def _check_prompt_inputs(request: Request) -> None:
     """Refuses inputs that are not known to be exact."""
-    further = further_inputs(request.prompt_inputs)
-    names = ", ".join(sorted(further))
+    names = ", ".join(sorted(request.prompt_inputs))
     target = request.target
     if target.config.model_type not in IMAGE_FAMILIES:
         fault = f"{type(target).__name__} was given more than token ids ({names})"
