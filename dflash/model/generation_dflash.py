@@ -433,6 +433,6 @@ def custom_generate_source() -> str:
 def write_custom_generate(folder: str | Path) -> None:
     """Puts `custom_generate/generate.py` into `folder`, where `target.generate(custom_generate=…)` looks for it."""
     path = Path(folder, "custom_generate", "generate.py")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)  # transformers uploads only files that are new
     path.write_text(custom_generate_source(), encoding="utf-8")

@@ -254,20 +254,23 @@ def further_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return further
 
 
-def _check_ids(name: str, ids: Any) -> None:
-    """Refuses what no target can embed: other integers are too small for a vocabulary, and a meta tensor has no values."""
-    if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"{name} is {type(ids).__name__}: {PASS_IDS}.")
-    if not ids.numel():
-        remedy = "give at least one token, such as bos_token_id"
-        raise ValueError(f"{name} is empty, {list(ids.shape)}: {remedy}.")
+def _can_be_embedded(ids: torch.Tensor) -> bool:
+    """Other integers are too small for a vocabulary, and a meta tensor has no values."""
     is_matrix = ids.dim() == 2 and ids.layout == torch.strided
     is_integer = ids.dtype in (torch.int32, torch.int64)
-    if is_matrix and is_integer and not ids.is_meta:
-        return
-    shown = f"{tuple(ids.shape)} of {ids.dtype}"
-    place = f"{ids.layout} on {ids.device}"
-    raise ValueError(f"{name} is {shown}, {place}: {PASS_IDS}.")
+    return is_matrix and is_integer and not ids.is_meta
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    """Refuses what no target can embed."""
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"{name} is {type(ids).__name__}: {PASS_IDS}.")
+    shape = tuple(ids.shape)
+    if 0 in shape:
+        raise ValueError(f"{name} is empty, {list(shape)}: give at least one token, such as bos_token_id.")
+    if not _can_be_embedded(ids):
+        place = f"{ids.layout} on {ids.device}"
+        raise ValueError(f"{name} is {shape} of {ids.dtype}, {place}: {PASS_IDS}.")
 
 
 def _pad_prompts(
