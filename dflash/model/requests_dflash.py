@@ -265,9 +265,10 @@ def _check_ids(name: str, ids: Any) -> None:
     """Refuses what no target can embed."""
     if not isinstance(ids, torch.Tensor):
         raise ValueError(f"{name} is {type(ids).__name__}: {PASS_IDS}.")
-    shape = tuple(ids.shape)
+    shape = list(ids.shape)
     if 0 in shape:
-        raise ValueError(f"{name} is empty, {list(shape)}: give at least one token, such as bos_token_id.")
+        remedy = "give at least one token, such as bos_token_id"
+        raise ValueError(f"{name} is empty, {shape}: {remedy}.")
     if not _can_be_embedded(ids):
         place = f"{ids.layout} on {ids.device}"
         raise ValueError(f"{name} is {shape} of {ids.dtype}, {place}: {PASS_IDS}.")
