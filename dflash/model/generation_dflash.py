@@ -306,7 +306,7 @@ def custom_generate(
     check_request(request)
     name = drafter.name_or_path or "The drafter"
     depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s"
-    logger.info_once(depth, name, request.block_size, max_draft_tokens, draft_tree or False)
+    logger.info_once(depth, name, request.block_size, max_draft_tokens, draft_tree)
     blocks = _blocks(request, logits_processor, stopping_criteria)
     return blocks if as_blocks else _collect(blocks, request, has_put_prompt=streamer is not None)
 
