@@ -26,13 +26,10 @@ from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
     CAUSALITY_FIELDS,
-    DOUBLED_FIELDS,
-    NESTED_FIELDS,
-    OPTIONAL_FIELDS,
+    FIELDS,
     UNSUPPORTED_FIELDS,
     is_number,
     is_whole_number,
-    unused_fields_message,
 )
 
 
@@ -104,13 +101,20 @@ DEEPSPEC_TRAINING_FIELDS = ("num_anchors", "confidence_head_with_markov", "marko
 TOP_LEVEL_FIELDS = {
     *Qwen3Config().to_dict(),
     *GenerationConfig().to_dict(),
-    *(DOUBLED_FIELDS + DTYPE_FIELDS),
-    *OPTIONAL_FIELDS,
+    *FIELDS,
+    *DTYPE_FIELDS,
     *UNSUPPORTED_FIELDS,
     *OBJECTS,
     "_attn_implementation", "attn_implementation", "dialect", "initial_context_length", "is_causal",
     "quantization_config", "rope_theta", "target_hidden_size",
     "mlp_bias", "pretraining_tp",  # of Llama's layers: the tensors show the one, and the other changes nothing
+}  # fmt: skip
+# All fields of `dflash_config` that are read or refused, and two that describe the training.
+NESTED_FIELDS = {
+    *FIELDS,
+    *UNSUPPORTED_FIELDS,
+    *CAUSALITY_FIELDS,
+    "target_hidden_size", "loss_decay_gamma", "num_anchors",
 }  # fmt: skip
 # Of one dialect.
 DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {
@@ -166,9 +170,11 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
         if isinstance(dtype, str) and dtype.removeprefix("torch.") not in DTYPES and not dtype.startswith("float8"):
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
     dialect = dialect_of(fields, tensor_names)
-    # Unused fields of `dflash_config` are warned about by the class that takes them.
-    if unused := [name for name in unused_fields(fields, dialect) if not name.startswith("dflash_config.")]:
-        logger.warning_once(unused_fields_message(unused))
+    if unused := unused_fields(fields, dialect):
+        logger.warning_once(
+            f"The drafter's config holds {', '.join(unused)}, which this library does not read: if one of them changes what "
+            "the drafter computes, use the tool that wrote it."
+        )
     decoder = fields.get("transformer_layer_config") or fields
     rope = decoder.get("rope_parameters") or {}
     by_layer = [value for value in rope.values() if isinstance(value, dict)]

@@ -185,7 +185,7 @@ def test_positions_count_rope_scaling(length: int, is_refused: bool) -> None:
     [
         (torch.ones(2, 5, dtype=torch.long), ["one prompt at a time", "2"]),  # because of the streamer
         (torch.ones(0, 5, dtype=torch.long), ["empty", "[0, 5]"]),
-        (torch.ones(5, dtype=torch.long), ["(5,)", "token ids ["]),
+        (torch.ones(5, dtype=torch.long), ["[5]", "token ids ["]),
         (torch.ones(1, 5), ["input_ids", "token ids"]),
         ([["a", "prompt"]], ["list", "token ids"]),
         ("a prompt", ["str", "tensor"]),

@@ -1037,7 +1037,7 @@ def spoiled(change: Callable[[Checkpoint], Any], maker: Callable[[], Checkpoint]
         (spoiled(lambda c: c.tensors.update({"embed_tokens.weight": torch.zeros(VOCAB, D)})), "unexpected keys: embed_tokens"),
         (spoiled(lambda c: c.fields.update(speculators_model_type="eagle3"), speculators_full), "'eagle3' is not a DFlash"),
         (spoiled(lambda c: c.fields.update(target_hidden_size=64), speculators_full), "target_hidden_size=64"),
-        (spoiled(lambda c: c.fields.update(aux_hidden_state_layer_ids=[0, 2]), speculators_full), r"\[-1, 1\] must be 0-based"),
+        (spoiled(lambda c: c.fields.update(aux_hidden_state_layer_ids=[0, 2]), speculators_full), r"\[-1, 1\]: use .* 0-based"),
         (spoiled(lambda c: c.tensors.pop("d2t"), speculators_reduced), "missing keys: d2t"),
         (spoiled(lambda c: c.fields.update(draft_vocab_size=99), speculators_reduced), "draft_vocab_size=99 is more than"),
         (spoiled(lambda c: c.fields["dflash_config"].pop("conv_group_size"), zlab_dflash2), "conv_group_size=None"),

@@ -242,7 +242,7 @@ def test_a_mistake_is_an_error(model: Any, one: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="block_size=99"):
         model.generate(one, block_size=99, **GREEDY)
     with pytest.raises(
-        ValueError, match="draft_tree=4 asks for draft trees, which a checkpoint's own code does not have"
+        ValueError, match="draft_tree=4: a checkpoint's own code does not have it, install dflash-transformers"
     ):
         model.generate(one, draft_tree=4, **GREEDY)
     with pytest.raises(ValueError, match="outside the target's vocabulary"):

@@ -334,7 +334,8 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     """Raises ValueError for what no request of this pair can have."""
     from dflash.drafter import DFlashDraftModel
     from dflash.engine import check_keywords
-    from dflash.model.requests_dflash import OTHER_NAMES, check_settings
+    from dflash.model.configuration_dflash import check_values
+    from dflash.model.requests_dflash import OTHER_NAMES, SETTINGS
 
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: use raise or plain.")
@@ -347,7 +348,7 @@ def _check_settings(settings: dict[str, Any], config: Mapping[str, Any], on_erro
     if type(block_size) is not int or not 2 <= block_size <= largest:
         remedy = f"use 2 to {largest}, the block that the drafter was trained for"
         raise ValueError(f"block_size={block_size!r} cannot be a setting of this pair: {remedy}.")
-    check_settings(settings)
+    check_values(settings, SETTINGS)
     check_keywords(settings)
 
 

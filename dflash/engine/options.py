@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.model.requests_dflash import Request, check_masks, check_settings, first_of, is_whole
+from dflash.model.configuration_dflash import Checks, check_values, is_whole_number
+from dflash.model.requests_dflash import Request, check_masks, first_of
 from dflash.model.targets_dflash import InexactError
 
 
@@ -27,24 +28,23 @@ def _is_compile(value: Any) -> bool:
 
 
 def _is_tree(value: Any) -> bool:
-    return isinstance(value, bool) or is_whole(value, 0, MOST_NODES)
+    return isinstance(value, bool) or is_whole_number(value, 0, MOST_NODES)
 
 
 def _is_window(value: Any) -> bool:
     is_pair = isinstance(value, tuple | list) and len(value) == 2
-    return is_pair and all(is_whole(size, 0, MOST_TOKENS) for size in value) and value[1] > 0
+    return is_pair and all(is_whole_number(size, 0, MOST_TOKENS) for size in value) and value[1] > 0
 
 
 def _is_lookup(value: Any) -> bool:
-    return is_whole(value, 0, MOST_LOOKED_UP)
+    return is_whole_number(value, 0, MOST_LOOKED_UP)
 
 
 def _is_ngram_size(value: Any) -> bool:
-    return is_whole(value, 1)
+    return is_whole_number(value, 1)
 
 
-# For each keyword: whether a value is valid, and the remedy.
-SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+SETTINGS: Checks = {
     "adaptive": (_is_flag, "use True or False"),
     "compile": (_is_compile, "use True, False or 'auto'"),
     "cuda_graph": (_is_flag, "use True or False"),
@@ -60,7 +60,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
     """Raises ValueError for values that the engine's keywords cannot have, alone or together."""
-    check_settings(keywords, SETTINGS)
+    check_values(keywords, SETTINGS)
     if keywords.get("max_matching_ngram_size") is not None and keywords.get("prompt_lookup_num_tokens") == 0:
         raise ValueError("max_matching_ngram_size belongs to a prompt lookup, and prompt_lookup_num_tokens is 0.")
     if keywords.get("cuda_graph") and keywords.get("compile") is True:
@@ -88,7 +88,7 @@ class Options:
             _check_tree(request)
         config = request.drafter.config
         window = first_of(keywords.get("draft_window"), getattr(config, "draft_window", None))
-        check_settings({"draft_window": window}, SETTINGS)
+        check_values({"draft_window": window}, SETTINGS)
         if window and any(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
             raise ValueError(f"draft_window={window}: this drafter has sliding layers, leave it out.")
         return cls(
@@ -113,4 +113,4 @@ def _check_tree(request: Request) -> None:
     if request.prompt_inputs:
         names = ", ".join(sorted(request.prompt_inputs))
         raise InexactError(f"draft_tree came with {names}, but it supports only token ids: leave it out.")
-    check_masks({"target": request.target}, "a draft tree", "pass no draft_tree")
+    check_masks({"target": request.target}, "pass no draft_tree")

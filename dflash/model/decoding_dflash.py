@@ -255,7 +255,7 @@ class Decoder:
         # Padding on the right: no token sees it, so the forward needs no mask.
         token_ids = pad_sequence(texts, batch_first=True)
         width = token_ids.shape[1]
-        chunk_size = self.request.chunk_size or width
+        chunk_size = self.request.prefill_chunk_size or width
         context = self.conversation.context
         last_logits = [torch.empty(0)] * len(texts)
         for begin in range(0, width, chunk_size):

@@ -7,7 +7,7 @@ The target's own `generate` prepares the generation config, logits processors an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,26 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from .acceptance_dflash import Acceptor
+from .configuration_dflash import check_values
 from .decoding_dflash import Block, Conversation, Decoder, decode_blocks
 from .requests_dflash import (
+    NO_ENGINE,
     OTHER_NAMES,
+    Generators,
     Prompts,
     Request,
     check_config,
     check_drafter,
-    check_engine_keywords,
-    check_prepared,
+    check_keywords,
     check_request,
-    check_settings,
     checked_verification,
-    processors_of,
+    first_of,
+    further_inputs,
+    own_processors,
     read_prompt,
-    read_prompt_inputs,
 )
 from .sequences_dflash import make_cutter
-from .targets_dflash import check_pair, max_positions
+from .targets_dflash import max_positions
 
 
 logger = logging.get_logger(__name__)
@@ -165,64 +167,62 @@ def _through_generate(
     drafter: PreTrainedModel, target: PreTrainedModel, input_ids: Any, keywords: dict[str, Any]
 ) -> Any:
     """Checks a request, translates its keywords to those of `generate`, and lets `generate` call [`custom_generate`]."""
-    check_drafter(drafter)
-    check_pair(target, drafter)
-    prompt_ids, attention_mask = read_prompt(input_ids, keywords.pop("attention_mask", None), target)
-    check_request(target, prompt_ids, attention_mask, keywords)
-    _check_engine(drafter, keywords)
+    check_drafter(drafter, target)
+    mask = keywords.pop("attention_mask", None)
+    prompt_ids, mask = read_prompt(input_ids, mask, target)
+    check_keywords(target, prompt_ids, mask, keywords)
     _translate_sampling(keywords)
-    criteria = StoppingCriteriaList(keywords.pop("stopping_criteria", None) or ())
-    criteria.extend(_stop_string_criteria(keywords))
-    keywords = {OTHER_NAMES.get(name, name): value for name, value in keywords.items()}
+    criteria = list(keywords.pop("stopping_criteria", None) or ())
+    criteria += _stop_string_criteria(target, keywords)
+    settings = {OTHER_NAMES.get(name, name): value for name, value in keywords.items()}
     # Ids are not moved for a target whose embedding is offloaded ("meta" between calls).
     device = prompt_ids.device if target.device.type == "meta" else target.device
-    keywords["attention_mask"] = None if attention_mask is None else attention_mask.to(device)
-    keywords["stopping_criteria"] = criteria
-    keywords["drafter"] = drafter
-    generate: Any = target.generate  # not in the type of PreTrainedModel
-    return generate(prompt_ids.to(device), custom_generate=custom_generate, **keywords)
-
-
-def _check_engine(drafter: Any, keywords: Mapping[str, Any]) -> None:
-    """Has the package's engine check its keywords, or refuses them where there is none."""
-    if drafter.engine is None:
-        check_engine_keywords(keywords)
-    else:
-        drafter.engine.check_keywords(keywords)
+    if mask is not None:
+        mask = mask.to(device)
+    target_class: Any = type(target)  # its own `generate`, where a folder has bound another to the model
+    return target_class.generate(
+        target,
+        prompt_ids.to(device),
+        attention_mask=mask,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        custom_generate=custom_generate,
+        drafter=drafter,
+        **settings,
+    )
 
 
 def _translate_sampling(keywords: dict[str, Any]) -> None:
     """Writes `temperature` and `stop_token_ids` as `generate` takes them."""
-    temperature = keywords.pop("temperature", None)
-    do_sample = keywords.pop("do_sample", None)
-    if temperature is not None and do_sample is None:
-        do_sample = temperature > 0
-    if temperature:
-        keywords["temperature"] = temperature
-    elif temperature is not None:
+    temperature = keywords.get("temperature")
+    if temperature is not None:
+        keywords["do_sample"] = first_of(keywords.get("do_sample"), temperature > 0)
+    if temperature == 0:
         # Greedy decoding ignores these, and `generate` would warn about the target's defaults.
         keywords.update(temperature=None, top_p=None, top_k=None)
-    if do_sample is not None:
-        keywords["do_sample"] = do_sample
     stop_token_ids = keywords.pop("stop_token_ids", None)
     if stop_token_ids is not None:
         keywords["eos_token_id"] = None if stop_token_ids == [] else stop_token_ids  # []: no token stops the text
 
 
-def _stop_string_criteria(keywords: dict[str, Any]) -> list[StopStringCriteria]:
+def _stop_string_criteria(target: PreTrainedModel, keywords: dict[str, Any]) -> list[StopStringCriteria]:
     """One criterion for each of `stop_strings`, because one that can never match would disable the others.
 
     Made here, because `generate` does not pass the tokenizer to a custom loop.
     """
-    stop_strings = keywords.pop("stop_strings", None)
     tokenizer = keywords.pop("tokenizer", None)
-    criteria = []
-    for stop_string in [stop_strings] if isinstance(stop_strings, str) else stop_strings or ():
-        if tokenizer is None or not stop_string:
-            remedy = "give a string that is not empty" if tokenizer else "pass the target's tokenizer=… beside it"
-            raise ValueError(f"stop_strings={stop_strings!r} cannot stop a text: {remedy}.")
-        criteria.append(StopStringCriteria(tokenizer, stop_string))
-    return criteria
+    config = keywords.get("generation_config")
+    of_config = getattr(config, "stop_strings", None)
+    strings = first_of(keywords.pop("stop_strings", None), of_config, target.generation_config.stop_strings)
+    if strings is None:
+        return []
+    keywords["stop_strings"] = None  # instead of those of a config
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} cannot stop a text: pass the target's tokenizer=… beside it.")
+    if isinstance(strings, str):
+        strings = [strings]
+    if not all(strings):
+        raise ValueError(f"stop_strings={strings!r} cannot stop a text: give strings that are not empty.")
+    return [StopStringCriteria(tokenizer, string) for string in strings]
 
 
 def custom_generate(
@@ -232,18 +232,18 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
     *,
-    drafter: PreTrainedModel | None = None,
+    drafter: Any = None,
     block_size: int | None = None,
     max_draft_tokens: int | None = None,
-    verification: str | None = None,
+    verification: str = "auto",
     conversation: Conversation | None = None,
-    uniforms_generator: torch.Generator | list[torch.Generator] | None = None,
+    uniforms_generator: Generators = None,
     token_streamer: Any = None,
-    as_blocks: bool | None = None,
-    adaptive: bool | None = None,
-    compile: bool | str | None = None,
-    cuda_graph: bool | None = None,
-    draft_tree: int | bool | None = None,
+    as_blocks: bool = False,
+    adaptive: bool = False,
+    compile: bool | str = "auto",
+    cuda_graph: bool = False,
+    draft_tree: int | bool = False,
     draft_window: tuple[int, int] | None = None,
     num_looked_up: int | None = None,
     ngram_size: int | None = None,
@@ -259,22 +259,10 @@ def custom_generate(
     Example:
         >>> target.generate(**inputs, custom_generate=custom_generate, drafter=drafter, max_new_tokens=64)
     """
-    checked: Any = drafter
-    check_drafter(checked)
-    check_pair(target, checked)
+    check_drafter(drafter, target)
     streamer = _streamer_of_generate()
     if streamer is not None and (token_streamer is not None or as_blocks):
         raise ValueError("streamer came with token_streamer or as_blocks: pass one of them.")
-    settings = {
-        "generator": uniforms_generator,
-        "max_draft_tokens": max_draft_tokens,
-        "verification": verification,
-        "conversation": conversation,
-        "token_streamer": token_streamer,
-        "prefill_chunk_size": getattr(generation_config, "prefill_chunk_size", None),
-        "temperature": generation_config.temperature if generation_config.do_sample else None,
-    }
-    check_settings(settings)
     check_config(generation_config)
     engine_keywords = {
         "adaptive": adaptive,
@@ -285,35 +273,40 @@ def custom_generate(
         "prompt_lookup_num_tokens": num_looked_up,
         "max_matching_ngram_size": ngram_size,
     }
-    _check_engine(checked, engine_keywords)
+    if drafter.engine is None:
+        check_values(engine_keywords, NO_ENGINE)
+    else:
+        drafter.engine.check_keywords(engine_keywords)
+    prompt_inputs = further_inputs(model_inputs)
+    if prompt_inputs:
+        prompt_inputs["position_ids"] = model_inputs.get("position_ids")  # with three axes for images
     is_sampled = generation_config.do_sample
-    chunk_size = settings["prefill_chunk_size"]
     longest = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
     outputs = ("scores", "logits")
     request = Request(
         target=target,
-        drafter=checked,
+        drafter=drafter,
         input_ids=input_ids,
         attention_mask=model_inputs.get("attention_mask"),
-        prompt_inputs=read_prompt_inputs(target, model_inputs, len(input_ids), chunk_size, conversation),
+        prompt_inputs=prompt_inputs,
         config=generation_config,
         max_new_tokens=longest - input_ids.shape[1],
         max_length=max_positions(target),
-        chunk_size=chunk_size,
-        block_size=checked.config.block_size if block_size is None else block_size,
+        prefill_chunk_size=generation_config.prefill_chunk_size,
+        block_size=first_of(block_size, drafter.config.block_size),
         max_draft_tokens=max_draft_tokens,
         verification=checked_verification(verification or "auto", is_sampled, logits_processor),
-        temperature=float(generation_config.temperature or 1.0) if is_sampled else 1.0,
-        keeping=frozenset(name for name in outputs if getattr(generation_config, f"output_{name}", False)),
+        temperature=(is_sampled and generation_config.temperature) or 1.0,
+        keeping=frozenset(name for name in outputs if getattr(generation_config, f"output_{name}")),
         conversation=conversation,
         uniforms_generator=uniforms_generator,
-        token_streamer=streamer if token_streamer is None else token_streamer,
+        token_streamer=first_of(token_streamer, streamer),
         engine_keywords=engine_keywords,
     )
-    check_prepared(request)
-    name = checked.name_or_path or "The drafter"
+    check_request(request)
+    name = drafter.name_or_path or "The drafter"
     depth = "%s: block_size=%s, max_draft_tokens=%s, draft_tree=%s"
-    logger.info_once(depth, name, request.block_size, max_draft_tokens, draft_tree or False)
+    logger.info_once(depth, name, request.block_size, max_draft_tokens, draft_tree)
     blocks = _blocks(request, logits_processor, stopping_criteria)
     return blocks if as_blocks else _collect(blocks, request, has_put_prompt=streamer is not None)
 
@@ -323,13 +316,16 @@ def _blocks(request: Request, processors: LogitsProcessorList, criteria: Stoppin
     conversation = request.conversation
     if conversation is not None:
         conversation.check(request.target, request.drafter)
+
+    def is_done(text_ids: torch.Tensor) -> bool:
+        return bool(criteria(text_ids, None).all())
+
     num_sequences = len(request.input_ids)
-    own_processors = [processors_of(index, num_sequences, processors) for index in range(num_sequences)]
+    own = own_processors(processors, num_sequences)
     cut = make_cutter(criteria, request.max_new_tokens)
-    engine = request.drafter.engine
-    acceptor_class = Acceptor if engine is None else engine.acceptor
-    acceptor = acceptor_class(request, own_processors, lambda text_ids: bool(criteria(text_ids, None).all()))
-    decoder = Decoder(request, acceptor, cut) if engine is None else engine.decoder(request, acceptor, cut)
+    engine = request.drafter.engine  # None has neither
+    acceptor = getattr(engine, "acceptor", Acceptor)(request, own, is_done)
+    decoder = getattr(engine, "decoder", Decoder)(request, acceptor, cut)
     return _guarded(decoder)
 
 
@@ -350,9 +346,7 @@ def _guarded(decoder: Decoder) -> Iterator[Block]:
     """The blocks of a decoder. An error empties the caches, and running out of memory is reported with remedies."""
     try:
         yield from decode_blocks(decoder)
-    except GeneratorExit:  # closed early, between two steps
-        raise
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:  # closed early, it is between two steps
         decoder.conversation.forget()
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
@@ -380,7 +374,7 @@ def _collect(blocks: Iterator[Block], request: Request, has_put_prompt: bool) ->
     new_ids = []
     for sequence in by_sequence:
         new_ids.append(torch.tensor([token_id for block in sequence for token_id in block.token_ids]))
-    pad_token = getattr(request.config, "_pad_token_tensor", None)
+    pad_token = request.config._pad_token_tensor
     pad_token_id = 0 if pad_token is None else int(pad_token)  # without one all sequences stop together
     padded = pad_sequence(new_ids, batch_first=True, padding_value=pad_token_id)
     sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
@@ -393,30 +387,28 @@ def _output(request: Request, sequences: torch.Tensor, by_sequence: list[list[Bl
     """The output with its statistics, of the blocks of each sequence."""
     outputs: dict[str, Any] = {}
     for name in request.keeping:
-        of_sequences = [torch.cat([getattr(block, name) for block in sequence]) for sequence in by_sequence]
+        of_sequences = [torch.cat([getattr(block, name) for block in blocks]) for blocks in by_sequence]
         outputs[name] = pad_sequence(of_sequences).unbind(dim=0)  # [B, V] for each new position
     lengths = []
     steps: list[Block] = []
-    for sequence in by_sequence:
-        own_steps = [block for block in sequence if not block.is_prefill]
+    for blocks in by_sequence:
+        own_steps = [block for block in blocks if not block.is_prefill]
         lengths.append([block.acceptance_length for block in own_steps])
         steps += own_steps
-    num_kept = sum(len(block.token_ids) for block in steps)
+    drafted = [block.acceptance_length for block in steps if not block.is_lookup]
     return DFlashOutput(
         sequences=sequences,
         acceptance_lengths=lengths,
-        tau=_mean_length([block for block in steps if not block.is_lookup]),
-        tau_with_lookup=_mean_length(steps),
-        tokens_per_step=num_kept / len(steps) if steps else float("nan"),
+        tau=_mean(drafted),
+        tau_with_lookup=_mean([block.acceptance_length for block in steps]),
+        tokens_per_step=_mean([len(block.token_ids) for block in steps]),
         **outputs,
     )
 
 
-def _mean_length(blocks: list[Block]) -> float:
-    """The mean acceptance length of verify steps; NaN of none."""
-    if not blocks:
-        return float("nan")
-    return sum(block.acceptance_length for block in blocks) / len(blocks)
+def _mean(numbers: list[int]) -> float:
+    """The mean; NaN of none."""
+    return torch.tensor(numbers, dtype=torch.float64).mean().item()
 
 
 def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: Any) -> Any:
@@ -428,12 +420,9 @@ def generate(inputs: Any = None, *, model: Any, drafter: Any = None, **kwargs: A
     `drafter` is the model of that checkpoint; all other arguments are those of `generate`. Raises ValueError if the drafter is
     missing or the request cannot be exact.
     """
-    if kwargs.get("custom_generate") is not None:  # the loop, where a target's folder holds this file
-        return type(model).generate(model, inputs, drafter=drafter, **kwargs)
     if not hasattr(drafter, "spec_generate"):
         raise ValueError(f"drafter={drafter!r} cannot draft: pass AutoModel.from_pretrained(<this checkpoint>).")
-    ids = kwargs.pop("input_ids", None)
-    return drafter.spec_generate(inputs if ids is None else ids, target=model, **kwargs)
+    return drafter.spec_generate(kwargs.pop("input_ids", inputs), target=model, **kwargs)
 
 
 def custom_generate_source() -> str:
@@ -444,6 +433,6 @@ def custom_generate_source() -> str:
 def write_custom_generate(folder: str | Path) -> None:
     """Puts `custom_generate/generate.py` into `folder`, where `target.generate(custom_generate=…)` looks for it."""
     path = Path(folder, "custom_generate", "generate.py")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)  # transformers uploads only files that are new
     path.write_text(custom_generate_source(), encoding="utf-8")

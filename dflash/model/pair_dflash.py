@@ -7,9 +7,7 @@ The first request loads the drafter. The package does it (`dflash-transformers`,
 is not older than the folder; its engine then makes the steps faster. Else the code beside the drafter's weights runs.
 """
 
-import copy
 import importlib
-import inspect
 import json
 import re
 import threading
@@ -34,32 +32,26 @@ COMMIT = re.compile("[0-9a-f]{40}")
 CACHE_NAMES = ("cache", "past_key_values")
 # Fields of the loop's output that `model.dflash_stats` holds.
 STATISTICS = ("tau", "tau_with_lookup", "tokens_per_step", "acceptance_lengths")
-# Settings that the package's engine knows, and the code of a drafter's folder does not.
-ENGINE_SETTINGS = (
+# Keywords of the package's engine, in the loop's own spelling.
+ENGINE_KEYWORDS = (
     "adaptive",
     "compile",
     "cuda_graph",
     "draft_tree",
     "draft_window",
-    "max_matching_ngram_size",
     "ngram_size",
     "num_looked_up",
-    "prompt_lookup_num_tokens",
 )
-# Keywords that plain `generate` does not know, for a model without a drafter. A drafter's own are its `KEYWORDS`.
+# Settings that the package's engine knows, and the code of a drafter's folder does not.
+ENGINE_SETTINGS = (*ENGINE_KEYWORDS, "max_matching_ngram_size", "prompt_lookup_num_tokens")
+# Keywords that plain `generate` does not know.
 KEYWORDS = (
-    "adaptive",
+    *ENGINE_KEYWORDS,
     "as_blocks",
     "block_size",
-    "compile",
     "conversation",
-    "cuda_graph",
-    "draft_tree",
-    "draft_window",
     "drafter",
     "max_draft_tokens",
-    "ngram_size",
-    "num_looked_up",
     "stop_token_ids",
     "token_streamer",
     "uniforms_generator",
@@ -83,14 +75,17 @@ class Drafting:
         return Drafting, ()
 
 
-def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
+def generate(
+    inputs: Any = None, generation_config: Any = None, *, model: Any, dflash: bool = True, **kwargs: Any
+) -> Any:
     """The output of the model's own `generate`, in fewer forwards.
 
     A request that cannot be drafted exactly is generated plainly, and one warning for each reason says so. After each
     drafted request, `model.dflash_stats` holds its tau, with looked-up tokens and without, tokens per step and acceptance lengths.
 
     Args:
-        args: Those of `generate`, the prompts' token ids first.
+        inputs: The prompts' token ids, or `input_ids` as a keyword.
+        generation_config: That of `generate`.
         model: The target, which transformers gives.
         dflash: `False` asks for plain generation.
         kwargs: Those of `generate` and of the drafter's `spec_generate`, which win over the settings in dflash.json.
@@ -100,17 +95,15 @@ def generate(*args: Any, model: Any, dflash: bool = True, **kwargs: Any) -> Any:
             says `"on_error": "plain"`.
     """
     plain = type(model).generate
-    names = list(inspect.signature(plain).parameters)[1:]
-    kwargs.update(zip(names, args, strict=False))
-    inputs = kwargs.pop("inputs", None)
+    if generation_config is not None:
+        kwargs["generation_config"] = generation_config
     if inputs is not None:  # `generate` has two names for the prompt
         kwargs["input_ids"] = inputs
     if kwargs.get("custom_generate") is not None:  # the loop asks the class's own generate to prepare the request
         return plain(model, **kwargs)
     drafting = _drafting_of(model) if dflash else Drafting()
     drafter = drafting.drafter
-    loop_keywords = KEYWORDS if drafter is None else drafter.KEYWORDS
-    plain_keywords = {name: value for name, value in kwargs.items() if name not in loop_keywords}
+    plain_keywords = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
     if drafter is None:
         return plain(model, **plain_keywords)
     reason = _why_plain(model, kwargs)
@@ -131,13 +124,13 @@ def _why_plain(model: Any, keywords: Keywords) -> str | None:
     input_ids = keywords.get("input_ids")
     if input_ids is None:
         return "the loop takes the prompt as token ids alone."
-    num_texts = len(input_ids)
-    for criterion in keywords.get("stopping_criteria") or ():
-        is_foreign = not type(criterion).__module__.startswith("transformers.")
-        if is_foreign and num_texts > 1:
-            return f"{type(criterion).__name__} may look at all {num_texts} texts at once, and they grow apart."
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "processes that share weights (ZeRO-3 or FSDP) run the same forwards, and accept drafts differently."
+    num_texts = len(input_ids)
+    for criterion in keywords.get("stopping_criteria") or ():
+        kind = type(criterion)
+        if num_texts > 1 and not kind.__module__.startswith("transformers."):
+            return f"{kind.__name__} may look at all {num_texts} texts at once, and they grow apart."
     return None
 
 
@@ -151,8 +144,10 @@ def _drafted(drafter: Any, model: Any, keywords: Keywords) -> Any:
     if keywords.get("temperature") is not None:
         # A temperature alone has `spec_generate` sample, and `generate` not.
         keywords["do_sample"] = bool(_default(model, keywords, "do_sample"))
-    _move_stop_strings(keywords)
-    _leave_out_empty(keywords)
+    for name in CACHE_NAMES:
+        cache = keywords.get(name)
+        if cache is not None and not cache.get_seq_length():  # the loop refuses one, and an empty one says nothing
+            del keywords[name]
     output = drafter.spec_generate(target=model, **keywords)
     model.dflash_stats = {name: getattr(output, name) for name in STATISTICS}
     if not wants_dict:
@@ -167,33 +162,10 @@ def _drafted(drafter: Any, model: Any, keywords: Keywords) -> Any:
 def _default(model: Any, keywords: Keywords, name: str) -> Any:
     """A keyword of the request; where it has none, of its generation config, then of the model's."""
     value = keywords.get(name)
-    if value is None:
-        value = getattr(keywords.get("generation_config"), name, None)
-    if value is None:
-        value = getattr(model.generation_config, name, None)
+    for config in (keywords.get("generation_config"), model.generation_config):
+        if value is None:
+            value = getattr(config, name, None)
     return value
-
-
-def _move_stop_strings(keywords: Keywords) -> None:
-    """Makes stop strings of a generation config keywords: `generate` would keep them from the loop."""
-    config: Any = keywords.get("generation_config")
-    strings = getattr(config, "stop_strings", None)
-    if not strings:
-        return
-    config = copy.deepcopy(config)
-    config.stop_strings = None
-    keywords["generation_config"] = config
-    keywords["stop_strings"] = keywords.get("stop_strings") or strings
-
-
-def _leave_out_empty(keywords: Keywords) -> None:
-    """Takes out what `generate` may be given and the loop refuses, where it asks for nothing."""
-    if not keywords.get("synced_gpus"):
-        keywords.pop("synced_gpus", None)
-    for name in CACHE_NAMES:
-        cache = keywords.get(name)
-        if cache is not None and not cache.get_seq_length():
-            del keywords[name]
 
 
 # -- the drafter
@@ -203,15 +175,18 @@ def _drafting_of(model: Any) -> Drafting:
     """What the model drafts with, loaded at the first call. The drafter follows a model that has moved."""
     drafting: Drafting = vars(model).setdefault("_dflash_drafting", Drafting())
     embedding = model.get_input_embeddings()
-    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)  # of weights that are elsewhere
+    hook = getattr(embedding, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)  # of weights that are elsewhere
     if device is None:
         device = next(embedding.parameters()).device
     with drafting.lock, torch.inference_mode(mode=False):
         if not drafting.is_loaded:
             _load(model, drafting)
         drafter = drafting.drafter
-        if drafter is not None and (drafter.device, drafter.dtype) != (torch.device(device), model.dtype):
-            drafter.to(device=device, dtype=model.dtype)
+        if drafter is not None:
+            has_moved = drafter.device != torch.device(device)
+            if has_moved or drafter.dtype != model.dtype:
+                drafter.to(device=device, dtype=model.dtype)
     return drafting
 
 
@@ -246,13 +221,20 @@ def _drafter_and_settings(folder: Path, content: Keywords) -> tuple[Any, Keyword
         drafter = model_class.from_pretrained(name, revision=revision, dtype="auto")
         return drafter.eval(), settings
     logger.info(f"{reason}: the folder's own code runs.")
-    places = {"revision": revision, "code_revision": revision}
-    drafter = AutoModel.from_pretrained(name, trust_remote_code=True, dtype="auto", **places)
-    left_out = [setting for setting in ENGINE_SETTINGS if settings.get(setting)]
-    for setting in left_out:
-        del settings[setting]
+    drafter = AutoModel.from_pretrained(
+        name,
+        revision=revision,
+        code_revision=revision,
+        dtype="auto",
+        trust_remote_code=True,
+    )
+    left_out = []
+    for setting in ENGINE_SETTINGS:
+        if settings.pop(setting, None):
+            left_out.append(setting)
     if left_out:
-        logger.warning(f"Drafted without {', '.join(left_out)} of {SETTINGS}, which need the package: {reason}.")
+        names = ", ".join(left_out)
+        logger.warning(f"Drafted without {names} of {SETTINGS}, which need the package: {reason}.")
     return drafter.eval(), settings
 
 
