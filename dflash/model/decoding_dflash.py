@@ -69,7 +69,6 @@ class Conversation:
     Pass the whole text each time. The longest prefix that the caches hold is reused; the new text does not depend on it.
 
     Attributes:
-        token_ids (`list[int]`): The text that the caches hold.
         num_reused (`int`): Number of tokens of the last prompt that were reused.
 
     Example:
@@ -82,9 +81,20 @@ class Conversation:
     context: DrafterContext
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
         self.num_reused = 0
+        self._prompt_ids: list[int] = []
+        self._new_ids: list[int] = []
         self._models: tuple[Any, Any] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The text that the caches hold: all tokens but the last, which is the next anchor."""
+        return self._prompt_ids + self._new_ids[:-1]
+
+    def hold(self, prompt_ids: list[int], new_ids: list[int]) -> None:
+        """Says that the caches hold a prompt and the new tokens that are appended to `new_ids`."""
+        self._prompt_ids = prompt_ids
+        self._new_ids = new_ids
 
     def check(self, target: PreTrainedModel, drafter: PreTrainedModel) -> None:
         """Raises ValueError if the caches belong to other models."""
@@ -101,7 +111,6 @@ class Conversation:
         num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         # 0 where running states cannot go back.
         self.num_reused = self.target_cache.truncate(num_shared) if num_shared else 0
-        self.token_ids = self.token_ids[: self.num_reused]
         if self.num_reused:
             self.context.truncate(self.num_reused)
         return self.num_reused
@@ -110,13 +119,12 @@ class Conversation:
         """Starts with new caches of a target and a drafter."""
         self.target_cache = target_cache
         self.context = context
-        self.token_ids = []
         self.num_reused = 0
         self._models = models
 
     def forget(self) -> None:
         """Drops the text: nothing of it is reused."""
-        self.token_ids = []
+        self.hold([], [])
 
 
 @dataclass
@@ -224,23 +232,32 @@ class Decoder:
         """Runs the part of the prompts that the caches do not hold, and commits the first tokens."""
         input_ids = self.request.input_ids
         mask = self.request.attention_mask
-        is_real = torch.ones_like(input_ids) if mask is None else mask
-        self.sequences = [TextSequence(index, prompt_ids) for index, prompt_ids in enumerate(input_ids)]
-        texts = [prompt_ids[is_real[index].bool()] for index, prompt_ids in enumerate(input_ids)]
+        if mask is None:
+            mask = torch.ones_like(input_ids)
+        is_real = mask.bool()
+        texts = []
+        self.sequences = []
+        for index, prompt_ids in enumerate(input_ids):
+            texts.append(prompt_ids[is_real[index]])
+            self.sequences.append(TextSequence(index, prompt_ids))
         logits = self._read(texts)
         self.runner = self.new_runner()
-        proposals = Proposals(input_ids[:, :0])
-        return self.commit(self.runner.accept(self.sequences, proposals, logits, None))
+        nothing = Proposals(input_ids[:, :0])
+        step = self.runner.accept(self.sequences, nothing, logits, None)
+        return self.commit(step)
 
     def _read(self, texts: list[torch.Tensor]) -> torch.Tensor:
         """Reads texts [S], a single one after what the conversation holds of it; logits of their last tokens, [B, 1, V]."""
         conversation = self.conversation
         first_ids = texts[0].tolist()
         num_reused = conversation.reuse(first_ids) if len(texts) == 1 else 0
-        if not num_reused:
-            self._begin(len(texts), max(map(len, texts)))
-        logits = self._read_chunks([text[num_reused:] for text in texts])
-        conversation.token_ids = first_ids
+        if num_reused:
+            texts = [texts[0][num_reused:]]
+        else:
+            longest = max(map(len, texts))
+            self._begin(len(texts), longest)
+        logits = self._read_chunks(texts)
+        conversation.hold(first_ids, self.sequences[0].new_ids)
         return logits
 
     def _begin(self, num_sequences: int, length: int) -> None:
@@ -257,17 +274,20 @@ class Decoder:
         width = token_ids.shape[1]
         chunk_size = self.request.prefill_chunk_size or width
         context = self.conversation.context
-        last_logits = [torch.empty(0)] * len(texts)
+        last_logits = {}
         for begin in range(0, width, chunk_size):
             context.absorb()
             chunk = token_ids[:, begin : begin + chunk_size]
-            num_real = [min(max(len(text) - begin, 0), chunk.shape[1]) for text in texts]
+            num_real = []
+            for text in texts:
+                num_left = max(len(text) - begin, 0)
+                num_real.append(min(num_left, chunk_size))
             logits, features = self.target.read(chunk, self.conversation.target_cache, num_real)
             context.append(Context(features, num_real))
             for place, count in enumerate(num_real):
                 if count:
                     last_logits[place] = logits[place]
-        return torch.stack(last_logits)
+        return torch.stack([last_logits[place] for place in range(len(texts))])
 
     def close(self) -> None:
         """Ends the text, also before it is complete."""
@@ -327,21 +347,10 @@ class Decoder:
         num_kept = [len(block.token_ids) for block in blocks]
         self.runner.keep(step, num_kept)
         if step.features is not None:
-            # The columns of the step hold the anchor before it and all new tokens but the last.
-            new_ids = self.sequences[0].new_ids
-            begin = len(new_ids) - num_kept[0] - 1
-            self.conversation.token_ids += new_ids[begin:-1]
             self.runner.proposer.record(step.proposals, blocks)
         anchors = step.acceptance.anchors
         self.anchors = to_device(anchors, self.request.input_ids.device)
-        self._drop_done()
-
-    def _drop_done(self) -> None:
-        """Drops the sequences that are done."""
-        live = []
-        for place, sequence in enumerate(self.sequences):
-            if not sequence.is_done:
-                live.append(place)
+        live = [place for place, sequence in enumerate(self.sequences) if not sequence.is_done]
         if live and len(live) < len(self.sequences):
             self.runner.keep_sequences(live)
             self.anchors = chosen(self.anchors, 0, live)
