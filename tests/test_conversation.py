@@ -182,7 +182,7 @@ def test_a_conversation_of_other_models_is_refused() -> None:
     spec_generate(drafter, target, prompt, max_new_tokens=3, temperature=0.0, conversation=conversation)
     with pytest.raises(ValueError, match="begun with another Qwen3ForCausalLM"):
         spec_generate(drafter, make_target("llama"), prompt, max_new_tokens=3, conversation=conversation)
-    with pytest.raises(ValueError, match="one prompt, not of 2"):
+    with pytest.raises(ValueError, match="one prompt at a time, not 2"):
         spec_generate(drafter, target, prompt.repeat(2, 1), max_new_tokens=3, conversation=Conversation())
 
 

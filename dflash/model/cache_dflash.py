@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -156,7 +157,7 @@ class RunningState:
         self.mixer = mixer
         self.layer: Any = LinearAttentionLayer()
         self._before: list[States] = []
-        self._is_first = False  # whether there was no state before
+        self._had_state: dict[int, bool] = {}
         self._arguments: dict[str, Any] = {}
 
     @property
@@ -179,8 +180,8 @@ class RunningState:
             if threading.get_ident() != thread:
                 return
             # Copied, because mixers write parts of the state in place.
-            self._before = [_copied(states) for states in self._states]
-            self._is_first = not any(self.layer.has_previous_state.values())
+            self._before = [_mapped(torch.clone, states) for states in self._states]
+            self._had_state = dict(self.layer.has_previous_state)
             self._arguments = dict(kwargs)
             if args:
                 self._arguments["hidden_states"] = args[0]
@@ -191,13 +192,17 @@ class RunningState:
     def rewind(self, num_kept: Sequence[int]) -> None:
         """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
         inputs = self._arguments["hidden_states"]  # [B, S, D]
-        result = [_copied(states) for states in self._states]
-        counts = set(num_kept) - {inputs.shape[1]}
-        for count in sorted(counts):  # sequences with equal counts are replayed together
-            places = [place for place, kept in enumerate(num_kept) if kept == count]
+        result = [_mapped(torch.clone, states) for states in self._states]
+        if not any(self._had_state.values()):  # a prompt begins
+            self._before = [_mapped(torch.zeros_like, states) for states in self._states]
+        places_of: dict[int, list[int]] = defaultdict(list)
+        for place, count in enumerate(num_kept):
+            if count < inputs.shape[1]:
+                places_of[count].append(place)
+        for count, places in places_of.items():  # sequences with equal counts are replayed together
             index = to_device(torch.tensor(places), inputs.device)
-            kept = inputs[:, :count]
-            self.replay(kept.index_select(0, index), index)
+            kept = inputs[:, :count].index_select(0, index)
+            self.replay(kept, index)
             for whole, states in zip(result, self._states, strict=True):
                 _put_rows(whole, index, states)
         self._set(result)
@@ -213,22 +218,20 @@ class RunningState:
 
     def restore(self) -> None:
         """Sets the state to that before the recorded step."""
-        if self._is_first:
-            self.layer.reset()
-        else:
-            self._set(self._before)
+        self._set(self._before)
+        self.layer.has_previous_state.update(self._had_state)
 
     def renew(self) -> None:
         """Copies the state, because one made in inference mode cannot be written outside of it."""
-        self._set([_copied(states) for states in self._states])
+        self._set([_mapped(torch.clone, states) for states in self._states])
 
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
             states.update(value)
 
 
-def _copied(states: States) -> States:
-    return {index: None if state is None else state.clone() for index, state in states.items()}
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], states: States) -> States:
+    return {index: None if state is None else function(state) for index, state in states.items()}
 
 
 def _put_rows(whole: States, index: torch.Tensor, states: States) -> None:

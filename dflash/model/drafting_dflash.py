@@ -59,30 +59,31 @@ class Context:
 
     def part(self, begin: int, end: int) -> Context:
         """Columns `begin` to `end` of each sequence, as far as it has them."""
-        num_real = [max(min(end, count) - begin, 0) for count in self.num_real]
+        num_real = []
+        for count in self.num_real:
+            num_left = min(end, count) - begin
+            num_real.append(max(num_left, 0))
         return Context(self.features[:, begin:end], num_real)
 
     def of_sequences(self, places: list[int]) -> Context:
         """The context of these sequences of the batch."""
         num_real = [self.num_real[place] for place in places]
-        return Context(chosen(self.features[:, : max(num_real)], 0, places), num_real)
+        features = self.features[:, : max(num_real)]
+        return Context(chosen(features, 0, places), num_real)
 
-
-def packed(features: torch.Tensor, is_real: torch.Tensor, num_real: list[int]) -> Context:
-    """The context of features [B, C, L * D]: each sequence's valid columns moved to the front, cut to the longest."""
-    if min(num_real) < features.shape[1]:
-        order = (~is_real).long().argsort(dim=1, stable=True)[:, : max(num_real)]
-        index = order.to(features.device)[..., None]
-        features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
-    return Context(features, num_real)
-
-
-def joined(first: Context, second: Context) -> Context:
-    """The context of two parts of a text, one after the other."""
-    features = torch.cat([first.features, second.features], dim=1)
-    is_real = torch.cat([first.is_real, second.is_real], dim=1)
-    num_real = [sum(counts) for counts in zip(first.num_real, second.num_real, strict=True)]
-    return packed(features, is_real, num_real)
+    def joined(self, second: Context) -> Context:
+        """This context and the next part of the text. Each sequence's valid columns are moved to the front."""
+        num_real = []
+        for counts in zip(self.num_real, second.num_real, strict=True):
+            num_real.append(sum(counts))
+        features = torch.cat([self.features, second.features], dim=1)
+        if min(num_real) < features.shape[1]:
+            is_real = torch.cat([self.is_real, second.is_real], dim=1)
+            is_padding = (~is_real).long()
+            order = is_padding.argsort(dim=1, stable=True)
+            order = order[:, : max(num_real)]
+            features = features.take_along_dim(order[..., None], dim=1)
+        return Context(features, num_real)
 
 
 class DrafterContext:
@@ -111,7 +112,8 @@ class DrafterContext:
     def append(self, context: Context) -> None:
         """Adds the context of new text."""
         moved = Context(context.features.to(self._device, self._dtype), context.num_real)
-        self.waiting = joined(self.waiting, moved) if self.waiting.num_columns else moved
+        has_more = self.waiting.num_columns > 0
+        self.waiting = self.waiting.joined(moved) if has_more else moved
 
     def for_next_block(self) -> Context:
         """The context that the drafter reads together with the next block."""
@@ -128,11 +130,13 @@ class DrafterContext:
         self.mark_read()
 
     def _absorb(self, context: Context) -> None:
-        columns = torch.arange(context.num_columns, device=context.features.device)
-        starts = to_device(torch.tensor(self.cache.lengths), columns.device)
+        cache = self.cache
+        device = context.features.device
+        columns = torch.arange(context.num_columns, device=device)
+        starts = to_device(torch.tensor(cache.lengths), device)
         slots = starts[:, None] + columns  # columns that are not valid are overwritten by the next ones
-        with self.cache.appending(slots, context.num_real):
-            self.drafter.absorb(context.features, self.cache.positions(slots), self.cache)
+        with cache.appending(slots, context.num_real):
+            self.drafter.absorb(context.features, cache.positions(slots), cache)
 
     def keep_sequences(self, places: list[int]) -> None:
         """Drops all sequences of the batch except these."""
@@ -154,11 +158,13 @@ def block_ids(drafter: Any, anchors: torch.Tensor, block_size: int) -> torch.Ten
 
 def block_slots(starts: torch.Tensor, counts: torch.Tensor, num_columns: int, block_size: int) -> torch.Tensor:
     """Slots [B, C + N] in the drafter's cache: first `counts` of C context columns, the block, then the padding."""
+    counts = counts[:, None]
     columns = torch.arange(num_columns, device=starts.device)
     after_block = columns + block_size
-    context = torch.where(columns < counts[:, None], columns, after_block)
-    block = counts[:, None] + torch.arange(block_size, device=starts.device)
-    return starts[:, None] + torch.cat([context, block], dim=1)
+    context = torch.where(columns < counts, columns, after_block)
+    block = counts + torch.arange(block_size, device=starts.device)
+    offsets = torch.cat([context, block], dim=1)
+    return starts[:, None] + offsets
 
 
 def proposing_positions(drafter: Any, num_proposals: int) -> slice:

@@ -203,13 +203,13 @@ def tapped(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
 
 def tapped_forward(target: Any, layout: Layout, cache: Cache, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the target's forward, and the concatenated outputs of the layers that are tapped, [B, S, L * D]."""
-    inputs[layout.cache_name] = cache
+    inputs |= {layout.cache_name: cache, "use_cache": True, "return_dict": True}
     if torch.compiler.is_compiling():  # hooks cannot be added there; the states of other layers are unused
-        output = target(**inputs, use_cache=True, return_dict=True, output_hidden_states=True)
+        output = target(**inputs, output_hidden_states=True)
         states = [output.hidden_states[tap + 1] for tap in layout.taps]
     else:
         with tapped(layout.tapped_layers) as states:
-            output = target(**inputs, use_cache=True, return_dict=True)
+            output = target(**inputs)
     device = states[0].device
     features = [state.to(device) for state in states]
     return output.logits, torch.cat(features, dim=-1)
@@ -280,20 +280,26 @@ class Target:
         last_columns = [max(count, 1) - 1 for count in num_real]
         columns = sorted(set(last_columns))
         inputs["logits_to_keep"] = to_device(torch.tensor(columns), token_ids.device)
-        has_padding = min(num_real) < width
+        num_padding = [width - count for count in num_real]
+        has_padding = any(num_padding)
         if not has_padding and not self.layout.shares_keys:
             # Code of a checkpoint may expect a number. With one, Gemma 4 would skip columns in layers that share keys.
             inputs["logits_to_keep"] = 1
-        with cache.recording(width if has_padding else 0), cache.appending(None, [width] * len(num_real)):
+        num_recorded = width if has_padding else 0
+        num_appended = [width] * len(num_real)
+        with cache.recording(num_recorded), cache.appending(None, num_appended):
             logits, features = self._forward(token_ids, cache, inputs)
         if has_padding:
-            cache.rollback([width - count for count in num_real])
+            cache.rollback(num_padding)
         if is_image_prompt and self.layout.rope is not None:
             self._lag = self._lag_after(width)
         if logits.shape[1] == width:  # some forwards ignore `logits_to_keep`
             columns = list(range(width))
-        kept = [logits[place, columns.index(column)] for place, column in enumerate(last_columns)]
-        return torch.stack(kept)[:, None], features
+        last_logits = []
+        for place, column in enumerate(last_columns):
+            index = columns.index(column)
+            last_logits.append(logits[place, index : index + 1])
+        return torch.stack(last_logits), features
 
     def verify(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, S, V] of anchors and proposals, token_ids [B, S]. All of its columns can be rolled back."""
@@ -304,14 +310,16 @@ class Target:
             return self._forward(token_ids, cache, self._positions(token_ids, cache))
 
     def _verify_batch(self, token_ids: torch.Tensor, cache: PreallocatedCache) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = cache.lengths
-        width = token_ids.shape[1]
-        starts = to_device(torch.tensor(lengths), token_ids.device)
-        positions = starts[:, None] + torch.arange(width, device=token_ids.device)
-        num_keys = max(lengths) + width
+        num_sequences, width = token_ids.shape
+        device = token_ids.device
+        starts = to_device(torch.tensor(cache.lengths), device)
+        columns = torch.arange(width, device=device)
+        positions = starts[:, None] + columns
+        num_keys = max(cache.lengths) + width
         masks = self.layout.masks(positions, num_keys, self.model.dtype)
         inputs = {"position_ids": positions, "attention_mask": masks}
-        with cache.appending(positions, [width] * len(lengths)):
+        counts = [width] * num_sequences
+        with cache.appending(positions, counts):
             return self._forward(token_ids, cache, inputs)
 
     def _forward(
