@@ -277,8 +277,8 @@ class TreeAcceptor(Acceptor):
             return super().accept(logits, sequences, proposals)
         logits = logits.to(proposals.token_ids.device)
         scores = self.process(logits, sequences, proposals)
-        choices = self.choose(scores, sequences, proposals.tree.depths)
-        acceptance = accept_tree(proposals, choices, self.best(scores, choices))
+        choices, best = self.choose(scores, sequences, proposals.tree.depths)
+        acceptance = accept_tree(proposals, choices, best)
         if self.keeps_scores:
             scores = chosen(scores, 1, acceptance.columns)
             acceptance = replace(acceptance, scores=scores)
@@ -292,14 +292,13 @@ class TreeAcceptor(Acceptor):
         column: int | None = 0
         path: list[int] = []
         while column is not None:
-            processed = self.processed_column(sequence, path, scores[column])
-            if processed is None:
+            of_column = scores[column]
+            if not self.process_column(of_column, sequence, path):
                 return
-            scores[column] = processed
             children = proposals.tree.children[column]
             if not children:
                 return
-            choice = self.choice(processed, sequence, len(path))
+            choice = self.choice(of_column, sequence, len(path))
             path.append(choice)
             column = children.get(choice)
 

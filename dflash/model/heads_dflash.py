@@ -15,21 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from .configuration_dflash import DFlashConfig
+from .sampling_dflash import pick
 
 
 DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the published form scores the whole vocabulary
-
-
-class CandidateSelector(nn.Module):
-    """The weights of DFlash2's head."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        rank = int(config.selector_rank or 0)
-        shape = (config.vocab_size, rank)
-        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape))
 
 
 class PrefixGRU(nn.Module):
@@ -71,11 +60,10 @@ class CausalHead:
     A candidate's score is its logit plus the dot product of its row and a vector of the position and the tokens before it.
     """
 
-    def __init__(self, rows: torch.Tensor, top_k: int, state_size: int, num_plain: int = 0) -> None:
-        self.rows = rows  # [V, E]
-        self.top_k = top_k  # candidates of a position
-        self.state_size = state_size
-        self.num_plain = num_plain  # positions at the beginning whose scores are their logits
+    rows: torch.Tensor  # [V, E]
+    top_k: int  # candidates of a position
+    state_size: int
+    num_plain = 0  # positions at the beginning whose scores are their logits
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `vector` needs of hidden states [..., D], for all positions at once."""
@@ -102,9 +90,9 @@ class CausalHead:
         hidden_states: torch.Tensor,  # [B, R, D]
         logits: torch.Tensor,  # [B, R, V]
         anchors: torch.Tensor,  # [B, 1]
-        choose: Callable[[torch.Tensor, int], torch.Tensor],
+        drawn: tuple[float, torch.Tensor] | None = None,
     ) -> Path:
-        """The path by `choose`, which takes scores [B, K] and the index of the position and returns indices [B]."""
+        """The path of the best candidates, or, with `drawn`, of those drawn at a temperature by uniforms [B, R]."""
         device = hidden_states.device
         top = logits.topk(self.top_k, dim=-1)
         top_logits = top.values.to(device)
@@ -119,15 +107,20 @@ class CausalHead:
             states.append(state)
             state = self.read(previous, state)
             of_candidates = self.scores(
-                position=i,
-                features=features[:, i],
-                logits=top_logits[:, i],
-                candidate_ids=candidates,
-                state=state,
+                i,
+                features[:, i],
+                top_logits[:, i],
+                candidates,
+                state,
             )
             scores.append(of_candidates)
-            choice = choose(of_candidates, i).unsqueeze(1)
-            previous = candidates.gather(1, choice).squeeze(1)
+            if drawn is None:
+                choice = of_candidates.argmax(dim=-1)
+            else:
+                temperature, uniforms = drawn
+                weights = (of_candidates.float() / temperature).softmax(dim=-1)
+                choice = pick(weights, uniforms[:, i])
+            previous = candidates.gather(1, choice[:, None]).squeeze(1)
             token_ids.append(previous)
         return Path(
             token_ids=torch.stack(token_ids, dim=1),
@@ -144,7 +137,7 @@ class CausalHead:
 
         Of the tokens before that one, the state knows those of the best path.
         """
-        path = self.choose_path(hidden_states, logits, anchors, _most_probable)
+        path = self.choose_path(hidden_states, logits, anchors)
         candidate_ids = path.candidate_ids[0]
         anchor = anchors.to(candidate_ids.device).expand(1, self.top_k)
         before = torch.cat([anchor, candidate_ids[:-1]])  # [R, K]
@@ -163,25 +156,30 @@ class CausalHead:
         return scores, candidate_ids
 
 
-def _most_probable(scores: torch.Tensor, position: int) -> torch.Tensor:
-    return scores.argmax(dim=-1)
-
-
-class SelectorHead(CausalHead):
+class CandidateSelector(CausalHead, nn.Module):
     """DFlash2's: predecessor[previous token] * projected(hidden state) is scored with successor[candidate]."""
 
-    def __init__(self, weights: CandidateSelector, top_k: int) -> None:
-        rows = weights.successor_codebook
-        super().__init__(rows, top_k, state_size=rows.shape[1])
-        self._weights = weights
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.top_k = int(config.selector_top_k or 0)
+        self.state_size = int(config.selector_rank or 0)
+        shape = (config.vocab_size, self.state_size)
+        self.hidden_projection = nn.Linear(config.hidden_size, self.state_size, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+
+    @property
+    def rows(self) -> torch.Tensor:  # type: ignore[override]
+        """The successors."""
+        return self.successor_codebook
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The projected hidden states [..., E]."""
-        return self._weights.hidden_projection(hidden_states)
+        return self.hidden_projection(hidden_states)
 
     def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The predecessor's row [..., E] alone."""
-        return self._weights.predecessor_codebook[token_ids]
+        return self.predecessor_codebook[token_ids]
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The product of both."""
@@ -192,17 +190,17 @@ class DominoHead(CausalHead):
     """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
 
     def __init__(
-        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
+        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor] | None, num_plain: int
     ) -> None:
         mix, _, table = projection.children()
-        rows = table.weight  # not always a parameter: training in low rank computes it
-        state_size = gru.weight_hh_l0.shape[1]
-        top_k = min(DOMINO_TOP_K, len(rows))
-        super().__init__(rows, top_k, state_size, num_plain)
+        self.rows = table.weight  # not always a parameter: training in low rank computes it
+        self.top_k = min(DOMINO_TOP_K, len(self.rows))
+        self.state_size = gru.weight_hh_l0.shape[1]
+        self.num_plain = num_plain
         self._gru = gru
-        self._embed = embed
-        self._of_hidden = mix.weight[:, :-state_size]
-        self._of_state = mix.weight[:, -state_size:]
+        self._embed: Any = embed
+        self._of_hidden = mix.weight[:, : -self.state_size]
+        self._of_state = mix.weight[:, -self.state_size :]
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""

@@ -8,6 +8,7 @@ training, N counts the positions of all blocks of a sequence and `attention_mask
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,11 +21,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .acceptance_dflash import Proposals
-from .attention_dflash import additive_mask, draft_sees, step_mask
+from .attention_dflash import additive_mask, draft_sees, written_out
 from .configuration_dflash import DFlashConfig
-from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU, SelectorHead
-from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, Rotation
-from .sampling_dflash import pick
+from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU
+from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, rotation_of
 from .targets_dflash import InexactError, check_pair
 
 
@@ -193,17 +193,16 @@ class DFlashDraftModel(PreTrainedModel):
         # The target may run in another dtype; norms keep the drafter's own, also when its matrices are quantised.
         hidden_states = noise_embeds.to(self.hidden_norm.weight.dtype)
         context = self._context(context_hidden_states)
+        num_cached = 0 if cache is None else cache.get_seq_length()
+        start = num_cached + context.shape[1]
+        width = hidden_states.shape[1]
         if position_ids is None:
-            start = 0 if cache is None else int(cache.get_seq_length())
-            width = context.shape[1] + hidden_states.shape[1]
-            columns = torch.arange(width, device=hidden_states.device)
-            position_ids = start + columns[None]
-        cos, sin = self.rotary_emb(hidden_states, position_ids)
-        rotation = Rotation.of(cos, sin)
+            positions = torch.arange(num_cached, start + width, device=hidden_states.device)
+            position_ids = positions[None]
+        rotation = rotation_of(self.rotary_emb(hidden_states, position_ids))
         implementation = attn_implementation or self.config._attn_implementation
-        masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
-        layer_types = self.config.layer_types
-        for layer, layer_type in zip(self.layers, layer_types, strict=True):
+        masks = self._masks_by_layer_type(attention_mask, start, width, implementation)
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             mask = masks[layer_type]
             hidden_states = layer(hidden_states, context, rotation, mask, cache, implementation)
         hidden_states = self.norm(hidden_states)
@@ -215,39 +214,54 @@ class DFlashDraftModel(PreTrainedModel):
         projected = self.fc(context_hidden_states.to(dtype))
         return self.hidden_norm(projected)
 
-    def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
+    def _masks_by_layer_type(self, attention_mask: Any, start: int, width: int, implementation: str) -> dict[str, Any]:
+        """The masks that attention takes: 4-D ones as given, else those of a block of `width` positions after `start` keys."""
         masks: dict[str, Any] = {}
-        for layer_type in self.config.layer_types:
+        for layer, layer_type in enumerate(self.config.layer_types):
+            if layer_type in masks:
+                continue
             mask = attention_mask
             if isinstance(attention_mask, dict):
                 mask = attention_mask[layer_type]
-            if mask is not None and len(mask.shape) == 4:
-                if "flash" in implementation:
+            is_whole = mask is not None and len(mask.shape) == 4  # a tensor, or flex attention's block mask
+            sees_part = self.config.is_layer_causal(layer) or self.config.layer_window(layer) is not None
+            if "flash" in implementation:
+                if is_whole:
                     raise ValueError(f"attn_implementation={implementation!r} takes no 4-D mask: load it with 'sdpa'.")
+            elif is_whole:
                 if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-                    mask = additive_mask(mask, dtype)
+                    mask = additive_mask(mask, self.hidden_norm.weight.dtype)
+            elif sees_part or mask is not None:
+                starts = torch.full((1,), start, device=self.hidden_norm.weight.device)
+                mask = self._block_mask(layer, starts, width, start + width, mask)
             masks[layer_type] = mask
         return masks
 
+    def _block_mask(
+        self, layer: int, starts: torch.Tensor, width: int, num_keys: int, is_token: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The additive mask [B, 1, N, K] of a layer. Of a 2-D `is_token`, the last columns are those of the keys."""
+        predicate = draft_sees(self.config, layer, starts, width)
+        visible = written_out(predicate, len(starts), width, num_keys, starts.device)
+        if is_token is not None:
+            visible = visible & is_token[:, None, -num_keys:].bool()
+        return additive_mask(visible[:, None], self.hidden_norm.weight.dtype)
+
     def step_masks(self, starts: torch.Tensor, width: int, num_keys: int) -> dict[str, Any]:
         """The additive masks of a block of `width` positions from starts [B], by layer type. Key k is at position k."""
-        dtype = self.hidden_norm.weight.dtype
         masks: dict[str, Any] = {}
         for layer, layer_type in enumerate(self.config.layer_types):
             if layer_type not in masks:
-                visible = draft_sees(self.config, layer, starts, width)
-                masks[layer_type] = step_mask(visible, starts, width, num_keys, dtype)
+                masks[layer_type] = self._block_mask(layer, starts, width, num_keys)
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Adds keys and values of new context [B, C, L * D] at positions [B, C] to the cache, without a block."""
         context = self._context(context_hidden_states)
-        cos, sin = self.rotary_emb(context, position_ids)
-        rotation = Rotation.of(cos, sin)
-        for layer_idx, layer in enumerate(self.layers):
-            attention: Any = layer.self_attn
-            key, value = attention.keys_and_values(context, rotation)
-            cache.update(key, value, layer_idx)
+        rotation = rotation_of(self.rotary_emb(context, position_ids))
+        layer: Any
+        for layer in self.layers:
+            layer.self_attn.keys_and_values(context, rotation, cache)
 
     def get_input_embeddings(self) -> Any:
         """`None`: the embedding is the target's."""
@@ -292,14 +306,9 @@ class DFlashDraftModel(PreTrainedModel):
 
     def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
         """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
-        config: Any = self.config
-        if self.candidate_selector is not None:
-            return SelectorHead(self.candidate_selector, config.selector_top_k)
-        if self.prefix_gru is None or self.embed_proj is None:
-            return None
-        if embed is None:
-            raise ValueError("Domino's head reads the tokens chosen before: pass the target's embedding as `embed`.")
-        return DominoHead(self.prefix_gru, self.embed_proj, embed, config.pure_draft_prefix_len)
+        if self.prefix_gru is None:
+            return self.candidate_selector
+        return DominoHead(self.prefix_gru, self.embed_proj, embed, self.config.pure_draft_prefix_len)
 
     @torch.no_grad()
     def propose(
@@ -322,29 +331,20 @@ class DFlashDraftModel(PreTrainedModel):
         causal_head = self.causal_head(embed)
         if causal_head is None:
             best, token_ids = logits.max(dim=-1)
-            is_finite = best.isfinite().all(dim=-1)
-            return Proposals(token_ids.to(device), is_finite=is_finite)
-        temperature, uniforms = drawn or (1.0, None)
-
-        def probabilities(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.float() / temperature).softmax(dim=-1)
-
-        def choose(scores: torch.Tensor, position: int) -> torch.Tensor:
-            if uniforms is None:
-                return scores.argmax(dim=-1)
-            return pick(probabilities(scores), uniforms[:, position])
-
-        path = causal_head.choose_path(hidden_states, logits, anchors, choose)
-        token_ids = path.token_ids.to(device)
-        best = path.scores.amax(dim=-1)
+        else:
+            path = causal_head.choose_path(hidden_states, logits, anchors, drawn)
+            best = path.scores.amax(dim=-1)
+            token_ids = path.token_ids
         is_finite = best.isfinite().all(dim=-1)
-        if uniforms is None:
-            return Proposals(token_ids, is_finite=is_finite)
-        return Proposals(
-            token_ids=token_ids,
+        proposals = Proposals(token_ids.to(device), is_finite=is_finite)
+        if causal_head is None or drawn is None:
+            return proposals
+        temperature, _ = drawn
+        probabilities = (path.scores.float() / temperature).softmax(dim=-1)
+        return replace(
+            proposals,
             candidate_ids=path.candidate_ids.to(device),
-            probabilities=probabilities(path.scores).to(device),
-            is_finite=is_finite,
+            probabilities=probabilities.to(device),
         )
 
     def check_target(self, target: PreTrainedModel) -> None:
