@@ -46,6 +46,8 @@ PREFIX_FREE_PROCESSORS = (
     logits_process.TypicalLogitsWarper,
 )
 
+PER_PROPOSAL = ("token_ids", "candidate_ids", "probabilities")  # fields of `Proposals`
+
 
 @dataclass(frozen=True)
 class Proposals:
@@ -59,15 +61,12 @@ class Proposals:
 
     def first(self, count: int) -> Proposals:
         """The first `count` proposals of each sequence."""
-        token_ids = self.token_ids[:, :count]
-        if self.candidate_ids is None or self.probabilities is None:
-            return replace(self, token_ids=token_ids)
-        return replace(
-            self,
-            token_ids=token_ids,
-            candidate_ids=self.candidate_ids[:, :count],
-            probabilities=self.probabilities[:, :count],
-        )
+        parts = {
+            name: values[:, :count]
+            for name, values in vars(self).items()
+            if name in PER_PROPOSAL and values is not None
+        }
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,12 @@ class Acceptance:
     def anchors(self) -> torch.Tensor:
         """The last committed token, [B, 1], which is the anchor of the next block."""
         last = self.num_accepted.clamp(min=0)
-        index = last[:, None]
-        return self.token_ids.gather(1, index)
+        return self.token_ids.gather(1, last[:, None])
 
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
     """Length [B] of the longest prefix in which proposals [B, N - 1] equal choices [B, N]."""
-    is_equal = proposals == choices[:, : proposals.shape[1]]
+    is_equal = proposals == choices[:, :-1]
     return _length_of_prefix(is_equal)
 
 
@@ -110,7 +108,11 @@ def accept_match(proposals: Proposals, choices: torch.Tensor, best: torch.Tensor
 def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
     """`num_accepted` [B], negative where the logits of a committed token, or the drafter's, are not finite."""
     num_finite = _length_of_prefix(best.isfinite())
-    num_accepted = torch.where(num_accepted < num_finite, num_accepted, TARGET_BROKE)
+    num_accepted = torch.where(
+        num_accepted < num_finite,
+        num_accepted,
+        TARGET_BROKE,
+    )
     if proposals.is_finite is None:
         return num_accepted
     is_finite = proposals.is_finite.to(best.device)
@@ -139,18 +141,22 @@ class _Drawn:
         if proposals.candidate_ids is not None and proposals.probabilities is not None:
             candidate_ids = proposals.candidate_ids.to(device)
             q = proposals.probabilities.to(device)
-        q = q.double()
-        p = self.target_probs[:, :-1].gather(-1, candidate_ids)
-        p = p.double()
+        of_columns = self.target_probs[:, :-1]
+        p = of_columns.gather(-1, candidate_ids)
+        p_and_q = torch.stack(
+            [
+                p.double(),
+                q.double(),
+            ]
+        )
         is_proposed = candidate_ids == of_proposals
-        p_of_proposals = p * is_proposed
-        q_of_proposals = q * is_proposed
-        self.ratios = p_of_proposals.sum(-1) / q_of_proposals.sum(-1)
+        p_and_q_of_proposals = p_and_q * is_proposed
+        p_of, q_of = p_and_q_of_proposals.sum(-1)
+        self.ratios = p_of / q_of
 
         one_column = (0, 0, 0, 1)
         self.candidate_ids = functional.pad(candidate_ids, one_column)
-        self.p = functional.pad(p, one_column)
-        self.q = functional.pad(q, one_column)
+        self.p, self.q = functional.pad(p_and_q, one_column)
 
     def accept(self, num_accepted: torch.Tensor, reach: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
         """Accepts `num_accepted` [B] proposals and draws a token by the last of uniforms [B, n + 1].
@@ -208,8 +214,7 @@ def accept_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Ten
         surplus / missing,
         1.0,
     )
-    of_proposals = uniforms[:, :-1]
-    fails = of_proposals >= pass_rates[:, 1:]
+    fails = uniforms[:, :-1] >= pass_rates[:, 1:]
     num_after = _length_of_prefix(fails.flip(1))
     num_accepted = fails.shape[1] - num_after
     return drawn.accept(num_accepted, reach, uniforms)
@@ -220,8 +225,7 @@ def _reach(ratios: torch.Tensor) -> torch.Tensor:
     before = ratios.new_ones(len(ratios))
     reach = [before]
     for ratio in ratios.unbind(1):
-        before = before * ratio
-        before = before.clamp(max=1.0)
+        before = (before * ratio).clamp(max=1.0)
         reach.append(before)
     return torch.stack(reach, 1)
 
@@ -242,6 +246,7 @@ class Acceptor:
         self._processors_of = processors
         self._ends = ends
         self._batch_size = len(processors)
+        self._names = ", ".join(type(processor).__name__ for processor in self.processors)
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in self.processors)
         self.keeps_scores = "scores" in request.keeping
         self.verification = "match"
@@ -254,13 +259,6 @@ class Acceptor:
             if not self.keeps_scores:
                 self.sampler = Sampler.of(self.processors, request.input_ids.device)
 
-    @property
-    def can_fuse(self) -> bool:
-        """Whether accepting needs only the logits, so that one function on the device can draft, verify and accept."""
-        if self.uniforms_of is None:
-            return not self.processors and not self.keeps_scores
-        return self.verification in ("auto", "match") and self.sampler is not None
-
     def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
         """Accepts proposals by logits [B, n + 1, V]; those of column i are processed after [text, proposals 1..i].
 
@@ -271,11 +269,19 @@ class Acceptor:
         rule = self.rule(proposals)
         width = scores.shape[1]
         if rule == "match":
-            choices, best = self.choose(scores, sequences, range(width))
+            choices, best = self.choose(
+                scores,
+                sequences,
+                range(width),
+            )
             acceptance = accept_match(proposals, choices, best)
         else:
             accept = accept_rejection if rule == "rejection" else accept_block
-            uniforms = self.uniforms_of.fresh(sequences, width, scores.device)
+            uniforms = self.uniforms_of.fresh(
+                sequences,
+                width,
+                scores.device,
+            )
             acceptance = accept(proposals, scores, uniforms)
         if self.keeps_scores:
             acceptance = replace(acceptance, scores=scores)
@@ -289,13 +295,16 @@ class Acceptor:
 
     def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
         """Uniforms [B, N] of the positions `depths` tokens after each sequence's last one, for logits on `device`."""
-        count = max(depths) + 1
-        following = []
-        for sequence in sequences:
-            of_sequence = self.uniforms_of(sequence.index, len(sequence.new_ids), count)
-            following.append(of_sequence)
-        uniforms = torch.stack(following)
-        return place_uniforms(uniforms[:, list(depths)], device)
+        following = [
+            self.uniforms_of(
+                sequence.index,
+                len(sequence.new_ids),
+                max(depths) + 1,
+            )
+            for sequence in sequences
+        ]
+        uniforms = torch.stack(following)[:, list(depths)]
+        return place_uniforms(uniforms, device)
 
     def choose(
         self, scores: torch.Tensor, sequences: list[TextSequence], depths: Sequence[int]
@@ -317,12 +326,19 @@ class Acceptor:
         if not self.processors or is_sampler_used:
             return logits
         if self._is_prefix_free:
-            columns = logits.float().flatten(0, 1)
-            processed = self.processors(proposals.token_ids, columns)
+            processed = self.processors(
+                proposals.token_ids,
+                logits.float().flatten(0, 1),
+            )
             return processed.view_as(logits)
         scores = logits.to(torch.float32, copy=True)
         for place, sequence in enumerate(sequences):
-            self.process_sequence(scores[place], sequence, place, proposals)
+            self.process_sequence(
+                scores[place],
+                sequence,
+                place,
+                proposals,
+            )
         return scores
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
@@ -331,24 +347,20 @@ class Acceptor:
         So processors are called once for each token that may be committed, in order. `place`: that of the sequence in the batch.
         """
         is_matched = self.rule(proposals) == "match"
-        path: list[int] = []
+        path = []
         for proposal in proposals.token_ids[place].tolist():
             column = scores[len(path)]
             if not self.process_column(column, sequence, path):
                 return
             if is_matched:
-                may_accept = self.choice(column, sequence, len(path)) == proposal
+                choices, _ = self.choose(column[None, None], [sequence], [len(path)])
+                may_accept = int(choices) == proposal
             else:
                 may_accept = bool(column[proposal] > -torch.inf)
             if not may_accept:
                 return
             path.append(proposal)
         self.process_column(scores[-1], sequence, path)
-
-    def choice(self, scores: torch.Tensor, sequence: TextSequence, depth: int) -> int:
-        """The target's choice by processed scores [V], `depth` tokens after the anchor of a sequence."""
-        choices, _ = self.choose(scores[None, None], [sequence], [depth])
-        return int(choices)
 
     def process_column(self, scores: torch.Tensor, sequence: TextSequence, path: list[int]) -> bool:
         """Processes scores [V] in place, which follow a sequence's text and the proposals of `path`.
@@ -366,7 +378,7 @@ class Acceptor:
             processed = processed[None]
         if processed.shape != of_batch.shape:
             raise ValueError(
-                f"The logits processors ({self._names()}) returned {list(processed.shape)} for scores "
+                f"The logits processors ({self._names}) returned {list(processed.shape)} for scores "
                 f"{list(of_batch.shape)}: return scores of the same shape."
             )
         processed = processed[sequence.index]
@@ -376,9 +388,6 @@ class Acceptor:
         if self._ends(text_ids) or not scores.max().isfinite():
             return False
         raise ValueError(
-            f"The logits processors ({self._names()}) left no token possible after {text_ids.shape[1]} tokens "
+            f"The logits processors ({self._names}) left no token possible after {text_ids.shape[1]} tokens "
             "(scores are NaN or all -inf): remove or correct the one that does."
         )
-
-    def _names(self) -> str:
-        return ", ".join(type(processor).__name__ for processor in self.processors)

@@ -35,12 +35,16 @@ class PrefixGRU(nn.Module):
 
     def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The next state [..., H], of inputs [..., D]."""
-        from_inputs = functional.linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
-        from_state = functional.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
-        reset = (from_inputs[0] + from_state[0]).sigmoid()
-        update = (from_inputs[1] + from_state[1]).sigmoid()
-        new = (from_inputs[2] + reset * from_state[2]).tanh()
-        return new + update * (state - new)
+        of_inputs = functional.linear(inputs, self.weight_ih_l0)
+        of_state = functional.linear(state, self.weight_hh_l0)
+        reset, update, new = of_inputs.chunk(3, dim=-1)
+        reset_before, update_before, new_before = of_state.chunk(3, dim=-1)
+        reset = reset + reset_before
+        update = update + update_before
+        new = new + reset.sigmoid() * new_before
+        new = new.tanh()
+        change = update.sigmoid() * (state - new)
+        return new + change
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,6 @@ class Path:
 
     token_ids: torch.Tensor  # [B, R]
     candidate_ids: torch.Tensor  # [B, R, K], the most probable tokens of each position
-    logits: torch.Tensor  # [B, R, K] of the candidates
     scores: torch.Tensor  # [B, R, K] of the candidates, after the tokens chosen before
     states: torch.Tensor  # [B, R, H], before the previous token was read
 
@@ -123,37 +126,11 @@ class CausalHead:
             previous = candidates.gather(1, choice[:, None]).squeeze(1)
             token_ids.append(previous)
         return Path(
-            token_ids=torch.stack(token_ids, dim=1),
-            candidate_ids=top_ids,
-            logits=top_logits,
-            scores=torch.stack(scores, dim=1),
-            states=torch.stack(states, dim=1),
+            torch.stack(token_ids, dim=1),
+            top_ids,
+            torch.stack(scores, dim=1),
+            torch.stack(states, dim=1),
         )
-
-    def after_each(
-        self, hidden_states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [R, K, K] of a single block's candidates [R, K] after each one of the position before, or the anchor [1, 1].
-
-        Of the tokens before that one, the state knows those of the best path.
-        """
-        path = self.choose_path(hidden_states, logits, anchors)
-        candidate_ids = path.candidate_ids[0]
-        anchor = anchors.to(candidate_ids.device).expand(1, self.top_k)
-        before = torch.cat([anchor, candidate_ids[:-1]])  # [R, K]
-        states = path.states[0].unsqueeze(1)
-        states = states.expand(-1, self.top_k, -1)
-        states = self.read(before, states)  # [R, K, H]
-        positions = torch.arange(len(candidate_ids), device=candidate_ids.device)
-        features = self.features(hidden_states[0])
-        scores = self.scores(
-            positions[:, None, None],
-            features.unsqueeze(1),
-            path.logits[0].unsqueeze(1),
-            candidate_ids.unsqueeze(1),
-            states,
-        )
-        return scores, candidate_ids
 
 
 class CandidateSelector(CausalHead, nn.Module):
@@ -164,7 +141,11 @@ class CandidateSelector(CausalHead, nn.Module):
         self.top_k = int(config.selector_top_k or 0)
         self.state_size = int(config.selector_rank or 0)
         shape = (config.vocab_size, self.state_size)
-        self.hidden_projection = nn.Linear(config.hidden_size, self.state_size, bias=False)
+        self.hidden_projection = nn.Linear(
+            config.hidden_size,
+            self.state_size,
+            bias=False,
+        )
         self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
         self.successor_codebook = nn.Parameter(torch.zeros(shape))
 
@@ -192,15 +173,14 @@ class DominoHead(CausalHead):
     def __init__(
         self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor] | None, num_plain: int
     ) -> None:
-        mix, _, table = projection.children()
+        mix, _, table = projection
         self.rows = table.weight  # not always a parameter: training in low rank computes it
         self.top_k = min(DOMINO_TOP_K, len(self.rows))
         self.state_size = gru.weight_hh_l0.shape[1]
         self.num_plain = num_plain
         self._gru = gru
         self._embed: Any = embed
-        self._of_hidden = mix.weight[:, : -self.state_size]
-        self._of_state = mix.weight[:, -self.state_size :]
+        self._of_hidden, self._of_state = mix.weight.tensor_split([-self.state_size], dim=1)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""

@@ -80,12 +80,16 @@ class DFlashAttn(qwen3.Qwen3Attention):
         states = torch.cat([context, hidden_states], dim=1)
         key, value = self.keys_and_values(states, rotation, cache)
         width = hidden_states.shape[1]
-        query = self._rotated(self.q_norm, self.q_proj(hidden_states), rotation[:, :, -width:])
+        query = self._rotated(
+            self.q_norm,
+            self.q_proj(hidden_states),
+            rotation[:, :, -width:],
+        )
         query = query.to(value.dtype)
-        options: dict[str, Any] = {"is_causal": False}
-        if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
-            options = {"is_causal": self.is_block_causal, "sliding_window": self.sliding_window}
-        own: dict[str, Any] = {"eager": qwen3.eager_attention_forward, "sdpa": grouped_attention}
+        own: dict[str, Any] = {
+            "eager": qwen3.eager_attention_forward,
+            "sdpa": grouped_attention,
+        }
         attend = own.get(implementation) or ALL_ATTENTION_FUNCTIONS[implementation]
         output, _ = attend(
             self,
@@ -95,7 +99,9 @@ class DFlashAttn(qwen3.Qwen3Attention):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            **options,
+            # Flash kernels take causality and window as arguments, others in the mask.
+            is_causal=self.is_block_causal and "flash" in implementation,
+            sliding_window=self.sliding_window,
         )
         return self.o_proj(output.flatten(2))
 
@@ -103,20 +109,22 @@ class DFlashAttn(qwen3.Qwen3Attention):
         self, states: torch.Tensor, rotation: torch.Tensor, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, G, S, E] of states [B, S, D] of context and block, after those in the cache, which gets them."""
-        key = self._rotated(self.k_norm, self.k_proj(states), rotation)
-        value = self._heads(self.v_proj(states))
+        key = self._rotated(
+            self.k_norm,
+            self.k_proj(states),
+            rotation,
+        )
+        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
         value = value.transpose(1, 2)
         # Under autocast norms return their weights' dtype, and some attention functions need one dtype.
         key = key.to(value.dtype)
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
 
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
-
     def _rotated(self, norm: nn.Module, projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
-        heads = norm(self._heads(projected))
-        return rotated(heads, rotation).transpose(1, 2)
+        heads = projected.unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
+        turned = rotated(norm(heads), rotation)
+        return turned.transpose(1, 2)
 
 
 class GroupedDynamicCausalConv(nn.Module):
@@ -132,18 +140,23 @@ class GroupedDynamicCausalConv(nn.Module):
         self.kernel_size = int(config.conv_kernel_size or 1)
         self.group_size = int(config.conv_group_size or 1)
         size = config.hidden_size
-        num_groups = size // self.group_size
-        num_deltas = 2 * self.kernel_size * num_groups
+        num_deltas = 2 * self.kernel_size * (size // self.group_size)
         base = torch.zeros(2, self.kernel_size, size)
         self.base_kernel = nn.Parameter(base)
-        self.kernel_projection = nn.Linear(size, num_deltas, bias=False)
+        self.kernel_projection = nn.Linear(
+            size,
+            num_deltas,
+            bias=False,
+        )
 
     def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
-        shape = (2, self.kernel_size, -1)
         deltas = self.kernel_projection(hidden)
-        deltas = deltas.unflatten(-1, shape)
-        deltas = deltas.repeat_interleave(self.group_size, dim=-1)
+        deltas = deltas.unflatten(-1, (2, self.kernel_size, -1))
+        deltas = deltas.repeat_interleave(
+            self.group_size,
+            dim=-1,
+        )
         kernels = self.base_kernel + deltas
         before, after = kernels.unbind(dim=2)
         mixed = self._mixed(hidden, before)
@@ -154,20 +167,17 @@ class GroupedDynamicCausalConv(nn.Module):
         """The sum over taps of shifted hidden [B, N, D] times kernel [B, N, taps, D], block by block."""
         width = min(hidden.shape[1], self.block_size)
         blocks = hidden.unflatten(1, (-1, width))  # [B, blocks, N, D]
-        padded = functional.pad(blocks, (0, 0, self.kernel_size - 1, 0))
-        taps = [padded.narrow(2, begin, width) for begin in reversed(range(self.kernel_size))]
+        num_before = self.kernel_size - 1
+        padded = functional.pad(
+            blocks,
+            (0, 0, num_before, 0),
+        )
+        taps = []
+        for tap in range(self.kernel_size):
+            taps.append(padded.narrow(2, num_before - tap, width))
         stacked = torch.stack(taps, dim=3).flatten(1, 2)
         products = stacked * kernel
         return products.sum(dim=2)
-
-
-def _convolved(
-    conv: GroupedDynamicCausalConv | None, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """The output of `sublayer`, inside a convolution if there is one."""
-    if conv is None:
-        return sublayer(hidden)
-    return conv(hidden, sublayer)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -175,11 +185,9 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
-        self.attention_conv: GroupedDynamicCausalConv | None = None
-        self.mlp_conv: GroupedDynamicCausalConv | None = None
-        if config.conv_kernel_size is not None:
-            self.attention_conv = GroupedDynamicCausalConv(config)
-            self.mlp_conv = GroupedDynamicCausalConv(config)
+        has_convs = config.conv_kernel_size is not None
+        self.attention_conv = GroupedDynamicCausalConv(config) if has_convs else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if has_convs else None
         self.self_attn = DFlashAttn(config, layer_idx)
         self.mlp = qwen3.Qwen3MLP(config)
         size = config.hidden_size
@@ -191,11 +199,15 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
 
         def attend(hidden: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(hidden, context, *inputs)
+            return self.self_attn(
+                hidden,
+                context,
+                *inputs,
+            )
 
         hidden = self.input_layernorm(hidden_states)
-        hidden = _convolved(self.attention_conv, hidden, attend)
+        hidden = attend(hidden) if self.attention_conv is None else self.attention_conv(hidden, attend)
         hidden_states = hidden_states + hidden
         hidden = self.post_attention_layernorm(hidden_states)
-        hidden = _convolved(self.mlp_conv, hidden, self.mlp)
+        hidden = self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp)
         return hidden_states + hidden

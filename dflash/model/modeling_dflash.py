@@ -95,34 +95,38 @@ class DFlashDraftModel(PreTrainedModel):
         self.norm = DFlashRMSNorm(size, eps=eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self._add_head(config)
-        self.lm_head: nn.Linear | None = None
-        self.register_buffer("d2t", None)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-            # Token i of the own head is token i + d2t[i] of the target.
-            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.long)
-            self.register_buffer("d2t", offsets)
+        num_own = config.draft_vocab_size  # tokens of an own head
+        self.lm_head = None if num_own is None else nn.Linear(size, num_own, bias=False)
+        # Token i of the own head is token i + d2t[i] of the target.
+        offsets = None if num_own is None else torch.zeros(num_own, dtype=torch.long)
+        self.register_buffer("d2t", offsets)
         self.gradient_checkpointing = False
         if config.reader is not None:
-            copies = config.reader.COPIES_OF_THE_TARGET
-            self._keys_to_ignore_on_load_unexpected = copies.get(config.dialect)
+            self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
         self.post_init()
 
-    def _add_head(self, config: DFlashConfig) -> None:
+    def _add_head(self, config: Any) -> None:
         """Adds the weights of DFlash2's or Domino's head, if the drafter has one."""
-        self.candidate_selector: CandidateSelector | None = None
-        self.prefix_gru: PrefixGRU | None = None  # with the next one Domino's head
-        self.embed_proj: nn.Sequential | None = None
-        if config.selector_rank is not None:
-            self.candidate_selector = CandidateSelector(config)
-        size = config.hidden_size
-        state_size = config.gru_hidden_dim
-        row_size = config.emb_dim
-        if state_size is not None and row_size is not None:
-            self.prefix_gru = PrefixGRU(size, state_size)
-            mix = nn.Linear(size + state_size, row_size, bias=False)
-            table = nn.Linear(row_size, config.vocab_size, bias=False)
-            self.embed_proj = nn.Sequential(mix, nn.SiLU(), table)
+        self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
+        self.prefix_gru: PrefixGRU | None = None  # with `embed_proj` Domino's head
+        if config.gru_hidden_dim is not None:
+            size = config.hidden_size
+            self.prefix_gru = PrefixGRU(size, config.gru_hidden_dim)
+            mix = nn.Linear(
+                size + config.gru_hidden_dim,
+                config.emb_dim,
+                bias=False,
+            )
+            table = nn.Linear(
+                config.emb_dim,
+                config.vocab_size,
+                bias=False,
+            )
+            self.embed_proj = nn.Sequential(
+                mix,
+                nn.SiLU(),
+                table,
+            )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -197,14 +201,30 @@ class DFlashDraftModel(PreTrainedModel):
         start = num_cached + context.shape[1]
         width = hidden_states.shape[1]
         if position_ids is None:
-            positions = torch.arange(num_cached, start + width, device=hidden_states.device)
+            positions = torch.arange(
+                num_cached,
+                start + width,
+                device=hidden_states.device,
+            )
             position_ids = positions[None]
         rotation = rotation_of(self.rotary_emb(hidden_states, position_ids))
         implementation = attn_implementation or self.config._attn_implementation
-        masks = self._masks_by_layer_type(attention_mask, start, width, implementation)
+        masks = self._masks_by_layer_type(
+            attention_mask,
+            start,
+            width,
+            implementation,
+        )
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             mask = masks[layer_type]
-            hidden_states = layer(hidden_states, context, rotation, mask, cache, implementation)
+            hidden_states = layer(
+                hidden_states,
+                context,
+                rotation,
+                mask,
+                cache,
+                implementation,
+            )
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(hidden_states, cache)  # by position: transformers 5.24 renamed the cache
 
@@ -216,7 +236,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def _masks_by_layer_type(self, attention_mask: Any, start: int, width: int, implementation: str) -> dict[str, Any]:
         """The masks that attention takes: 4-D ones as given, else those of a block of `width` positions after `start` keys."""
-        masks: dict[str, Any] = {}
+        masks = {}
         for layer, layer_type in enumerate(self.config.layer_types):
             if layer_type in masks:
                 continue
@@ -229,11 +249,21 @@ class DFlashDraftModel(PreTrainedModel):
                 if is_whole:
                     raise ValueError(f"attn_implementation={implementation!r} takes no 4-D mask: load it with 'sdpa'.")
             elif is_whole:
-                if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
+                if getattr(mask, "dtype", None) == torch.bool:
                     mask = additive_mask(mask, self.hidden_norm.weight.dtype)
             elif sees_part or mask is not None:
-                starts = torch.full((1,), start, device=self.hidden_norm.weight.device)
-                mask = self._block_mask(layer, starts, width, start + width, mask)
+                starts = torch.full(
+                    (1,),
+                    start,
+                    device=self.hidden_norm.weight.device,
+                )
+                mask = self._block_mask(
+                    layer,
+                    starts,
+                    width,
+                    start + width,
+                    mask,
+                )
             masks[layer_type] = mask
         return masks
 
@@ -242,17 +272,28 @@ class DFlashDraftModel(PreTrainedModel):
     ) -> torch.Tensor:
         """The additive mask [B, 1, N, K] of a layer. Of a 2-D `is_token`, the last columns are those of the keys."""
         predicate = draft_sees(self.config, layer, starts, width)
-        visible = written_out(predicate, len(starts), width, num_keys, starts.device)
+        visible = written_out(
+            predicate,
+            len(starts),
+            width,
+            num_keys,
+            starts.device,
+        )
         if is_token is not None:
             visible = visible & is_token[:, None, -num_keys:].bool()
         return additive_mask(visible[:, None], self.hidden_norm.weight.dtype)
 
     def step_masks(self, starts: torch.Tensor, width: int, num_keys: int) -> dict[str, Any]:
         """The additive masks of a block of `width` positions from starts [B], by layer type. Key k is at position k."""
-        masks: dict[str, Any] = {}
+        masks = {}
         for layer, layer_type in enumerate(self.config.layer_types):
             if layer_type not in masks:
-                masks[layer_type] = self._block_mask(layer, starts, width, num_keys)
+                masks[layer_type] = self._block_mask(
+                    layer,
+                    starts,
+                    width,
+                    num_keys,
+                )
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
@@ -277,8 +318,7 @@ class DFlashDraftModel(PreTrainedModel):
         if hook is not None:
             (token_ids,), _ = hook.pre_forward(embedding, token_ids)
         weight = embedding.get_parameter("weight")
-        embeddings = functional.embedding(token_ids, weight)
-        embeddings = embeddings * scale
+        embeddings = functional.embedding(token_ids, weight) * scale
         if hook is not None:
             embeddings = hook.post_forward(embedding, embeddings)
         return embeddings
@@ -294,21 +334,33 @@ class DFlashDraftModel(PreTrainedModel):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         if cap is not None:
-            share = logits / cap
-            logits = cap * share.tanh()
+            logits = cap * (logits / cap).tanh()
         if self.d2t is None:
             return logits
-        own_ids = torch.arange(len(self.d2t), device=self.d2t.device)
-        token_ids = own_ids + self.d2t
-        *shape, _ = logits.shape
-        everywhere = logits.new_full((*shape, self.config.vocab_size), -torch.inf)
-        return everywhere.index_copy(-1, token_ids, logits)
+        own_ids = torch.arange(
+            len(self.d2t),
+            device=self.d2t.device,
+        )
+        everywhere = logits.new_full(
+            (*logits.shape[:-1], self.config.vocab_size),
+            -torch.inf,
+        )
+        return everywhere.index_copy(
+            -1,
+            own_ids + self.d2t,
+            logits,
+        )
 
     def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
         """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
         if self.prefix_gru is None:
             return self.candidate_selector
-        return DominoHead(self.prefix_gru, self.embed_proj, embed, self.config.pure_draft_prefix_len)
+        return DominoHead(
+            self.prefix_gru,
+            self.embed_proj,
+            embed,
+            self.config.pure_draft_prefix_len,
+        )
 
     @torch.no_grad()
     def propose(
@@ -332,7 +384,12 @@ class DFlashDraftModel(PreTrainedModel):
         if causal_head is None:
             best, token_ids = logits.max(dim=-1)
         else:
-            path = causal_head.choose_path(hidden_states, logits, anchors, drawn)
+            path = causal_head.choose_path(
+                hidden_states,
+                logits,
+                anchors,
+                drawn,
+            )
             best = path.scores.amax(dim=-1)
             token_ids = path.token_ids
         is_finite = best.isfinite().all(dim=-1)
@@ -396,9 +453,8 @@ class DFlashDraftModel(PreTrainedModel):
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(map(str, info[kind]))
             if names:
-                what = kind.replace("_", " ")
                 first = ", ".join(names[:3])
-                faults.append(f"{len(names)} {what}: {first}")
+                faults.append(f"{len(names)} {kind.replace('_', ' ')}: {first}")
         if faults:
             fault = f"{pretrained_model_name_or_path} does not fill a DFlash drafter exactly ({'; '.join(faults)})"
             remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"

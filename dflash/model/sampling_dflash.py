@@ -55,8 +55,7 @@ class PositionUniforms:
     def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
         seeds = _seeds(batch_size, generator)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        nothing = torch.empty(0, dtype=torch.float64, device="cpu")
-        self._drawn = [nothing] * batch_size
+        self._drawn = [_draw(stream, UNIFORMS_CHUNK) for stream in self._streams]
         # For rules that draw per step: they must not reuse a number that has decided something.
         self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds]
 
@@ -72,10 +71,7 @@ class PositionUniforms:
 
     def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
         """Uniforms of the sequences that no earlier call has returned, float64 [B, count], for logits on `device`."""
-        uniforms = []
-        for sequence in sequences:
-            stream = self._step_streams[sequence.index]
-            uniforms.append(_draw(stream, count))
+        uniforms = [_draw(self._step_streams[sequence.index], count) for sequence in sequences]
         return place_uniforms(torch.stack(uniforms), device)
 
 
@@ -133,7 +129,11 @@ class Sampler:
         names: list[Any] = [WARPERS.get(type(processor)) for processor in processors]
         if names not in ORDERS:
             return None
-        numbers: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        numbers: dict[str, Any] = {
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
         for name, processor in zip(names, processors, strict=True):
             number = getattr(processor, name)
             without_options = type(processor)(number)
@@ -158,14 +158,18 @@ class Sampler:
         values, token_ids = logits.topk(count)  # descending
         values = values.float() / temperature
         # Top-k keeps all that tie with the k-th.
-        last = k.long() - 1
-        last = last.clamp(max=count - 1)
-        smallest = values.index_select(-1, last[None])
-        values = values.masked_fill(values < smallest, -torch.inf)
+        place = k.long() - 1
+        place = place.clamp(max=count - 1)
+        smallest = values.index_select(
+            -1,
+            place[None],
+        )
+        is_cut = values < smallest
+        values = values.masked_fill(is_cut, -torch.inf)
         # Top-p keeps the smallest set of probability p.
         rising = values.softmax(-1).flip(-1)
-        tails = rising.cumsum(-1).flip(-1)  # of each token and all less probable ones
-        is_cut = tails <= 1 - p
+        tails = rising.cumsum(-1)  # of each token and all less probable ones
+        is_cut = tails.flip(-1) <= 1 - p
         is_cut[..., 0] = False
         values = values.masked_fill(is_cut, -torch.inf)
         # By id, so that rounding cannot swap two intervals.
@@ -192,30 +196,37 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     begin = _at(ends, index) - size
     drawn = uniforms * ends[..., -1]
     rest = (drawn - begin) / size
-    rest = rest.clamp(0.0, 1.0)
+    rest = rest.clamp(min=0.0)
 
     index = index.to(chunks.device)
-    chunk = chunks.take_along_dim(index[..., None, None], dim=-2)
-    first = index * VOCABULARY_CHUNK
-    token_ids = first + pick(chunk.squeeze(-2), rest)
-    last = logits.shape[-1] - 1
-    return token_ids.clamp(max=last)  # a valid token for NaN, too
+    chunk = chunks.take_along_dim(
+        index[..., None, None],
+        dim=-2,
+    )
+    in_chunk = pick(chunk.squeeze(-2), rest)
+    token_ids = index * VOCABULARY_CHUNK + in_chunk
+    return token_ids.clamp(max=logits.shape[-1] - 1)  # a valid token for NaN, too
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The token whose interval of the cumulative `weights` [..., V] (any sum) holds the uniform [...] (float64)."""
-    placed = weights.to(uniforms.device)  # first: a device without float64 cannot convert it
-    cumulative = placed.double().cumsum(-1)
+    # Moved first: a device without float64 cannot convert it.
+    cumulative = weights.to(uniforms.device).double().cumsum(-1)
     # Scaled by the computed sum and kept below it, so that rounding cannot move a pick past the last token.
     total = cumulative[..., -1]
-    zero = torch.zeros_like(total)
-    below_total = total.nextafter(zero)
-    drawn = torch.minimum(uniforms * total, below_total)
+    below_total = total.nextafter(torch.zeros_like(total))
+    drawn = torch.minimum(
+        uniforms * total,
+        below_total,
+    )
 
-    token_ids = torch.searchsorted(cumulative, drawn[..., None], right=True)
+    token_ids = torch.searchsorted(
+        cumulative,
+        drawn[..., None],
+        right=True,
+    )
     token_ids = token_ids.squeeze(-1)
-    last = weights.shape[-1] - 1
-    token_ids = token_ids.clamp(max=last)  # a valid token for NaN, too
+    token_ids = token_ids.clamp(max=weights.shape[-1] - 1)  # a valid token for NaN, too
     return token_ids.to(weights.device)
 
 
