@@ -143,12 +143,7 @@ class _Drawn:
             q = proposals.probabilities.to(device)
         of_columns = self.target_probs[:, :-1]
         p = of_columns.gather(-1, candidate_ids)
-        p_and_q = torch.stack(
-            [
-                p.double(),
-                q.double(),
-            ]
-        )
+        p_and_q = torch.stack([p.double(), q.double()])
         is_proposed = candidate_ids == of_proposals
         p_and_q_of_proposals = p_and_q * is_proposed
         p_of, q_of = p_and_q_of_proposals.sum(-1)
@@ -163,10 +158,7 @@ class _Drawn:
 
         It is drawn from the residual max(reach * p - q, 0), where `reach` is [B, n + 1].
         """
-        places = torch.arange(
-            len(uniforms),
-            device=uniforms.device,
-        )
+        places = torch.arange(len(uniforms), device=uniforms.device)
         at = (places, num_accepted)
         p = self.target_probs[at].double()  # [B, V]
         reached = reach[at][:, None] * p

@@ -153,10 +153,7 @@ class GroupedDynamicCausalConv(nn.Module):
         """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
         deltas = self.kernel_projection(hidden)
         deltas = deltas.unflatten(-1, (2, self.kernel_size, -1))
-        deltas = deltas.repeat_interleave(
-            self.group_size,
-            dim=-1,
-        )
+        deltas = deltas.repeat_interleave(self.group_size, dim=-1)
         kernels = self.base_kernel + deltas
         before, after = kernels.unbind(dim=2)
         mixed = self._mixed(hidden, before)
@@ -168,10 +165,7 @@ class GroupedDynamicCausalConv(nn.Module):
         width = min(hidden.shape[1], self.block_size)
         blocks = hidden.unflatten(1, (-1, width))  # [B, blocks, N, D]
         num_before = self.kernel_size - 1
-        padded = functional.pad(
-            blocks,
-            (0, 0, num_before, 0),
-        )
+        padded = functional.pad(blocks, (0, 0, num_before, 0))
         taps = []
         for tap in range(self.kernel_size):
             taps.append(padded.narrow(2, num_before - tap, width))

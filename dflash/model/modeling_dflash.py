@@ -337,10 +337,7 @@ class DFlashDraftModel(PreTrainedModel):
             logits = cap * (logits / cap).tanh()
         if self.d2t is None:
             return logits
-        own_ids = torch.arange(
-            len(self.d2t),
-            device=self.d2t.device,
-        )
+        own_ids = torch.arange(len(self.d2t), device=self.d2t.device)
         everywhere = logits.new_full(
             (*logits.shape[:-1], self.config.vocab_size),
             -torch.inf,
@@ -419,6 +416,7 @@ class DFlashDraftModel(PreTrainedModel):
         from .drafting_dflash import Context  # noqa: F401
         from .generation_dflash import spec_generate
         from .requests_dflash import Request  # noqa: F401
+        from .sampling_dflash import Sampler  # noqa: F401
         from .sequences_dflash import TextSequence  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)

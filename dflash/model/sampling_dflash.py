@@ -158,8 +158,7 @@ class Sampler:
         values, token_ids = logits.topk(count)  # descending
         values = values.float() / temperature
         # Top-k keeps all that tie with the k-th.
-        place = k.long() - 1
-        place = place.clamp(max=count - 1)
+        place = (k.long() - 1).clamp(max=count - 1)
         smallest = values.index_select(
             -1,
             place[None],
@@ -185,8 +184,11 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     """
     weights = logits.float().softmax(-1)
     padding = -weights.shape[-1] % VOCABULARY_CHUNK
-    weights = functional.pad(weights, (0, padding))
-    chunks = weights.unflatten(-1, (-1, VOCABULARY_CHUNK))
+    padded = functional.pad(
+        weights,
+        (0, padding),
+    )
+    chunks = padded.unflatten(-1, (-1, VOCABULARY_CHUNK))
     # First the chunk is drawn, then the token in it, by where the uniform lies in the chunk's interval.
     sums = chunks.sum(-1)
     sums = sums.to(uniforms.device).double()
@@ -215,10 +217,7 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     # Scaled by the computed sum and kept below it, so that rounding cannot move a pick past the last token.
     total = cumulative[..., -1]
     below_total = total.nextafter(torch.zeros_like(total))
-    drawn = torch.minimum(
-        uniforms * total,
-        below_total,
-    )
+    drawn = torch.minimum(uniforms * total, below_total)
 
     token_ids = torch.searchsorted(
         cumulative,
