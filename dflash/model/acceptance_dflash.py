@@ -339,7 +339,7 @@ class Acceptor:
         So processors are called once for each token that may be committed, in order. `place`: that of the sequence in the batch.
         """
         is_matched = self.rule(proposals) == "match"
-        path = []
+        path: list[int] = []
         for proposal in proposals.token_ids[place].tolist():
             column = scores[len(path)]
             if not self.process_column(column, sequence, path):
