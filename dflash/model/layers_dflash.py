@@ -34,8 +34,7 @@ def rotation_of(cos_and_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Heads [B, S, H, E], each rotated by its position."""
     cos, signed_sin = rotation
-    half = heads.shape[-1] // 2
-    other_halves = heads.roll(half, dims=-1)
+    other_halves = heads.roll(heads.shape[-1] // 2, dims=-1)
     return torch.addcmul(heads * cos, other_halves, signed_sin)
 
 
@@ -86,6 +85,10 @@ class DFlashAttn(qwen3.Qwen3Attention):
             rotation[:, :, -width:],
         )
         query = query.to(value.dtype)
+        if cache is not None and attention_mask is not None:
+            # Some caches of transformers keep the last keys alone, as many as a window holds.
+            num_keys = key.shape[2]
+            attention_mask = attention_mask[..., -num_keys:]
         own: dict[str, Any] = {
             "eager": qwen3.eager_attention_forward,
             "sdpa": grouped_attention,
@@ -170,8 +173,7 @@ class GroupedDynamicCausalConv(nn.Module):
         for tap in range(self.kernel_size):
             taps.append(padded.narrow(2, num_before - tap, width))
         stacked = torch.stack(taps, dim=3).flatten(1, 2)
-        products = stacked * kernel
-        return products.sum(dim=2)
+        return (stacked * kernel).sum(dim=2)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):

@@ -191,8 +191,9 @@ class DFlashDraftModel(PreTrainedModel):
                 "forward was given cache and past_key_values, which are the same thing: pass one of them."
             )
         if not use_cache or is_causal:
-            arguments = f"use_cache={use_cache!r} and is_causal={is_causal!r}"
-            raise ValueError(f"forward was given {arguments}: leave them out, cache and config decide.")
+            raise ValueError(
+                f"forward was given use_cache={use_cache!r} and is_causal={is_causal!r}: leave them out, cache and config decide."
+            )
         cache = past_key_values if cache is None else cache
         # The target may run in another dtype; norms keep the drafter's own, also when its matrices are quantised.
         hidden_states = noise_embeds.to(self.hidden_norm.weight.dtype)
@@ -230,8 +231,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def _context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's states [B, C, L * D] as the layers read them, [B, C, D]."""
-        dtype = self.hidden_norm.weight.dtype
-        projected = self.fc(context_hidden_states.to(dtype))
+        projected = self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype))
         return self.hidden_norm(projected)
 
     def _masks_by_layer_type(self, attention_mask: Any, start: int, width: int, implementation: str) -> dict[str, Any]:
@@ -454,9 +454,10 @@ class DFlashDraftModel(PreTrainedModel):
                 first = ", ".join(names[:3])
                 faults.append(f"{len(names)} {kind.replace('_', ' ')}: {first}")
         if faults:
-            fault = f"{pretrained_model_name_or_path} does not fill a DFlash drafter exactly ({'; '.join(faults)})"
-            remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"
-            raise ValueError(f"{fault}: {remedy}.")
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not fill a DFlash drafter exactly ({'; '.join(faults)}): it is another "
+                "kind of checkpoint, or its config.json is not that of its weights."
+            )
         return (model, info) if wants_info else model
 
 
