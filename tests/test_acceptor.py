@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 
+from dflash.engine.trees import TreeAcceptor
 from dflash.model.acceptance_dflash import TARGET_BROKE, Acceptor, Proposals
 from dflash.model.sequences_dflash import TextSequence
 
@@ -212,13 +213,13 @@ def test_what_one_function_on_the_device_can_accept() -> None:
     """Promise: greedy without processors, and sampling by a `Sampler`; never where scores are returned."""
     warped, penalised = [LogitsProcessorList([TemperatureLogitsWarper(0.5)])], [LogitsProcessorList([Noted()])]
     plain = [LogitsProcessorList()]
-    assert Acceptor(request_of(), plain, never).can_fuse
-    assert not Acceptor(request_of(), penalised, never).can_fuse
-    assert not Acceptor(request_of(keeping={"scores"}), plain, never).can_fuse
-    assert Acceptor(request_of(do_sample=True), warped, never).can_fuse
-    assert not Acceptor(request_of(do_sample=True), penalised, never).can_fuse
-    assert not Acceptor(request_of(do_sample=True, keeping={"scores"}), warped, never).can_fuse
-    assert not Acceptor(request_of(do_sample=True, verification="block"), warped, never).can_fuse
+    assert TreeAcceptor(request_of(), plain, never).can_fuse
+    assert not TreeAcceptor(request_of(), penalised, never).can_fuse
+    assert not TreeAcceptor(request_of(keeping={"scores"}), plain, never).can_fuse
+    assert TreeAcceptor(request_of(do_sample=True), warped, never).can_fuse
+    assert not TreeAcceptor(request_of(do_sample=True), penalised, never).can_fuse
+    assert not TreeAcceptor(request_of(do_sample=True, keeping={"scores"}), warped, never).can_fuse
+    assert not TreeAcceptor(request_of(do_sample=True, verification="block"), warped, never).can_fuse
 
 
 def test_a_sampled_choice_depends_on_its_position_alone() -> None:

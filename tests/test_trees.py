@@ -325,8 +325,8 @@ def test_a_sampled_choice_has_the_uniform_of_its_depth() -> None:
     trees = TreeProposals.of(TREE, torch.device("cpu"))
     acceptor = TreeAcceptor(request_of(do_sample=True), [LogitsProcessorList()], lambda text_ids: False)
     sequence = TextSequence(0, torch.tensor([1, 2]), [4])
-    choices = acceptor.choose(of_depth[TREE.depths][None], [sequence], TREE.depths)[0].tolist()
-    expected = acceptor.choose(of_depth[None], [sequence], range(5))[0].tolist()
+    choices = acceptor.choose(of_depth[TREE.depths][None], [sequence], TREE.depths)[0][0].tolist()
+    expected = acceptor.choose(of_depth[None], [sequence], range(5))[0][0].tolist()
     assert choices == [expected[depth] for depth in TREE.depths]
     assert trees.tree.depths == TREE.depths
 

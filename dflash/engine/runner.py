@@ -97,7 +97,8 @@ class EngineRunner(EagerRunner):
         """Whether a step of this text is one function of device state: a whole chain, without a word from the host."""
         is_chain = options.num_nodes == 0 and drafts.num_proposals > 0
         needs_host = options.adaptive or drafts.draws or bool(self.request.keeping)
-        return is_chain and not needs_host and self.acceptor.can_fuse and not self.request.prompt_inputs
+        acceptor: Any = self.acceptor  # a `TreeAcceptor`
+        return is_chain and not needs_host and acceptor.can_fuse and not self.request.prompt_inputs
 
     def _chosen_mode(self, options: Options) -> str | None:
         """How whole steps run: "compiled", "recorded", "auto" (compiled once that pays), or `None`: eagerly."""

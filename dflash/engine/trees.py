@@ -21,6 +21,7 @@ from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Acceptan
 from dflash.model.attention_dflash import step_attention
 from dflash.model.cache_dflash import PreallocatedCache, RunningState, chosen, to_device, to_host
 from dflash.model.drafting_dflash import DraftProposer
+from dflash.model.heads_dflash import CausalHead
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import Target, masked_forward
 
@@ -153,7 +154,7 @@ def branches(
     logits = drafter.compute_logits(hidden_states, head)
     causal_head = drafter.causal_head(embed)
     if causal_head is not None:
-        scores, token_ids = causal_head.after_each(hidden_states, logits, anchors)
+        scores, token_ids = scores_after_each(causal_head, hidden_states, logits, anchors)
         scores = scores.float() / temperature
         return scores.log_softmax(-1), token_ids
     logits = logits[0]  # too large for a float32 copy
@@ -165,6 +166,32 @@ def branches(
     scores = (values - largest).float() / temperature
     log_probs = scores - total.log()
     return log_probs[:, None], token_ids
+
+
+def scores_after_each(
+    head: CausalHead, hidden_states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [n, K, K] of a single block's candidates [n, K] after each one of the position before, or the anchor [1, 1].
+
+    Of the tokens before that one, the state knows those of the best path.
+    """
+    path = head.choose_path(hidden_states, logits, anchors)
+    candidate_ids = path.candidate_ids[0]
+    top_logits = logits[0].to(candidate_ids.device).gather(-1, candidate_ids)
+    anchor = anchors.to(candidate_ids.device)
+    anchor = anchor.expand(1, head.top_k)
+    before = torch.cat([anchor, candidate_ids[:-1]])  # [n, K]
+    state = path.states[0].unsqueeze(1)
+    positions = torch.arange(len(before), device=before.device)
+    features = head.features(hidden_states[0])
+    scores = head.scores(
+        positions[:, None, None],
+        features.unsqueeze(1),
+        top_logits.unsqueeze(1),
+        candidate_ids.unsqueeze(1),
+        head.read(before, state),  # [n, K, H]
+    )
+    return scores, candidate_ids
 
 
 class TreeProposer:
@@ -271,14 +298,21 @@ def accept_tree(proposals: TreeProposals, choices: torch.Tensor, best: torch.Ten
 class TreeAcceptor(Acceptor):
     """Accepts trees, too: by the target's choices."""
 
+    @property
+    def can_fuse(self) -> bool:
+        """Whether accepting needs only the logits, so that one function on the device can draft, verify and accept."""
+        if self.uniforms_of is None:
+            return not self.processors and not self.keeps_scores
+        return self.verification in ("auto", "match") and self.sampler is not None
+
     def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
         """As `Acceptor.accept`; of a tree, those of a column are processed after the text and the path to it."""
         if not isinstance(proposals, TreeProposals):
             return super().accept(logits, sequences, proposals)
         logits = logits.to(proposals.token_ids.device)
         scores = self.process(logits, sequences, proposals)
-        choices = self.choose(scores, sequences, proposals.tree.depths)
-        acceptance = accept_tree(proposals, choices, self.best(scores, choices))
+        choices, best = self.choose(scores, sequences, proposals.tree.depths)
+        acceptance = accept_tree(proposals, choices, best)
         if self.keeps_scores:
             scores = chosen(scores, 1, acceptance.columns)
             acceptance = replace(acceptance, scores=scores)
@@ -292,14 +326,14 @@ class TreeAcceptor(Acceptor):
         column: int | None = 0
         path: list[int] = []
         while column is not None:
-            processed = self.processed_column(sequence, path, scores[column])
-            if processed is None:
+            of_column = scores[column]
+            if not self.process_column(of_column, sequence, path):
                 return
-            scores[column] = processed
             children = proposals.tree.children[column]
             if not children:
                 return
-            choice = self.choice(processed, sequence, len(path))
+            choices, _ = self.choose(of_column[None, None], [sequence], [len(path)])
+            choice = int(choices)
             path.append(choice)
             column = children.get(choice)
 

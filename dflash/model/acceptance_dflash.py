@@ -46,6 +46,8 @@ PREFIX_FREE_PROCESSORS = (
     logits_process.TypicalLogitsWarper,
 )
 
+PER_PROPOSAL = ("token_ids", "candidate_ids", "probabilities")  # fields of `Proposals`
+
 
 @dataclass(frozen=True)
 class Proposals:
@@ -59,23 +61,12 @@ class Proposals:
 
     def first(self, count: int) -> Proposals:
         """The first `count` proposals of each sequence."""
-        token_ids = self.token_ids[:, :count]
-        if self.candidate_ids is None or self.probabilities is None:
-            return replace(self, token_ids=token_ids)
-        return replace(
-            self,
-            token_ids=token_ids,
-            candidate_ids=self.candidate_ids[:, :count],
-            probabilities=self.probabilities[:, :count],
-        )
-
-    def to(self, device: torch.device) -> Proposals:
-        """The proposals on `device`."""
-        tensors: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value.to(device)
-        return replace(self, **tensors)
+        parts = {
+            name: values[:, :count]
+            for name, values in vars(self).items()
+            if name in PER_PROPOSAL and values is not None
+        }
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
@@ -90,13 +81,12 @@ class Acceptance:
     def anchors(self) -> torch.Tensor:
         """The last committed token, [B, 1], which is the anchor of the next block."""
         last = self.num_accepted.clamp(min=0)
-        index = last[:, None]
-        return self.token_ids.gather(1, index)
+        return self.token_ids.gather(1, last[:, None])
 
 
 def accept_prefix(proposals: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
     """Length [B] of the longest prefix in which proposals [B, N - 1] equal choices [B, N]."""
-    is_equal = proposals == choices[:, : proposals.shape[1]]
+    is_equal = proposals == choices[:, :-1]
     return _length_of_prefix(is_equal)
 
 
@@ -117,11 +107,12 @@ def accept_match(proposals: Proposals, choices: torch.Tensor, best: torch.Tensor
 
 def _checked(num_accepted: torch.Tensor, best: torch.Tensor, proposals: Proposals) -> torch.Tensor:
     """`num_accepted` [B], negative where the logits of a committed token, or the drafter's, are not finite."""
-    columns = torch.arange(best.shape[1], device=best.device)
-    is_committed = columns <= num_accepted[:, None]
-    is_broken = is_committed & ~best.isfinite()
-    is_broken = is_broken.any(1)
-    num_accepted = torch.where(is_broken, TARGET_BROKE, num_accepted)
+    num_finite = _length_of_prefix(best.isfinite())
+    num_accepted = torch.where(
+        num_accepted < num_finite,
+        num_accepted,
+        TARGET_BROKE,
+    )
     if proposals.is_finite is None:
         return num_accepted
     is_finite = proposals.is_finite.to(best.device)
@@ -132,116 +123,101 @@ class _Drawn:
     """Drawn proposals with p and q of their candidates. All tensors are on `device`.
 
     Attributes:
+        best: the largest score of each column, [B, n + 1].
         target_probs: p of all tokens, [B, n + 1, V].
-        p, q: of the candidates, float64 [B, n + 1, K]. After the last proposal nothing was drafted, so q is 0 there.
-        p_of, q_of: of the proposals themselves, [B, n].
+        p, q: of the candidates, float64 [B, n + 1, K]. After the last proposal there are none, so both are 0.
+        ratios: p / q of the proposals themselves, [B, n].
     """
 
     def __init__(self, proposals: Proposals, scores: torch.Tensor, device: torch.device) -> None:
-        self.proposals = proposals.to(device)
-        self.scores = scores.to(device)
-        token_ids = self.proposals.token_ids[..., None]
-        candidate_ids = self.proposals.candidate_ids
-        q = self.proposals.probabilities
-        if candidate_ids is None or q is None:  # q has one token
-            candidate_ids = token_ids
-            q = torch.ones_like(token_ids)
-        q = q.double()
+        self.proposals = proposals
+        scores = scores.to(device)
+        self.best = scores.amax(-1)
+        self.target_probs = scores.float().softmax(-1)
+        self.token_ids = proposals.token_ids.to(device)
+        of_proposals = self.token_ids[..., None]
+        candidate_ids = of_proposals
+        q = torch.ones_like(of_proposals)
+        if proposals.candidate_ids is not None and proposals.probabilities is not None:
+            candidate_ids = proposals.candidate_ids.to(device)
+            q = proposals.probabilities.to(device)
+        of_columns = self.target_probs[:, :-1]
+        p = of_columns.gather(-1, candidate_ids)
+        p_and_q = torch.stack([p.double(), q.double()])
+        is_proposed = candidate_ids == of_proposals
+        p_and_q_of_proposals = p_and_q * is_proposed
+        p_of, q_of = p_and_q_of_proposals.sum(-1)
+        self.ratios = p_of / q_of
+
         one_column = (0, 0, 0, 1)
         self.candidate_ids = functional.pad(candidate_ids, one_column)
-        self.q = functional.pad(q, one_column)
-        self.target_probs = self.scores.float().softmax(-1)
-        p = self.target_probs.gather(-1, self.candidate_ids)
-        self.p = p.double()
-
-        is_proposed = candidate_ids == token_ids
-        p_of = self.p[:, :-1] * is_proposed
-        q_of = q * is_proposed
-        self.p_of = p_of.sum(-1)
-        self.q_of = q_of.sum(-1)
-
-    def surplus(self, reach: torch.Tensor) -> torch.Tensor:
-        """The sum over all tokens of max(reach * p - q, 0), [B, n + 1]. Only candidates have a q above 0."""
-        of_candidates = reach[..., None] * self.p
-        of_candidates = of_candidates - self.q
-        of_candidates = of_candidates.clamp(min=0.0)
-        p_elsewhere = 1.0 - self.p.sum(-1)
-        p_elsewhere = p_elsewhere.clamp(min=0.0)
-        return reach * p_elsewhere + of_candidates.sum(-1)
+        self.p, self.q = functional.pad(p_and_q, one_column)
 
     def accept(self, num_accepted: torch.Tensor, reach: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
-        """Accepts `num_accepted` [B] proposals and draws a token by uniforms [B] from the residual max(reach * p - q, 0).
+        """Accepts `num_accepted` [B] proposals and draws a token by the last of uniforms [B, n + 1].
 
-        `reach` is [B, n + 1].
+        It is drawn from the residual max(reach * p - q, 0), where `reach` is [B, n + 1].
         """
-        reach = _of_columns(reach, num_accepted)
-        p = _of_columns(self.target_probs, num_accepted).double()  # [B, V]
-        q = _of_columns(self.q, num_accepted)  # [B, K]
-        candidate_ids = _of_columns(self.candidate_ids, num_accepted)
-        residual = reach[:, None] * p
-        residual = residual.scatter_add(1, candidate_ids, -q)
+        places = torch.arange(len(uniforms), device=uniforms.device)
+        at = (places, num_accepted)
+        p = self.target_probs[at].double()  # [B, V]
+        reached = reach[at][:, None] * p
+        residual = reached.scatter_add(
+            1,
+            self.candidate_ids[at],
+            -self.q[at],
+        )
         residual = residual.clamp(min=0.0)
         # Empty only by rounding: a proposal is only rejected where p exceeds q for some token.
-        total = residual.sum(1, keepdim=True)
-        residual = torch.where(total > 0, residual, p)
-
-        drawn = pick(residual, uniforms)
-        token_ids = functional.pad(self.proposals.token_ids, (0, 1))
-        token_ids = token_ids.scatter(1, num_accepted[:, None], drawn[:, None])
-        best = self.scores.amax(-1)
-        num_accepted = _checked(num_accepted, best, self.proposals)
+        is_possible = residual.any(1, keepdim=True)
+        residual = torch.where(is_possible, residual, p)
+        drawn = pick(residual, uniforms[:, -1])
+        token_ids = functional.pad(self.token_ids, (0, 1))
+        token_ids = token_ids.scatter(
+            1,
+            num_accepted[:, None],
+            drawn[:, None],
+        )
+        num_accepted = _checked(num_accepted, self.best, self.proposals)
         return Acceptance(num_accepted, token_ids)
-
-
-def _of_columns(tensor: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The entries [B, ...] of tensor [B, N, ...] in one column of each sequence, [B]."""
-    places = torch.arange(len(columns), device=columns.device)
-    return tensor[places, columns]
 
 
 def accept_rejection(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
     """Speculative sampling by the target's scores [B, n + 1, V], with fresh uniforms [B, n + 1]: one a proposal, one more."""
     drawn = _Drawn(proposals, scores, uniforms.device)
-    of_proposals = uniforms[:, :-1]
-    is_accepted = of_proposals * drawn.q_of < drawn.p_of
+    is_accepted = uniforms[:, :-1] < drawn.ratios
     num_accepted = _length_of_prefix(is_accepted)
     reach = torch.ones_like(uniforms)
-    return drawn.accept(num_accepted, reach, uniforms[:, -1])
+    return drawn.accept(num_accepted, reach, uniforms)
 
 
 def accept_block(proposals: Proposals, scores: torch.Tensor, uniforms: torch.Tensor) -> Acceptance:
     """Block verification: accepts the longest prefix that passes its test. Arguments as in `accept_rejection`."""
     drawn = _Drawn(proposals, scores, uniforms.device)
-    reach = _reach(drawn)
-    surplus = drawn.surplus(reach)
-    missing = surplus + 1.0 - reach
-    pass_rates = surplus / missing
+    reach = _reach(drawn.ratios)
+    reached = reach[..., None] * drawn.p
+    overlap = torch.minimum(reached, drawn.q)
+    overlap = overlap.sum(-1)
+    surplus = reach - overlap  # the sum over all tokens of max(reach * p - q, 0), as p has a sum of 1
+    missing = 1.0 - overlap  # surplus + 1 - reach
     # Nothing missing: p equals q, and no prefix ends here. NaN passes, too, so that it is committed and reported.
-    pass_rates = torch.where(missing > 0, pass_rates, 1.0)
-    pass_rates[:, -1] = reach[:, -1]
-
-    of_proposals = uniforms[:, :-1]
-    passes = of_proposals < pass_rates[:, 1:]
-    num_accepted = _last_true(passes)
-    return drawn.accept(num_accepted, reach, uniforms[:, -1])
-
-
-def _last_true(is_true: torch.Tensor) -> torch.Tensor:
-    """How many columns of is_true [B, n] there are up to the last that is true, [B]; 0: none is."""
-    columns = torch.arange(is_true.shape[1], device=is_true.device)
-    lengths = is_true * (columns + 1)
-    lengths = functional.pad(lengths, (1, 0))  # so that there is a maximum without columns
-    return lengths.amax(1)
+    pass_rates = torch.where(
+        missing > 0,
+        surplus / missing,
+        1.0,
+    )
+    fails = uniforms[:, :-1] >= pass_rates[:, 1:]
+    num_after = _length_of_prefix(fails.flip(1))
+    num_accepted = fails.shape[1] - num_after
+    return drawn.accept(num_accepted, reach, uniforms)
 
 
-def _reach(drawn: _Drawn) -> torch.Tensor:
+def _reach(ratios: torch.Tensor) -> torch.Tensor:
     """Probability of the first i proposals under the target, relative to the drafter, at most 1 after each: [B, n + 1]."""
-    before = torch.ones_like(drawn.p[:, 0, 0])
+    before = ratios.new_ones(len(ratios))
     reach = [before]
-    ratios = drawn.p_of / drawn.q_of
     for ratio in ratios.unbind(1):
-        before = before * ratio
-        before = before.clamp(max=1.0)
+        before = (before * ratio).clamp(max=1.0)
         reach.append(before)
     return torch.stack(reach, 1)
 
@@ -261,7 +237,8 @@ class Acceptor:
         self.processors = processors[0]
         self._processors_of = processors
         self._ends = ends
-        self._batch_size = len(request.input_ids)
+        self._batch_size = len(processors)
+        self._names = ", ".join(type(processor).__name__ for processor in self.processors)
         self._is_prefix_free = all(type(processor) in PREFIX_FREE_PROCESSORS for processor in self.processors)
         self.keeps_scores = "scores" in request.keeping
         self.verification = "match"
@@ -274,13 +251,6 @@ class Acceptor:
             if not self.keeps_scores:
                 self.sampler = Sampler.of(self.processors, request.input_ids.device)
 
-    @property
-    def can_fuse(self) -> bool:
-        """Whether accepting needs only the logits, so that one function on the device can draft, verify and accept."""
-        if self.uniforms_of is None:
-            return not self.processors and not self.keeps_scores
-        return self.verification in ("auto", "match") and self.sampler is not None
-
     def accept(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> Acceptance:
         """Accepts proposals by logits [B, n + 1, V]; those of column i are processed after [text, proposals 1..i].
 
@@ -291,12 +261,19 @@ class Acceptor:
         rule = self.rule(proposals)
         width = scores.shape[1]
         if rule == "match":
-            choices = self.choose(scores, sequences, range(width))
-            best = self.best(scores, choices)
+            choices, best = self.choose(
+                scores,
+                sequences,
+                range(width),
+            )
             acceptance = accept_match(proposals, choices, best)
         else:
             accept = accept_rejection if rule == "rejection" else accept_block
-            uniforms = self.uniforms_of.fresh(sequences, width, scores.device)
+            uniforms = self.uniforms_of.fresh(
+                sequences,
+                width,
+                scores.device,
+            )
             acceptance = accept(proposals, scores, uniforms)
         if self.keeps_scores:
             acceptance = replace(acceptance, scores=scores)
@@ -310,102 +287,99 @@ class Acceptor:
 
     def uniforms(self, sequences: list[TextSequence], depths: Sequence[int], device: torch.device) -> torch.Tensor:
         """Uniforms [B, N] of the positions `depths` tokens after each sequence's last one, for logits on `device`."""
-        index = list(depths)
-        count = max(index) + 1
-        uniforms = []
-        for sequence in sequences:
-            following = self.uniforms_of(sequence.index, len(sequence.new_ids), count)
-            uniforms.append(following[index])
-        return place_uniforms(torch.stack(uniforms), device)
+        following = [
+            self.uniforms_of(
+                sequence.index,
+                len(sequence.new_ids),
+                max(depths) + 1,
+            )
+            for sequence in sequences
+        ]
+        uniforms = torch.stack(following)[:, list(depths)]
+        return place_uniforms(uniforms, device)
 
-    def choose(self, scores: torch.Tensor, sequences: list[TextSequence], depths: Sequence[int]) -> torch.Tensor:
-        """The target's choices [B, N] by scores [B, N, V] of columns that are `depths` tokens after the anchor."""
+    def choose(
+        self, scores: torch.Tensor, sequences: list[TextSequence], depths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's choices [B, N] by scores [B, N, V] of columns that are `depths` tokens after the anchor.
+
+        And the largest score of each column, [B, N]. It is not finite if the scores hold NaN or +inf, or nothing but -inf.
+        """
         if self.uniforms_of is None:
-            return scores.argmax(-1)
+            best, choices = scores.max(-1)
+            return choices, best
         uniforms = self.uniforms(sequences, depths, scores.device)
         draw = choose_sampled if self.sampler is None else self.sampler
-        return draw(scores, uniforms)
-
-    def best(self, scores: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-        """A number of each column [B, N] that is not finite if its scores [B, N, V] hold NaN or +inf, or nothing but -inf."""
-        if self.uniforms_of is None:  # the argmax of scores with a NaN is the NaN
-            return scores.gather(-1, choices[..., None]).squeeze(-1)
-        return scores.amax(-1)
+        return draw(scores, uniforms), scores.amax(-1)
 
     def process(self, logits: torch.Tensor, sequences: list[TextSequence], proposals: Proposals) -> torch.Tensor:
         """Scores [B, n + 1, V] that tokens are chosen by. Columns that cannot be accepted may keep their logits."""
         is_sampler_used = self.sampler is not None and self.rule(proposals) == "match"
         if not self.processors or is_sampler_used:
             return logits
-        scores = logits.float()
         if self._is_prefix_free:
-            processed = self.processors(proposals.token_ids, scores.flatten(0, 1))
-            return processed.view_as(scores)
-        processed = scores.clone()
+            processed = self.processors(
+                proposals.token_ids,
+                logits.float().flatten(0, 1),
+            )
+            return processed.view_as(logits)
+        scores = logits.to(torch.float32, copy=True)
         for place, sequence in enumerate(sequences):
-            self.process_sequence(processed[place], sequence, place, proposals)
-        return processed
+            self.process_sequence(
+                scores[place],
+                sequence,
+                place,
+                proposals,
+            )
+        return scores
 
     def process_sequence(self, scores: torch.Tensor, sequence: TextSequence, place: int, proposals: Proposals) -> None:
         """Processes the columns of scores [n + 1, V] in place, up to the first proposal that cannot be accepted.
 
         So processors are called once for each token that may be committed, in order. `place`: that of the sequence in the batch.
         """
-        token_ids = proposals.token_ids[place].tolist()
         is_matched = self.rule(proposals) == "match"
-        for column in range(len(scores)):
-            processed = self.processed_column(sequence, token_ids[:column], scores[column])
-            if processed is None:
+        path: list[int] = []
+        for proposal in proposals.token_ids[place].tolist():
+            column = scores[len(path)]
+            if not self.process_column(column, sequence, path):
                 return
-            scores[column] = processed
-            if column == len(token_ids):
-                return
-            proposal = token_ids[column]
             if is_matched:
-                may_accept = proposal == self.choice(processed, sequence, column)
+                choices, _ = self.choose(column[None, None], [sequence], [len(path)])
+                may_accept = int(choices) == proposal
             else:
-                may_accept = bool(processed[proposal] > -torch.inf)
+                may_accept = bool(column[proposal] > -torch.inf)
             if not may_accept:
                 return
+            path.append(proposal)
+        self.process_column(scores[-1], sequence, path)
 
-    def choice(self, scores: torch.Tensor, sequence: TextSequence, depth: int) -> int:
-        """The target's choice by processed scores [V], `depth` tokens after the anchor of a sequence."""
-        choices = self.choose(scores[None, None], [sequence], [depth])
-        return int(choices)
+    def process_column(self, scores: torch.Tensor, sequence: TextSequence, path: list[int]) -> bool:
+        """Processes scores [V] in place, which follow a sequence's text and the proposals of `path`.
 
-    def processed_column(self, sequence: TextSequence, path: list[int], logits: torch.Tensor) -> torch.Tensor | None:
-        """Scores [V] of logits [V] after a sequence's text and the proposals of `path`.
-
-        `None`: no token follows this text, because it has stopped, or the logits are not finite, which is reported when they
-        are read. Raises ValueError if the processors leave no token possible for another reason.
+        False: no token follows this text, because it has stopped, or the logits are not finite, which is reported when they
+        are read. Raises ValueError if the processors leave no token possible for another reason, or return another shape.
         """
         text_ids = sequence.text(path)
         # A processor may keep something for each sequence, such as its padding, and prefixes differ in length. So
         # the prefix is repeated for the whole batch, and the result of this sequence is taken.
         texts = text_ids.expand(self._batch_size, -1)
-        of_batch = self._call_processors(sequence, texts, logits.repeat(self._batch_size, 1))
-        scores = of_batch[sequence.index]
-        if scores.max() > -torch.inf:  # false for NaN, too
-            return scores
-        if self._ends(text_ids) or not logits.max().isfinite():
-            return None
+        of_batch = scores.repeat(self._batch_size, 1)
+        processed = self._processors_of[sequence.index](texts, of_batch)
+        if processed.shape == scores.shape:  # plain `generate` decodes this form of one text, too
+            processed = processed[None]
+        if processed.shape != of_batch.shape:
+            raise ValueError(
+                f"The logits processors ({self._names}) returned {list(processed.shape)} for scores "
+                f"{list(of_batch.shape)}: return scores of the same shape."
+            )
+        processed = processed[sequence.index]
+        if processed.max() > -torch.inf:  # false for NaN, too
+            scores.copy_(processed)
+            return True
+        if self._ends(text_ids) or not scores.max().isfinite():
+            return False
         raise ValueError(
-            f"The logits processors ({self._names()}) left no token possible after {text_ids.shape[1]} tokens "
+            f"The logits processors ({self._names}) left no token possible after {text_ids.shape[1]} tokens "
             "(scores are NaN or all -inf): remove or correct the one that does."
         )
-
-    def _call_processors(self, sequence: TextSequence, text_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [B, V] after the processors of a sequence. Raises ValueError if these return another shape."""
-        processed: torch.Tensor = self._processors_of[sequence.index](text_ids, scores)
-        # Plain `generate` decodes this form of one text, too.
-        if len(scores) == 1 and processed.shape == scores.shape[1:]:
-            processed = processed[None]
-        if processed.shape != scores.shape:
-            raise ValueError(
-                f"The logits processors ({self._names()}) returned {list(processed.shape)} for scores "
-                f"{list(scores.shape)}: return scores of the same shape."
-            )
-        return processed
-
-    def _names(self) -> str:
-        return ", ".join(type(processor).__name__ for processor in self.processors)

@@ -15,21 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from .configuration_dflash import DFlashConfig
+from .sampling_dflash import pick
 
 
 DOMINO_TOP_K = 16  # candidates of Domino's head, as many as DFlash2's; the published form scores the whole vocabulary
-
-
-class CandidateSelector(nn.Module):
-    """The weights of DFlash2's head."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        rank = int(config.selector_rank or 0)
-        shape = (config.vocab_size, rank)
-        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
-        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape))
 
 
 class PrefixGRU(nn.Module):
@@ -46,12 +35,16 @@ class PrefixGRU(nn.Module):
 
     def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The next state [..., H], of inputs [..., D]."""
-        from_inputs = functional.linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
-        from_state = functional.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
-        reset = (from_inputs[0] + from_state[0]).sigmoid()
-        update = (from_inputs[1] + from_state[1]).sigmoid()
-        new = (from_inputs[2] + reset * from_state[2]).tanh()
-        return new + update * (state - new)
+        of_inputs = functional.linear(inputs, self.weight_ih_l0)
+        of_state = functional.linear(state, self.weight_hh_l0)
+        reset, update, new = of_inputs.chunk(3, dim=-1)
+        reset_before, update_before, new_before = of_state.chunk(3, dim=-1)
+        reset = reset + reset_before
+        update = update + update_before
+        new = new + reset.sigmoid() * new_before
+        new = new.tanh()
+        change = update.sigmoid() * (state - new)
+        return new + change
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,6 @@ class Path:
 
     token_ids: torch.Tensor  # [B, R]
     candidate_ids: torch.Tensor  # [B, R, K], the most probable tokens of each position
-    logits: torch.Tensor  # [B, R, K] of the candidates
     scores: torch.Tensor  # [B, R, K] of the candidates, after the tokens chosen before
     states: torch.Tensor  # [B, R, H], before the previous token was read
 
@@ -71,11 +63,10 @@ class CausalHead:
     A candidate's score is its logit plus the dot product of its row and a vector of the position and the tokens before it.
     """
 
-    def __init__(self, rows: torch.Tensor, top_k: int, state_size: int, num_plain: int = 0) -> None:
-        self.rows = rows  # [V, E]
-        self.top_k = top_k  # candidates of a position
-        self.state_size = state_size
-        self.num_plain = num_plain  # positions at the beginning whose scores are their logits
+    rows: torch.Tensor  # [V, E]
+    top_k: int  # candidates of a position
+    state_size: int
+    num_plain = 0  # positions at the beginning whose scores are their logits
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `vector` needs of hidden states [..., D], for all positions at once."""
@@ -102,9 +93,9 @@ class CausalHead:
         hidden_states: torch.Tensor,  # [B, R, D]
         logits: torch.Tensor,  # [B, R, V]
         anchors: torch.Tensor,  # [B, 1]
-        choose: Callable[[torch.Tensor, int], torch.Tensor],
+        drawn: tuple[float, torch.Tensor] | None = None,
     ) -> Path:
-        """The path by `choose`, which takes scores [B, K] and the index of the position and returns indices [B]."""
+        """The path of the best candidates, or, with `drawn`, of those drawn at a temperature by uniforms [B, R]."""
         device = hidden_states.device
         top = logits.topk(self.top_k, dim=-1)
         top_logits = top.values.to(device)
@@ -119,69 +110,57 @@ class CausalHead:
             states.append(state)
             state = self.read(previous, state)
             of_candidates = self.scores(
-                position=i,
-                features=features[:, i],
-                logits=top_logits[:, i],
-                candidate_ids=candidates,
-                state=state,
+                i,
+                features[:, i],
+                top_logits[:, i],
+                candidates,
+                state,
             )
             scores.append(of_candidates)
-            choice = choose(of_candidates, i).unsqueeze(1)
-            previous = candidates.gather(1, choice).squeeze(1)
+            if drawn is None:
+                choice = of_candidates.argmax(dim=-1)
+            else:
+                temperature, uniforms = drawn
+                weights = (of_candidates.float() / temperature).softmax(dim=-1)
+                choice = pick(weights, uniforms[:, i])
+            previous = candidates.gather(1, choice[:, None]).squeeze(1)
             token_ids.append(previous)
         return Path(
-            token_ids=torch.stack(token_ids, dim=1),
-            candidate_ids=top_ids,
-            logits=top_logits,
-            scores=torch.stack(scores, dim=1),
-            states=torch.stack(states, dim=1),
+            torch.stack(token_ids, dim=1),
+            top_ids,
+            torch.stack(scores, dim=1),
+            torch.stack(states, dim=1),
         )
 
-    def after_each(
-        self, hidden_states: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [R, K, K] of a single block's candidates [R, K] after each one of the position before, or the anchor [1, 1].
 
-        Of the tokens before that one, the state knows those of the best path.
-        """
-        path = self.choose_path(hidden_states, logits, anchors, _most_probable)
-        candidate_ids = path.candidate_ids[0]
-        anchor = anchors.to(candidate_ids.device).expand(1, self.top_k)
-        before = torch.cat([anchor, candidate_ids[:-1]])  # [R, K]
-        states = path.states[0].unsqueeze(1)
-        states = states.expand(-1, self.top_k, -1)
-        states = self.read(before, states)  # [R, K, H]
-        positions = torch.arange(len(candidate_ids), device=candidate_ids.device)
-        features = self.features(hidden_states[0])
-        scores = self.scores(
-            positions[:, None, None],
-            features.unsqueeze(1),
-            path.logits[0].unsqueeze(1),
-            candidate_ids.unsqueeze(1),
-            states,
-        )
-        return scores, candidate_ids
-
-
-def _most_probable(scores: torch.Tensor, position: int) -> torch.Tensor:
-    return scores.argmax(dim=-1)
-
-
-class SelectorHead(CausalHead):
+class CandidateSelector(CausalHead, nn.Module):
     """DFlash2's: predecessor[previous token] * projected(hidden state) is scored with successor[candidate]."""
 
-    def __init__(self, weights: CandidateSelector, top_k: int) -> None:
-        rows = weights.successor_codebook
-        super().__init__(rows, top_k, state_size=rows.shape[1])
-        self._weights = weights
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.top_k = int(config.selector_top_k or 0)
+        self.state_size = int(config.selector_rank or 0)
+        shape = (config.vocab_size, self.state_size)
+        self.hidden_projection = nn.Linear(
+            config.hidden_size,
+            self.state_size,
+            bias=False,
+        )
+        self.predecessor_codebook = nn.Parameter(torch.zeros(shape))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+
+    @property
+    def rows(self) -> torch.Tensor:  # type: ignore[override]
+        """The successors."""
+        return self.successor_codebook
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The projected hidden states [..., E]."""
-        return self._weights.hidden_projection(hidden_states)
+        return self.hidden_projection(hidden_states)
 
     def read(self, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The predecessor's row [..., E] alone."""
-        return self._weights.predecessor_codebook[token_ids]
+        return self.predecessor_codebook[token_ids]
 
     def vector(self, features: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The product of both."""
@@ -192,17 +171,16 @@ class DominoHead(CausalHead):
     """Domino's: a GRU reads the target's embeddings of the tokens chosen before."""
 
     def __init__(
-        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor], num_plain: int
+        self, gru: PrefixGRU, projection: Any, embed: Callable[[torch.Tensor], torch.Tensor] | None, num_plain: int
     ) -> None:
-        mix, _, table = projection.children()
-        rows = table.weight  # not always a parameter: training in low rank computes it
-        state_size = gru.weight_hh_l0.shape[1]
-        top_k = min(DOMINO_TOP_K, len(rows))
-        super().__init__(rows, top_k, state_size, num_plain)
+        mix, _, table = projection
+        self.rows = table.weight  # not always a parameter: training in low rank computes it
+        self.top_k = min(DOMINO_TOP_K, len(self.rows))
+        self.state_size = gru.weight_hh_l0.shape[1]
+        self.num_plain = num_plain
         self._gru = gru
-        self._embed = embed
-        self._of_hidden = mix.weight[:, :-state_size]
-        self._of_state = mix.weight[:, -state_size:]
+        self._embed: Any = embed
+        self._of_hidden, self._of_state = mix.weight.tensor_split([-self.state_size], dim=1)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The part of the projection [..., E] that does not depend on chosen tokens."""

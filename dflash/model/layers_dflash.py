@@ -6,7 +6,7 @@ Dimensions are those of `modeling_dflash`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,41 +16,26 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from .attention_dflash import additive_mask, grouped_attention, sees
+from .attention_dflash import grouped_attention
 from .configuration_dflash import DFlashConfig
 
 
-class Rotation(NamedTuple):
-    """The rotary embedding of positions, each part [B, S, 1, E]."""
+def rotation_of(cos_and_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The rotary embedding of positions, as `rotated` reads it, [2, B, S, 1, E] of cos and sin [B, S, E].
 
-    cos: torch.Tensor
-    signed_sin: torch.Tensor  # negative in the first half of a head
+    It is cos, and sin that is negative in the first half of a head.
+    """
+    cos, sin = cos_and_sin
+    first, second = sin.chunk(2, dim=-1)
+    signed_sin = torch.cat([-first, second], dim=-1)
+    return torch.stack([cos, signed_sin]).unsqueeze(3)
 
-    @classmethod
-    def of(cls, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-        """That of cos and sin [B, S, E]."""
-        first, second = sin.chunk(2, dim=-1)
-        negative = -first
-        signed_sin = torch.cat([negative, second], dim=-1)
-        return cls(
-            cos=cos.unsqueeze(2),
-            signed_sin=signed_sin.unsqueeze(2),
-        )
 
-    def last(self, width: int) -> Rotation:
-        """The rotation of the last `width` positions."""
-        start = self.cos.shape[1] - width
-        return Rotation(
-            cos=self.cos.narrow(1, start, width),
-            signed_sin=self.signed_sin.narrow(1, start, width),
-        )
-
-    def turn(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads [B, S, H, E], each rotated by its position."""
-        half = heads.shape[-1] // 2
-        other_halves = heads.roll(half, dims=-1)
-        cosines = heads * self.cos
-        return torch.addcmul(cosines, other_halves, self.signed_sin)
+def rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Heads [B, S, H, E], each rotated by its position."""
+    cos, signed_sin = rotation
+    other_halves = heads.roll(heads.shape[-1] // 2, dims=-1)
+    return torch.addcmul(heads * cos, other_halves, signed_sin)
 
 
 class DFlashRMSNorm(qwen3.Qwen3RMSNorm):
@@ -85,26 +70,30 @@ class DFlashAttn(qwen3.Qwen3Attention):
         self,
         hidden_states: torch.Tensor,  # [B, N, D]
         context: torch.Tensor,  # [B, C, D]
-        rotation: Rotation,  # of C + N positions
+        rotation: torch.Tensor,  # of C + N positions
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
         implementation: str,
     ) -> torch.Tensor:  # [B, N, D]
         """Attends from the block to [cached context, new context, block]."""
         states = torch.cat([context, hidden_states], dim=1)
-        key, value = self.keys_and_values(states, rotation)
-        projected = self.q_proj(hidden_states)
-        of_block = rotation.last(hidden_states.shape[1])
-        query = self._rotated(self.q_norm, projected, of_block)
+        key, value = self.keys_and_values(states, rotation, cache)
+        width = hidden_states.shape[1]
+        query = self._rotated(
+            self.q_norm,
+            self.q_proj(hidden_states),
+            rotation[:, :, -width:],
+        )
         query = query.to(value.dtype)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        options: dict[str, Any] = {"is_causal": False}
-        if "flash" in implementation:  # these kernels take causality and window as arguments, not a 4-D mask
-            options = {"is_causal": self.is_block_causal, "sliding_window": self.sliding_window}
-        else:
-            attention_mask = self._decoding_mask(attention_mask, query, key)
-        attend = _attention_function(implementation, is_decoding=cache is not None)
+        if cache is not None and attention_mask is not None:
+            # Some caches of transformers keep the last keys alone, as many as a window holds.
+            num_keys = key.shape[2]
+            attention_mask = attention_mask[..., -num_keys:]
+        own: dict[str, Any] = {
+            "eager": qwen3.eager_attention_forward,
+            "sdpa": grouped_attention,
+        }
+        attend = own.get(implementation) or ALL_ATTENTION_FUNCTIONS[implementation]
         output, _ = attend(
             self,
             query,
@@ -113,61 +102,32 @@ class DFlashAttn(qwen3.Qwen3Attention):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            **options,
+            # Flash kernels take causality and window as arguments, others in the mask.
+            is_causal=self.is_block_causal and "flash" in implementation,
+            sliding_window=self.sliding_window,
         )
         return self.o_proj(output.flatten(2))
 
-    def keys_and_values(self, states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, G, S, E] of states [B, S, D] of context and block."""
-        projected = self.k_proj(states)
-        key = self._rotated(self.k_norm, projected, rotation)
-        value = self._heads(self.v_proj(states))
+    def keys_and_values(
+        self, states: torch.Tensor, rotation: torch.Tensor, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, G, S, E] of states [B, S, D] of context and block, after those in the cache, which gets them."""
+        key = self._rotated(
+            self.k_norm,
+            self.k_proj(states),
+            rotation,
+        )
+        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
         value = value.transpose(1, 2)
         # Under autocast norms return their weights' dtype, and some attention functions need one dtype.
-        return key.to(value.dtype), value
+        key = key.to(value.dtype)
+        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
 
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
-
-    def _rotated(self, norm: nn.Module, projected: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def _rotated(self, norm: nn.Module, projected: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """Heads [B, H, S, E] of projected [B, S, H * E], normed and rotated by their positions."""
-        heads = norm(self._heads(projected))
-        turned = rotation.turn(heads)
+        heads = projected.unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
+        turned = rotated(norm(heads), rotation)
         return turned.transpose(1, 2)
-
-    def _decoding_mask(self, attention_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
-        """The additive mask of a block after its context, within a 2-D `attention_mask` of its last keys; a 4-D one stays."""
-        if attention_mask is not None and len(attention_mask.shape) == 4:  # a tensor, or flex attention's block mask
-            return attention_mask
-        if attention_mask is None and self.sliding_window is None and not self.is_block_causal:
-            return None
-        # Slots replace positions: the block follows its context without a gap, so distances are equal.
-        num_keys = key.shape[2]
-        start = num_keys - query.shape[2]
-        slots = torch.arange(num_keys, device=key.device)
-        blocks = torch.where(slots < start, -1, 0)
-        of_block = slots[start:]
-        visible = sees(
-            query=(of_block[:, None], 0),
-            key=(slots, blocks),
-            anchor=start,
-            is_causal=self.is_block_causal,
-            window=self.sliding_window,
-        )
-        visible = visible[None, None]
-        if attention_mask is not None:
-            is_token = attention_mask[:, -num_keys:].bool()
-            is_token = is_token[:, None, None]
-            visible = visible & is_token
-        return additive_mask(visible, query.dtype)  # [B or 1, 1, N, K]
-
-
-def _attention_function(implementation: str, is_decoding: bool) -> Any:
-    if implementation == "eager":
-        return qwen3.eager_attention_forward
-    if implementation == "sdpa" and is_decoding:  # one block after its cached context
-        return grouped_attention
-    return ALL_ATTENTION_FUNCTIONS[implementation]
 
 
 class GroupedDynamicCausalConv(nn.Module):
@@ -183,17 +143,19 @@ class GroupedDynamicCausalConv(nn.Module):
         self.kernel_size = int(config.conv_kernel_size or 1)
         self.group_size = int(config.conv_group_size or 1)
         size = config.hidden_size
-        num_groups = size // self.group_size
-        num_deltas = 2 * self.kernel_size * num_groups
+        num_deltas = 2 * self.kernel_size * (size // self.group_size)
         base = torch.zeros(2, self.kernel_size, size)
         self.base_kernel = nn.Parameter(base)
-        self.kernel_projection = nn.Linear(size, num_deltas, bias=False)
+        self.kernel_projection = nn.Linear(
+            size,
+            num_deltas,
+            bias=False,
+        )
 
     def forward(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Mixes hidden [B, N, D], applies `sublayer`, and mixes its output."""
-        shape = (2, self.kernel_size, -1)
         deltas = self.kernel_projection(hidden)
-        deltas = deltas.unflatten(-1, shape)
+        deltas = deltas.unflatten(-1, (2, self.kernel_size, -1))
         deltas = deltas.repeat_interleave(self.group_size, dim=-1)
         kernels = self.base_kernel + deltas
         before, after = kernels.unbind(dim=2)
@@ -205,23 +167,13 @@ class GroupedDynamicCausalConv(nn.Module):
         """The sum over taps of shifted hidden [B, N, D] times kernel [B, N, taps, D], block by block."""
         width = min(hidden.shape[1], self.block_size)
         blocks = hidden.unflatten(1, (-1, width))  # [B, blocks, N, D]
+        num_before = self.kernel_size - 1
+        padded = functional.pad(blocks, (0, 0, num_before, 0))
         taps = []
         for tap in range(self.kernel_size):
-            shifted = functional.pad(blocks, (0, 0, tap, 0))
-            shifted = shifted.narrow(2, 0, width)
-            taps.append(shifted.flatten(1, 2))
-        stacked = torch.stack(taps, dim=2)
-        products = stacked * kernel
-        return products.sum(dim=2)
-
-
-def _convolved(
-    conv: GroupedDynamicCausalConv | None, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """The output of `sublayer`, inside a convolution if there is one."""
-    if conv is None:
-        return sublayer(hidden)
-    return conv(hidden, sublayer)
+            taps.append(padded.narrow(2, num_before - tap, width))
+        stacked = torch.stack(taps, dim=3).flatten(1, 2)
+        return (stacked * kernel).sum(dim=2)
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -229,11 +181,9 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
-        self.attention_conv: GroupedDynamicCausalConv | None = None
-        self.mlp_conv: GroupedDynamicCausalConv | None = None
-        if config.conv_kernel_size is not None:
-            self.attention_conv = GroupedDynamicCausalConv(config)
-            self.mlp_conv = GroupedDynamicCausalConv(config)
+        has_convs = config.conv_kernel_size is not None
+        self.attention_conv = GroupedDynamicCausalConv(config) if has_convs else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if has_convs else None
         self.self_attn = DFlashAttn(config, layer_idx)
         self.mlp = qwen3.Qwen3MLP(config)
         size = config.hidden_size
@@ -245,11 +195,15 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         """Attention and MLP over the block [B, N, D], each with its residual. `inputs` are further ones of the attention."""
 
         def attend(hidden: torch.Tensor) -> torch.Tensor:
-            return self.self_attn(hidden, context, *inputs)
+            return self.self_attn(
+                hidden,
+                context,
+                *inputs,
+            )
 
         hidden = self.input_layernorm(hidden_states)
-        hidden = _convolved(self.attention_conv, hidden, attend)
+        hidden = attend(hidden) if self.attention_conv is None else self.attention_conv(hidden, attend)
         hidden_states = hidden_states + hidden
         hidden = self.post_attention_layernorm(hidden_states)
-        hidden = _convolved(self.mlp_conv, hidden, self.mlp)
+        hidden = self.mlp(hidden) if self.mlp_conv is None else self.mlp_conv(hidden, self.mlp)
         return hidden_states + hidden

@@ -8,6 +8,7 @@ training, N counts the positions of all blocks of a sequence and `attention_mask
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,11 +21,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .acceptance_dflash import Proposals
-from .attention_dflash import additive_mask, draft_sees, step_mask
+from .attention_dflash import additive_mask, draft_sees, written_out
 from .configuration_dflash import DFlashConfig
-from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU, SelectorHead
-from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, Rotation
-from .sampling_dflash import pick
+from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU
+from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, rotation_of
 from .targets_dflash import InexactError, check_pair
 
 
@@ -95,34 +95,38 @@ class DFlashDraftModel(PreTrainedModel):
         self.norm = DFlashRMSNorm(size, eps=eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self._add_head(config)
-        self.lm_head: nn.Linear | None = None
-        self.register_buffer("d2t", None)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-            # Token i of the own head is token i + d2t[i] of the target.
-            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.long)
-            self.register_buffer("d2t", offsets)
+        num_own = config.draft_vocab_size  # tokens of an own head
+        self.lm_head = None if num_own is None else nn.Linear(size, num_own, bias=False)
+        # Token i of the own head is token i + d2t[i] of the target.
+        offsets = None if num_own is None else torch.zeros(num_own, dtype=torch.long)
+        self.register_buffer("d2t", offsets)
         self.gradient_checkpointing = False
         if config.reader is not None:
-            copies = config.reader.COPIES_OF_THE_TARGET
-            self._keys_to_ignore_on_load_unexpected = copies.get(config.dialect)
+            self._keys_to_ignore_on_load_unexpected = config.reader.COPIES_OF_THE_TARGET.get(config.dialect)
         self.post_init()
 
-    def _add_head(self, config: DFlashConfig) -> None:
+    def _add_head(self, config: Any) -> None:
         """Adds the weights of DFlash2's or Domino's head, if the drafter has one."""
-        self.candidate_selector: CandidateSelector | None = None
-        self.prefix_gru: PrefixGRU | None = None  # with the next one Domino's head
-        self.embed_proj: nn.Sequential | None = None
-        if config.selector_rank is not None:
-            self.candidate_selector = CandidateSelector(config)
-        size = config.hidden_size
-        state_size = config.gru_hidden_dim
-        row_size = config.emb_dim
-        if state_size is not None and row_size is not None:
-            self.prefix_gru = PrefixGRU(size, state_size)
-            mix = nn.Linear(size + state_size, row_size, bias=False)
-            table = nn.Linear(row_size, config.vocab_size, bias=False)
-            self.embed_proj = nn.Sequential(mix, nn.SiLU(), table)
+        self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
+        self.prefix_gru: PrefixGRU | None = None  # with `embed_proj` Domino's head
+        if config.gru_hidden_dim is not None:
+            size = config.hidden_size
+            self.prefix_gru = PrefixGRU(size, config.gru_hidden_dim)
+            mix = nn.Linear(
+                size + config.gru_hidden_dim,
+                config.emb_dim,
+                bias=False,
+            )
+            table = nn.Linear(
+                config.emb_dim,
+                config.vocab_size,
+                bias=False,
+            )
+            self.embed_proj = nn.Sequential(
+                mix,
+                nn.SiLU(),
+                table,
+            )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -187,67 +191,118 @@ class DFlashDraftModel(PreTrainedModel):
                 "forward was given cache and past_key_values, which are the same thing: pass one of them."
             )
         if not use_cache or is_causal:
-            arguments = f"use_cache={use_cache!r} and is_causal={is_causal!r}"
-            raise ValueError(f"forward was given {arguments}: leave them out, cache and config decide.")
+            raise ValueError(
+                f"forward was given use_cache={use_cache!r} and is_causal={is_causal!r}: leave them out, cache and config decide."
+            )
         cache = past_key_values if cache is None else cache
         # The target may run in another dtype; norms keep the drafter's own, also when its matrices are quantised.
         hidden_states = noise_embeds.to(self.hidden_norm.weight.dtype)
         context = self._context(context_hidden_states)
+        num_cached = 0 if cache is None else cache.get_seq_length()
+        start = num_cached + context.shape[1]
+        width = hidden_states.shape[1]
         if position_ids is None:
-            start = 0 if cache is None else int(cache.get_seq_length())
-            width = context.shape[1] + hidden_states.shape[1]
-            columns = torch.arange(width, device=hidden_states.device)
-            position_ids = start + columns[None]
-        cos, sin = self.rotary_emb(hidden_states, position_ids)
-        rotation = Rotation.of(cos, sin)
+            positions = torch.arange(
+                num_cached,
+                start + width,
+                device=hidden_states.device,
+            )
+            position_ids = positions[None]
+        rotation = rotation_of(self.rotary_emb(hidden_states, position_ids))
         implementation = attn_implementation or self.config._attn_implementation
-        masks = self._masks_by_layer_type(attention_mask, hidden_states.dtype, implementation)
-        layer_types = self.config.layer_types
-        for layer, layer_type in zip(self.layers, layer_types, strict=True):
+        masks = self._masks_by_layer_type(
+            attention_mask,
+            start,
+            width,
+            implementation,
+        )
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             mask = masks[layer_type]
-            hidden_states = layer(hidden_states, context, rotation, mask, cache, implementation)
+            hidden_states = layer(
+                hidden_states,
+                context,
+                rotation,
+                mask,
+                cache,
+                implementation,
+            )
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(hidden_states, cache)  # by position: transformers 5.24 renamed the cache
 
     def _context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's states [B, C, L * D] as the layers read them, [B, C, D]."""
-        dtype = self.hidden_norm.weight.dtype
-        projected = self.fc(context_hidden_states.to(dtype))
+        projected = self.fc(context_hidden_states.to(self.hidden_norm.weight.dtype))
         return self.hidden_norm(projected)
 
-    def _masks_by_layer_type(self, attention_mask: Any, dtype: torch.dtype, implementation: str) -> dict[str, Any]:
-        masks: dict[str, Any] = {}
-        for layer_type in self.config.layer_types:
+    def _masks_by_layer_type(self, attention_mask: Any, start: int, width: int, implementation: str) -> dict[str, Any]:
+        """The masks that attention takes: 4-D ones as given, else those of a block of `width` positions after `start` keys."""
+        masks = {}
+        for layer, layer_type in enumerate(self.config.layer_types):
+            if layer_type in masks:
+                continue
             mask = attention_mask
             if isinstance(attention_mask, dict):
                 mask = attention_mask[layer_type]
-            if mask is not None and len(mask.shape) == 4:
-                if "flash" in implementation:
+            is_whole = mask is not None and len(mask.shape) == 4  # a tensor, or flex attention's block mask
+            sees_part = self.config.is_layer_causal(layer) or self.config.layer_window(layer) is not None
+            if "flash" in implementation:
+                if is_whole:
                     raise ValueError(f"attn_implementation={implementation!r} takes no 4-D mask: load it with 'sdpa'.")
-                if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool:
-                    mask = additive_mask(mask, dtype)
+            elif is_whole:
+                if getattr(mask, "dtype", None) == torch.bool:
+                    mask = additive_mask(mask, self.hidden_norm.weight.dtype)
+            elif sees_part or mask is not None:
+                starts = torch.full(
+                    (1,),
+                    start,
+                    device=self.hidden_norm.weight.device,
+                )
+                mask = self._block_mask(
+                    layer,
+                    starts,
+                    width,
+                    start + width,
+                    mask,
+                )
             masks[layer_type] = mask
         return masks
 
+    def _block_mask(
+        self, layer: int, starts: torch.Tensor, width: int, num_keys: int, is_token: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The additive mask [B, 1, N, K] of a layer. Of a 2-D `is_token`, the last columns are those of the keys."""
+        predicate = draft_sees(self.config, layer, starts, width)
+        visible = written_out(
+            predicate,
+            len(starts),
+            width,
+            num_keys,
+            starts.device,
+        )
+        if is_token is not None:
+            visible = visible & is_token[:, None, -num_keys:].bool()
+        return additive_mask(visible[:, None], self.hidden_norm.weight.dtype)
+
     def step_masks(self, starts: torch.Tensor, width: int, num_keys: int) -> dict[str, Any]:
         """The additive masks of a block of `width` positions from starts [B], by layer type. Key k is at position k."""
-        dtype = self.hidden_norm.weight.dtype
-        masks: dict[str, Any] = {}
+        masks = {}
         for layer, layer_type in enumerate(self.config.layer_types):
             if layer_type not in masks:
-                visible = draft_sees(self.config, layer, starts, width)
-                masks[layer_type] = step_mask(visible, starts, width, num_keys, dtype)
+                masks[layer_type] = self._block_mask(
+                    layer,
+                    starts,
+                    width,
+                    num_keys,
+                )
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Adds keys and values of new context [B, C, L * D] at positions [B, C] to the cache, without a block."""
         context = self._context(context_hidden_states)
-        cos, sin = self.rotary_emb(context, position_ids)
-        rotation = Rotation.of(cos, sin)
-        for layer_idx, layer in enumerate(self.layers):
-            attention: Any = layer.self_attn
-            key, value = attention.keys_and_values(context, rotation)
-            cache.update(key, value, layer_idx)
+        rotation = rotation_of(self.rotary_emb(context, position_ids))
+        layer: Any
+        for layer in self.layers:
+            layer.self_attn.keys_and_values(context, rotation, cache)
 
     def get_input_embeddings(self) -> Any:
         """`None`: the embedding is the target's."""
@@ -263,8 +318,7 @@ class DFlashDraftModel(PreTrainedModel):
         if hook is not None:
             (token_ids,), _ = hook.pre_forward(embedding, token_ids)
         weight = embedding.get_parameter("weight")
-        embeddings = functional.embedding(token_ids, weight)
-        embeddings = embeddings * scale
+        embeddings = functional.embedding(token_ids, weight) * scale
         if hook is not None:
             embeddings = hook.post_forward(embedding, embeddings)
         return embeddings
@@ -280,26 +334,30 @@ class DFlashDraftModel(PreTrainedModel):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         if cap is not None:
-            share = logits / cap
-            logits = cap * share.tanh()
+            logits = cap * (logits / cap).tanh()
         if self.d2t is None:
             return logits
         own_ids = torch.arange(len(self.d2t), device=self.d2t.device)
-        token_ids = own_ids + self.d2t
-        *shape, _ = logits.shape
-        everywhere = logits.new_full((*shape, self.config.vocab_size), -torch.inf)
-        return everywhere.index_copy(-1, token_ids, logits)
+        everywhere = logits.new_full(
+            (*logits.shape[:-1], self.config.vocab_size),
+            -torch.inf,
+        )
+        return everywhere.index_copy(
+            -1,
+            own_ids + self.d2t,
+            logits,
+        )
 
     def causal_head(self, embed: Callable[[torch.Tensor], torch.Tensor] | None) -> CausalHead | None:
         """DFlash2's or Domino's head, which reads the target's embeddings by `embed`; `None`: a position proposes its argmax."""
-        config: Any = self.config
-        if self.candidate_selector is not None:
-            return SelectorHead(self.candidate_selector, config.selector_top_k)
-        if self.prefix_gru is None or self.embed_proj is None:
-            return None
-        if embed is None:
-            raise ValueError("Domino's head reads the tokens chosen before: pass the target's embedding as `embed`.")
-        return DominoHead(self.prefix_gru, self.embed_proj, embed, config.pure_draft_prefix_len)
+        if self.prefix_gru is None:
+            return self.candidate_selector
+        return DominoHead(
+            self.prefix_gru,
+            self.embed_proj,
+            embed,
+            self.config.pure_draft_prefix_len,
+        )
 
     @torch.no_grad()
     def propose(
@@ -322,29 +380,25 @@ class DFlashDraftModel(PreTrainedModel):
         causal_head = self.causal_head(embed)
         if causal_head is None:
             best, token_ids = logits.max(dim=-1)
-            is_finite = best.isfinite().all(dim=-1)
-            return Proposals(token_ids.to(device), is_finite=is_finite)
-        temperature, uniforms = drawn or (1.0, None)
-
-        def probabilities(scores: torch.Tensor) -> torch.Tensor:
-            return (scores.float() / temperature).softmax(dim=-1)
-
-        def choose(scores: torch.Tensor, position: int) -> torch.Tensor:
-            if uniforms is None:
-                return scores.argmax(dim=-1)
-            return pick(probabilities(scores), uniforms[:, position])
-
-        path = causal_head.choose_path(hidden_states, logits, anchors, choose)
-        token_ids = path.token_ids.to(device)
-        best = path.scores.amax(dim=-1)
+        else:
+            path = causal_head.choose_path(
+                hidden_states,
+                logits,
+                anchors,
+                drawn,
+            )
+            best = path.scores.amax(dim=-1)
+            token_ids = path.token_ids
         is_finite = best.isfinite().all(dim=-1)
-        if uniforms is None:
-            return Proposals(token_ids, is_finite=is_finite)
-        return Proposals(
-            token_ids=token_ids,
+        proposals = Proposals(token_ids.to(device), is_finite=is_finite)
+        if causal_head is None or drawn is None:
+            return proposals
+        temperature, _ = drawn
+        probabilities = (path.scores.float() / temperature).softmax(dim=-1)
+        return replace(
+            proposals,
             candidate_ids=path.candidate_ids.to(device),
-            probabilities=probabilities(path.scores).to(device),
-            is_finite=is_finite,
+            probabilities=probabilities.to(device),
         )
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -362,6 +416,7 @@ class DFlashDraftModel(PreTrainedModel):
         from .drafting_dflash import Context  # noqa: F401
         from .generation_dflash import spec_generate
         from .requests_dflash import Request  # noqa: F401
+        from .sampling_dflash import Sampler  # noqa: F401
         from .sequences_dflash import TextSequence  # noqa: F401
 
         return spec_generate(self, target, input_ids, **kwargs)
@@ -396,13 +451,13 @@ class DFlashDraftModel(PreTrainedModel):
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(map(str, info[kind]))
             if names:
-                what = kind.replace("_", " ")
                 first = ", ".join(names[:3])
-                faults.append(f"{len(names)} {what}: {first}")
+                faults.append(f"{len(names)} {kind.replace('_', ' ')}: {first}")
         if faults:
-            fault = f"{pretrained_model_name_or_path} does not fill a DFlash drafter exactly ({'; '.join(faults)})"
-            remedy = "it is another kind of checkpoint, or its config.json is not that of its weights"
-            raise ValueError(f"{fault}: {remedy}.")
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not fill a DFlash drafter exactly ({'; '.join(faults)}): it is another "
+                "kind of checkpoint, or its config.json is not that of its weights."
+            )
         return (model, info) if wants_info else model
 
 

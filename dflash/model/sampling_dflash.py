@@ -32,8 +32,17 @@ from .sequences_dflash import TextSequence
 UNIFORMS_CHUNK = 256  # uniforms drawn at a time, so that a position's does not depend on how many are requested
 VOCABULARY_CHUNK = 256  # tokens whose probabilities are summed together when a token is drawn
 NUM_TIES = 44  # candidates beyond the k most probable, because top-k keeps every token that ties with the k-th
-# What a `Sampler` does, in this order, and where each keeps its number.
+# What a `Sampler` can do, and where each keeps its number.
 WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+# In these orders. Without top-k, top-p would read the whole vocabulary.
+ORDERS: tuple[list[str], ...] = (
+    [],
+    ["temperature"],
+    ["top_k"],
+    ["temperature", "top_k"],
+    ["top_k", "top_p"],
+    ["temperature", "top_k", "top_p"],
+)
 
 
 class PositionUniforms:
@@ -46,8 +55,7 @@ class PositionUniforms:
     def __init__(self, batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None = None) -> None:
         seeds = _seeds(batch_size, generator)
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        nothing = torch.empty(0, dtype=torch.float64, device="cpu")
-        self._drawn = [nothing] * batch_size
+        self._drawn = [_draw(stream, UNIFORMS_CHUNK) for stream in self._streams]
         # For rules that draw per step: they must not reuse a number that has decided something.
         self._step_streams = [torch.Generator().manual_seed(seed ^ 1) for seed in seeds]
 
@@ -63,35 +71,25 @@ class PositionUniforms:
 
     def fresh(self, sequences: Sequence[TextSequence], count: int, device: torch.device) -> torch.Tensor:
         """Uniforms of the sequences that no earlier call has returned, float64 [B, count], for logits on `device`."""
-        uniforms = []
-        for sequence in sequences:
-            stream = self._step_streams[sequence.index]
-            uniforms.append(_draw(stream, count))
+        uniforms = [_draw(self._step_streams[sequence.index], count) for sequence in sequences]
         return place_uniforms(torch.stack(uniforms), device)
 
 
 def _seeds(batch_size: int, generator: torch.Generator | Sequence[torch.Generator] | None) -> list[int]:
     """A seed for each sequence. Raises ValueError unless there is one generator for all, or one for each."""
-    if not isinstance(generator, Sequence):
-        return _draw_seeds(batch_size, generator)
-    if len(generator) != batch_size:
-        raise ValueError(f"generator holds {len(generator)} for {batch_size} sequences: pass one for each, or one.")
-    seeds: list[int] = []
-    for of_sequence in generator:
-        seeds += _draw_seeds(1, of_sequence)
+    generators = generator if isinstance(generator, Sequence) else [generator] * batch_size
+    if len(generators) != batch_size:
+        raise ValueError(f"generator holds {len(generators)} for {batch_size} sequences: pass one for each, or one.")
+    seeds = []
+    for of_sequence in generators:
+        seed = torch.randint(
+            2**63 - 1,
+            (),
+            generator=of_sequence,
+            device="cpu" if of_sequence is None else of_sequence.device,
+        )
+        seeds.append(int(seed))
     return seeds
-
-
-def _draw_seeds(count: int, generator: torch.Generator | None) -> list[int]:
-    device = "cpu" if generator is None else generator.device
-    seeds = torch.randint(
-        2**63 - 1,
-        (count,),
-        generator=generator,
-        device=device,
-    )
-    numbers: list[int] = seeds.tolist()
-    return numbers
 
 
 def _draw(stream: torch.Generator, count: int) -> torch.Tensor:
@@ -128,21 +126,20 @@ class Sampler:
     @classmethod
     def of(cls, processors: Any, device: torch.device) -> Sampler | None:
         """The sampler of a `LogitsProcessorList`; `None` if it holds anything else, or top-p without top-k."""
-        classes = [type(processor) for processor in processors]
-        in_order = [warper for warper in WARPERS if warper in classes]
-        if classes != in_order:
+        names: list[Any] = [WARPERS.get(type(processor)) for processor in processors]
+        if names not in ORDERS:
             return None
-        if TopPLogitsWarper in classes and TopKLogitsWarper not in classes:
-            return None
-
-        numbers: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        for processor in processors:
-            if getattr(processor, "filter_value", -torch.inf) != -torch.inf:
+        numbers: dict[str, Any] = {
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+        for name, processor in zip(names, processors, strict=True):
+            number = getattr(processor, name)
+            without_options = type(processor)(number)
+            if vars(processor) != vars(without_options):
                 return None
-            if getattr(processor, "min_tokens_to_keep", 1) != 1:
-                return None
-            name = WARPERS[type(processor)]
-            numbers[name] = getattr(processor, name)
+            numbers[name] = number
 
         num_candidates = 0
         if numbers["top_k"]:  # a power of two, so that one compiled step serves many k
@@ -160,32 +157,24 @@ class Sampler:
         count = min(self.num_candidates, logits.shape[-1])
         values, token_ids = logits.topk(count)  # descending
         values = values.float() / temperature
-        values = _keep_top_k(values, k)
-        values = _keep_top_p(values, p)
+        # Top-k keeps all that tie with the k-th.
+        place = (k.long() - 1).clamp(max=count - 1)
+        smallest = values.index_select(
+            -1,
+            place[None],
+        )
+        is_cut = values < smallest
+        values = values.masked_fill(is_cut, -torch.inf)
+        # Top-p keeps the smallest set of probability p.
+        rising = values.softmax(-1).flip(-1)
+        tails = rising.cumsum(-1)  # of each token and all less probable ones
+        is_cut = tails.flip(-1) <= 1 - p
+        is_cut[..., 0] = False
+        values = values.masked_fill(is_cut, -torch.inf)
         # By id, so that rounding cannot swap two intervals.
         token_ids, order = token_ids.sort()
         probabilities = values.gather(-1, order).softmax(-1)
         return _at(token_ids, pick(probabilities, uniforms))
-
-
-def _keep_top_k(values: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Descending values [..., K], with -inf for those below the k-th."""
-    num_values = values.shape[-1]
-    last = k.long() - 1
-    last = last.clamp(max=num_values - 1)
-    smallest = values.index_select(-1, last[None])
-    is_cut = values < smallest
-    return values.masked_fill(is_cut, -torch.inf)
-
-
-def _keep_top_p(values: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Descending values [..., K], with -inf for those outside the smallest set of probability p."""
-    probabilities = values.softmax(-1)
-    rising = probabilities.flip(-1)
-    tail = rising.cumsum(-1).flip(-1)  # of each token and all less probable ones
-    is_cut = (tail <= 1 - p) & (p < 1)
-    is_cut[..., 0] = False
-    return values.masked_fill(is_cut, -torch.inf)
 
 
 def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -193,50 +182,50 @@ def choose_sampled(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
 
     Chunks are summed in float32; the sums and the chunk that a uniform falls into are read in float64, to keep the tail.
     """
-    chunks = _in_chunks(logits)
+    weights = logits.float().softmax(-1)
+    padding = -weights.shape[-1] % VOCABULARY_CHUNK
+    padded = functional.pad(
+        weights,
+        (0, padding),
+    )
+    chunks = padded.unflatten(-1, (-1, VOCABULARY_CHUNK))
     # First the chunk is drawn, then the token in it, by where the uniform lies in the chunk's interval.
     sums = chunks.sum(-1)
     sums = sums.to(uniforms.device).double()
     index = pick(sums, uniforms)  # [B, N]
-    cumulative = sums.cumsum(-1)
+    ends = sums.cumsum(-1)
     size = _at(sums, index)
-    begin = _at(cumulative, index) - size
-    drawn = uniforms * cumulative[..., -1]
+    begin = _at(ends, index) - size
+    drawn = uniforms * ends[..., -1]
     rest = (drawn - begin) / size
-    rest = rest.clamp(0.0, 1.0)
+    rest = rest.clamp(min=0.0)
 
     index = index.to(chunks.device)
-    chunk = chunks.take_along_dim(index[..., None, None], dim=-2)
-    first = index * VOCABULARY_CHUNK
-    token_ids = first + pick(chunk.squeeze(-2), rest)
-    last = logits.shape[-1] - 1
-    return token_ids.clamp(max=last)  # a valid token for NaN, too
-
-
-def _in_chunks(logits: torch.Tensor) -> torch.Tensor:
-    """Weights of the tokens, relative to the most probable one, in chunks: [B, N, C, 256] of logits [B, N, V]."""
-    largest = logits.amax(-1, keepdim=True)
-    weights = logits.float() - largest.float()
-    weights = weights.exp()
-    padding = -weights.shape[-1] % VOCABULARY_CHUNK
-    weights = functional.pad(weights, (0, padding))
-    return weights.unflatten(-1, (-1, VOCABULARY_CHUNK))
+    chunk = chunks.take_along_dim(
+        index[..., None, None],
+        dim=-2,
+    )
+    in_chunk = pick(chunk.squeeze(-2), rest)
+    token_ids = index * VOCABULARY_CHUNK + in_chunk
+    return token_ids.clamp(max=logits.shape[-1] - 1)  # a valid token for NaN, too
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The token whose interval of the cumulative `weights` [..., V] (any sum) holds the uniform [...] (float64)."""
-    placed = weights.to(uniforms.device)  # first: a device without float64 cannot convert it
-    cumulative = placed.double().cumsum(-1)
+    # Moved first: a device without float64 cannot convert it.
+    cumulative = weights.to(uniforms.device).double().cumsum(-1)
     # Scaled by the computed sum and kept below it, so that rounding cannot move a pick past the last token.
     total = cumulative[..., -1]
-    zero = torch.zeros_like(total)
-    below_total = total.nextafter(zero)
+    below_total = total.nextafter(torch.zeros_like(total))
     drawn = torch.minimum(uniforms * total, below_total)
 
-    token_ids = torch.searchsorted(cumulative, drawn[..., None], right=True)
+    token_ids = torch.searchsorted(
+        cumulative,
+        drawn[..., None],
+        right=True,
+    )
     token_ids = token_ids.squeeze(-1)
-    last = weights.shape[-1] - 1
-    token_ids = token_ids.clamp(max=last)  # a valid token for NaN, too
+    token_ids = token_ids.clamp(max=weights.shape[-1] - 1)  # a valid token for NaN, too
     return token_ids.to(weights.device)
 
 

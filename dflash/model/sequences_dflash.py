@@ -39,10 +39,7 @@ class TextSequence:
         return torch.cat([self.prompt_ids, new_ids])[None]
 
 
-Cutter = Callable[[TextSequence, list[int]], list[int]]
-
-
-def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Cutter:
+def make_cutter(criteria: StoppingCriteriaList, max_new_tokens: int) -> Callable[[TextSequence, list[int]], list[int]]:
     """Returns `cut(sequence, token_ids)`, which commits tokens one by one, as `generate` does, until the text stops.
 
     `cut` appends to `sequence.new_ids`, sets `sequence.is_done`, and returns the tokens that it has appended. Stop tokens and
