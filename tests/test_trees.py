@@ -38,7 +38,7 @@ from dflash.engine.trees import (
     verify_tree,
 )
 from dflash.model.acceptance_dflash import DRAFTER_BROKE, TARGET_BROKE, Proposals
-from dflash.model.attention_dflash import target_sees, written_out
+from dflash.model.attention_dflash import target_sees
 from dflash.model.sequences_dflash import TextSequence
 from dflash.model.targets_dflash import Target
 
@@ -166,8 +166,7 @@ def test_who_sees_whom(window: int | None) -> None:
     """As a double loop over columns and keys has it; keys after the tree are seen by nobody."""
     tree = DraftTree([7, 8, 9, 7, 5], [0, 1, 0, 2, 4], [0.5] * 5)
     depths, starts, num_keys = torch.tensor(tree.depths), torch.tensor([4, 2]), 13
-    sees = target_sees(starts[:, None] + depths, tree.ancestors(), window)
-    visible = written_out(sees, 2, len(depths), num_keys, starts.device)
+    visible = target_sees(starts[:, None] + depths, num_keys, tree.ancestors(), window)
     for row, start in enumerate(starts.tolist()):
         for column, key in itertools.product(range(6), range(num_keys)):
             if key < start:
@@ -187,8 +186,7 @@ def test_a_chain_sees_what_causal_rows_see() -> None:
     for window in (None, 4):
         expected = ((distance >= 0) & (distance < (window or 99)))[None]
         for columns in (ancestors, None):
-            sees = target_sees(6 + depths[None], columns, window)
-            assert torch.equal(written_out(sees, 1, 5, 11, distance.device), expected)
+            assert torch.equal(target_sees(6 + depths[None], 11, columns, window), expected)
 
 
 def test_kept_columns_move_together() -> None:
@@ -235,7 +233,7 @@ def test_a_tree_gives_the_logits_of_its_paths(name: str, columns: list[int]) -> 
         torch.testing.assert_close(logits, logits_after(more_ids), rtol=0, atol=3e-3)
 
     with torch.no_grad():
-        own.read(text, cache)
+        own.read(text, cache, [11])
         for tree, kept in ((TREE, columns), (CHAIN, [0, 1]), (CHAIN, [0, 1, 2, 3])):
             token_ids = torch.tensor([[3, *tree.token_ids]])
             logits, _ = verify_tree(own, token_ids, cache, tree)

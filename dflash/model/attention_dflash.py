@@ -1,12 +1,12 @@
 """Who sees whom: attention masks, the same for decoding and training, and the attention of a step.
 
-A mask is a predicate `(batch, head, query, key) -> bool` over index tensors, and is written out as a dense tensor.
+A mask is a boolean tensor [B, S, K] of what each query sees, which `additive_mask` makes one that attention adds.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,17 +24,12 @@ STEP = "step"
 NUM_IN_STEPS = "_num_in_steps"  # attribute of a model: threads whose step runs on it
 # CUDA's kernels read masks whose rows begin at multiples of this number, and copy others in every layer.
 ROW_ALIGNMENT = 8
-# `(batch, head, query, key) -> bool` over index tensors that broadcast.
-Predicate = Callable[[torch.Tensor, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Devices whose kernels align causal attention without a mask to the last keys.
 ALIGNING_DEVICES = ("cuda",)
 
 _lock = threading.Lock()
 _thread = threading.local()
-
-
-# -- predicates
 
 
 def sees(
@@ -62,73 +57,50 @@ def sees(
     return visible & (distance < window)
 
 
-def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int) -> Predicate:
-    """The mask in layer `layer_idx` of a block of `width` positions from starts [B]. Key k is at position k."""
-    is_causal = config.is_layer_causal(layer_idx)
-    window = config.layer_window(layer_idx)
+def draft_sees(config: Any, layer_idx: int, starts: torch.Tensor, width: int, num_keys: int) -> torch.Tensor:
+    """Which keys the positions of blocks from starts [B] see in a layer, bool [B, N, K]. Key k is at position k."""
+    start = starts[:, None, None]
+    key = torch.arange(num_keys, device=starts.device)
+    position = start + torch.arange(width, device=starts.device)[:, None]
+    # -2: neither context nor block, but keys of an earlier forward after the block.
+    block_or_after = torch.where(key < start + width, 0, -2)
+    key_block = torch.where(key < start, -1, block_or_after)
+    visible = sees(
+        (position, 0),
+        (key, key_block),
+        anchor=start,
+        is_causal=config.is_layer_causal(layer_idx),
+        window=config.layer_window(layer_idx),
+    )
+    return visible.expand(-1, width, -1)
 
-    def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        start = starts[batch]
-        end = start + width
-        # -2: neither context nor block, but keys of an earlier forward after the block.
-        block_or_after = torch.where(key < end, 0, -2)
-        key_block = torch.where(key < start, -1, block_or_after)
-        position = start + query
-        return sees((position, 0), (key, key_block), start, is_causal, window)
 
-    return predicate
-
-
-def target_sees(positions: torch.Tensor, ancestors: torch.Tensor | None, window: int | None) -> Predicate:
-    """The mask of the target's columns at positions [B, S]: keys up to their own position, less than `window` away.
+def target_sees(
+    positions: torch.Tensor,  # [B, S]
+    num_keys: int,
+    ancestors: torch.Tensor | None = None,  # bool [S, S]
+    window: int | None = None,
+) -> torch.Tensor:
+    """Which keys the target's columns at `positions` see, bool [B, S, K]: those up to their own, less than `window` away.
 
     Key k is at position k. Only the columns of a tree are stored in order from its anchor's position, whatever their own
-    positions; each sees the text and its `ancestors`, bool [S, S], itself included.
+    positions; each sees the text and its `ancestors`, itself included.
     """
-    starts = positions[:, 0]
-    width = positions.shape[1]
-
-    def predicate(batch: torch.Tensor, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        position = positions[batch, query]
-        key_position = key
-        if ancestors is None:
-            visible = key <= position
-        else:
-            column = key - starts[batch]
-            index = column.clamp(0, width - 1)
-            is_column = column == index
-            is_text = column < 0
-            visible = is_text | (is_column & ancestors[query, index])
-            key_position = torch.where(is_column, positions[batch, index], key)
-        if window is None:
-            return visible
-        return visible & (position - key_position < window)
-
-    return predicate
-
-
-# -- dense masks
-
-
-def written_out(mask: Predicate, batch_size: int, width: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """The predicate as a dense mask, bool [B, S, K]."""
-    batch = torch.arange(batch_size, device=device).view(-1, 1, 1)
-    query = torch.arange(width, device=device).unsqueeze(1)
-    key = torch.arange(num_keys, device=device)
-    visible = mask(batch, None, query, key)
-    return visible.expand(batch_size, width, num_keys)
-
-
-def step_mask(
-    predicate: Predicate,
-    starts: torch.Tensor,  # [B]
-    width: int,
-    num_keys: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The predicate as an additive mask [B, 1, S, K]."""
-    visible = written_out(predicate, len(starts), width, num_keys, starts.device)
-    return additive_mask(visible[:, None], dtype)
+    position = positions[..., None]
+    key_position = torch.arange(num_keys, device=positions.device)
+    if ancestors is None:
+        visible = key_position <= position
+    else:
+        column = key_position - positions[:, :1]  # [B, K]
+        index = column.clamp(0, positions.shape[1] - 1)
+        is_column = column == index
+        is_ancestor = ancestors[:, index].transpose(0, 1)  # [B, S, K]
+        is_text = (column < 0)[:, None]
+        visible = is_text | (is_column[:, None] & is_ancestor)
+        key_position = torch.where(is_column, positions.gather(1, index), key_position)[:, None]
+    if window is None:
+        return visible
+    return visible & (position - key_position < window)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

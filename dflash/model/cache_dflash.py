@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,10 +76,9 @@ class PreallocatedLayer(CacheLayerMixin):
             keys[:, :, start:] = key_states
             values[:, :, start:] = value_states
         else:
-            slots = self.slots.to(keys.device)
-            index = torch.arange(num_sequences, device=keys.device)[:, None]
-            keys.transpose(1, 2)[index, slots] = key_states.transpose(1, 2)
-            values.transpose(1, 2)[index, slots] = value_states.transpose(1, 2)
+            index = self.slots[:, None, :, None].to(keys.device)
+            keys.scatter_(2, index.expand_as(key_states), key_states)
+            values.scatter_(2, index.expand_as(value_states), value_states)
         return keys, values
 
     def reserve(self, length: int) -> None:
@@ -164,6 +162,13 @@ class RunningState:
     def _states(self) -> list[States]:
         return [self.layer.conv_states, self.layer.recurrent_states]
 
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> list[States]:
+        """New states, `function` of each."""
+        return [
+            {index: None if state is None else function(state) for index, state in states.items()}
+            for states in self._states
+        ]
+
     def forget(self) -> None:
         """Drops what was recorded; the arguments refer to the cache and would keep it alive."""
         self._before = []
@@ -180,7 +185,7 @@ class RunningState:
             if threading.get_ident() != thread:
                 return
             # Copied, because mixers write parts of the state in place.
-            self._before = [_mapped(torch.clone, states) for states in self._states]
+            self._before = self._mapped(torch.clone)
             self._had_state = dict(self.layer.has_previous_state)
             self._arguments = dict(kwargs)
             if args:
@@ -192,15 +197,14 @@ class RunningState:
     def rewind(self, num_kept: Sequence[int]) -> None:
         """Sets the state to that after each sequence's first `num_kept` columns of the recorded step."""
         inputs = self._arguments["hidden_states"]  # [B, S, D]
-        result = [_mapped(torch.clone, states) for states in self._states]
+        result = self._mapped(torch.clone)
         if not any(self._had_state.values()):  # a prompt begins
-            self._before = [_mapped(torch.zeros_like, states) for states in self._states]
-        places_of: dict[int, list[int]] = defaultdict(list)
-        for place, count in enumerate(num_kept):
-            if count < inputs.shape[1]:
-                places_of[count].append(place)
-        for count, places in places_of.items():  # sequences with equal counts are replayed together
-            index = to_device(torch.tensor(places), inputs.device)
+            self._before = self._mapped(torch.zeros_like)
+        counts = torch.tensor(num_kept)
+        is_cut = counts < inputs.shape[1]
+        for count in counts[is_cut].unique().tolist():  # sequences with equal counts are replayed together
+            places = (counts == count).nonzero().flatten()
+            index = to_device(places, inputs.device)
             kept = inputs[:, :count].index_select(0, index)
             self.replay(kept, index)
             for whole, states in zip(result, self._states, strict=True):
@@ -223,15 +227,11 @@ class RunningState:
 
     def renew(self) -> None:
         """Copies the state, because one made in inference mode cannot be written outside of it."""
-        self._set([_mapped(torch.clone, states) for states in self._states])
+        self._set(self._mapped(torch.clone))
 
     def _set(self, values: Sequence[States]) -> None:
         for states, value in zip(self._states, values, strict=True):
             states.update(value)
-
-
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], states: States) -> States:
-    return {index: None if state is None else function(state) for index, state in states.items()}
 
 
 def _put_rows(whole: States, index: torch.Tensor, states: States) -> None:

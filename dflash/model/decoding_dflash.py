@@ -186,8 +186,10 @@ class EagerRunner:
         if step.features is None:
             return
         width = step.features.shape[1]
-        self.conversation.target_cache.rollback([width - count for count in num_kept])
-        self.conversation.context.append(Context(step.features[:, : max(num_kept)], num_kept))
+        num_dropped = [width - count for count in num_kept]
+        self.conversation.target_cache.rollback(num_dropped)
+        features = step.features[:, : max(num_kept)]
+        self.conversation.context.append(Context(features, num_kept))
 
     def keep_sequences(self, places: list[int]) -> None:
         """Drops all sequences of the batch except these."""
@@ -223,8 +225,19 @@ class Decoder:
 
     def new_runner(self) -> EagerRunner:
         """The runner of this request's steps, over the caches of its conversation."""
-        proposer = DraftProposer(self.request, self.target, self.conversation.context, self.acceptor)
-        return EagerRunner(self.request, self.target, self.conversation, self.acceptor, proposer)
+        proposer = DraftProposer(
+            self.request,
+            self.target,
+            self.conversation.context,
+            self.acceptor,
+        )
+        return EagerRunner(
+            self.request,
+            self.target,
+            self.conversation,
+            self.acceptor,
+            proposer,
+        )
 
     # -- the prompt
 
@@ -263,9 +276,11 @@ class Decoder:
     def _begin(self, num_sequences: int, length: int) -> None:
         """Starts new caches for prompts of `length` tokens."""
         request = self.request
-        room = min(request.max_new_tokens, INITIAL_NEW_TOKENS) + 4 * request.drafter.config.block_size
-        caches = self.new_caches(num_sequences, length + room)
-        self.conversation.begin(*caches, (request.target, request.drafter))
+        num_new = min(request.max_new_tokens, INITIAL_NEW_TOKENS)
+        room = num_new + 4 * request.drafter.config.block_size
+        target_cache, context = self.new_caches(num_sequences, length + room)
+        models = (request.target, request.drafter)
+        self.conversation.begin(target_cache, context, models)
 
     def _read_chunks(self, texts: list[torch.Tensor]) -> torch.Tensor:
         """Reads texts chunk by chunk. The context of the last chunk waits for the first draft."""
@@ -350,7 +365,10 @@ class Decoder:
             self.runner.proposer.record(step.proposals, blocks)
         anchors = step.acceptance.anchors
         self.anchors = to_device(anchors, self.request.input_ids.device)
-        live = [place for place, sequence in enumerate(self.sequences) if not sequence.is_done]
+        live = []
+        for place, sequence in enumerate(self.sequences):
+            if not sequence.is_done:
+                live.append(place)
         if live and len(live) < len(self.sequences):
             self.runner.keep_sequences(live)
             self.anchors = chosen(self.anchors, 0, live)

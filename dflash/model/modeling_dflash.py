@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from .acceptance_dflash import Proposals
-from .attention_dflash import additive_mask, draft_sees, written_out
+from .attention_dflash import additive_mask, draft_sees
 from .configuration_dflash import DFlashConfig
 from .heads_dflash import CandidateSelector, CausalHead, DominoHead, PrefixGRU
 from .layers_dflash import DFlashDecoderLayer, DFlashRMSNorm, GroupedDynamicCausalConv, rotation_of
@@ -271,14 +271,7 @@ class DFlashDraftModel(PreTrainedModel):
         self, layer: int, starts: torch.Tensor, width: int, num_keys: int, is_token: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The additive mask [B, 1, N, K] of a layer. Of a 2-D `is_token`, the last columns are those of the keys."""
-        predicate = draft_sees(self.config, layer, starts, width)
-        visible = written_out(
-            predicate,
-            len(starts),
-            width,
-            num_keys,
-            starts.device,
-        )
+        visible = draft_sees(self.config, layer, starts, width, num_keys)
         if is_token is not None:
             visible = visible & is_token[:, None, -num_keys:].bool()
         return additive_mask(visible[:, None], self.hidden_norm.weight.dtype)
@@ -288,12 +281,7 @@ class DFlashDraftModel(PreTrainedModel):
         masks = {}
         for layer, layer_type in enumerate(self.config.layer_types):
             if layer_type not in masks:
-                masks[layer_type] = self._block_mask(
-                    layer,
-                    starts,
-                    width,
-                    num_keys,
-                )
+                masks[layer_type] = self._block_mask(layer, starts, width, num_keys)
         return masks
 
     def absorb(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:

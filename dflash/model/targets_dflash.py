@@ -18,7 +18,7 @@ from transformers import __version__
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention_dflash import attention_of, step_attention, step_mask, target_sees
+from .attention_dflash import additive_mask, attention_of, step_attention, target_sees
 from .cache_dflash import CACHE_NAME, CACHE_NAMES, LinearAttentionLayer, PreallocatedCache, to_device
 
 
@@ -161,8 +161,8 @@ class Layout:
         """
 
         def of_window(window: int | None) -> torch.Tensor:
-            predicate = target_sees(positions, ancestors, window)
-            return step_mask(predicate, positions[:, 0], positions.shape[1], num_keys, dtype)
+            visible = target_sees(positions, num_keys, ancestors, window)
+            return additive_mask(visible[:, None], dtype)
 
         def of_type(name: str) -> torch.Tensor | None:
             if name in LINEAR_TYPES:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dflash.drafter import DFlashConfig
-from dflash.model.attention_dflash import additive_mask, sees, target_sees, written_out
+from dflash.model.attention_dflash import additive_mask, sees, target_sees
 
 from .block_attention import BLOCKWISE
 
@@ -54,8 +54,7 @@ def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: to
     Padding is a document too, so that every token sees at least one.
     """
     length, device = document_ids.shape[1], document_ids.device
-    sees_key = target_sees(torch.arange(length, device=device)[None], None, window)
-    visible = written_out(sees_key, 1, length, length, device)
+    visible = target_sees(torch.arange(length, device=device)[None], length, None, window)
     return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
 
 
