@@ -25,7 +25,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> PlayedRecorder:
     """The recorder of the CPU."""
     recorder = PlayedRecorder()
     monkeypatch.setitem(recorded.RECORDERS, "cpu", recorder)
-    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 256)
+    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 512)
     return recorder
 
 
@@ -38,7 +38,7 @@ def pair(recorder: PlayedRecorder) -> Pair:
 @pytest.fixture
 def _small_rooms(recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 64)
-    for module in (runner, decoding_dflash):
+    for module in (recorded, decoding_dflash):
         monkeypatch.setattr(module, "INITIAL_NEW_TOKENS", 8)
 
 
@@ -90,14 +90,14 @@ def test_a_text_that_outgrows_its_recording_moves_to_a_larger_one(
     pair: Pair, recorder: PlayedRecorder, lengths: list[int]
 ) -> None:
     pair.check(lengths, max_new_tokens=150, **RECORDED)
-    assert recorder.num_recordings == (3 if len(lengths) == 1 else 2)
+    assert recorder.num_recordings == 2
 
 
 @pytest.mark.usefixtures("_small_rooms")
 def test_a_batch_that_shrinks_and_outgrows_its_recording(pair: Pair, recorder: PlayedRecorder) -> None:
     last = next(i for i in range(60, TEXT_LENGTH) if pair.text[0, i] not in pair.text[0, 30:i])
     lengths = [last + 1, last - 20]  # the second one ends soon
-    stop = {"stop_token_ids": [int(pair.text[0, last])], "max_new_tokens": 100}
+    stop = {"stop_token_ids": [int(pair.text[0, last])], "max_new_tokens": 150}
     eager = pair.write(lengths, compile=False, **stop)
     assert len(eager[1]) == 21
     assert len(eager[0]) > 60
@@ -215,7 +215,7 @@ def test_a_text_goes_on_eagerly_where_recording_fails(
         pair.check(lengths, **RECORDED)
     (warning,) = warnings_of(caplog)
     first_line = str(error).partition("\n")[0]
-    assert f"{type(error).__name__}: {first_line}" in warning
+    assert f"{type(error).__name__}('{first_line}" in warning
     assert "\n" not in warning
     assert first_line in str(fallback_reason(pair.drafter, pair.target))
 
@@ -253,7 +253,7 @@ def test_without_a_cuda_device_one_warning_says_so(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         pair.check([17], **RECORDED)
     assert len(warnings_of(caplog)) == 1
-    assert fallback_reason(pair.drafter, pair.target) == "cpu is no CUDA device"
+    assert "cpu is no CUDA device" in str(fallback_reason(pair.drafter, pair.target))
 
 
 def test_a_pair_that_is_moved_to_a_device_is_recorded_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,13 +403,13 @@ def test_recorded_proposals_are_the_eager_ones(
             torch.nn.init.normal_(parameter, std=0.3)
     other = Pair(pair.target, drafter, pair.text, pair.other)  # type: ignore[arg-type]
     proposed: list[list[int]] = []
-    keep = runner.EngineRunner.keep
+    commit = runner.EngineDecoder.commit
 
-    def noted(self: Any, step: Any, num_kept: list[int]) -> None:
+    def noted(self: Any, step: Any) -> Any:
         proposed.append(step.proposals.token_ids.flatten().tolist())
-        keep(self, step, num_kept)
+        return commit(self, step)
 
-    monkeypatch.setattr(runner.EngineRunner, "keep", noted)
+    monkeypatch.setattr(runner.EngineDecoder, "commit", noted)
     for way in (RECORDED, {"compile": False}):
         other.check([17], **keywords, **way)
     half = len(proposed) // 2
