@@ -54,7 +54,8 @@ class Recording:
         self.capacity = inputs.target_storage.num_keys  # positions of a text
         self._storages = (inputs.target_storage, inputs.draft_storage)
         self._state = copy.deepcopy(inputs.state)
-        step = partial(whole_step, replace(inputs, state=self._state))
+        static = replace(inputs, state=self._state)
+        step = partial(whole_step, static)
         device_type = self._state.anchors.device.type
         if device_type not in RECORDERS:
             raise RuntimeError(f"{device_type} is no CUDA device")

@@ -25,6 +25,14 @@ from .widths import WidthProposer
 from .windows import WindowedCache, WindowedContext
 
 
+# The runners of whole steps, by what is asked for.
+RUNNERS: dict[bool | str, type[WholeRunner]] = {
+    True: CompiledRunner,
+    "auto": AutoRunner,
+    "cuda_graph": RecordedRunner,
+}
+
+
 class EngineDecoder(Decoder):
     """The loop with the engine's proposers and steps."""
 
@@ -76,18 +84,16 @@ class EngineDecoder(Decoder):
         needs_host = options.adaptive or drafts.draws or request.keeping or request.prompt_inputs
         if needs_host or not drafts.num_proposals or not self.acceptor.can_fuse:
             return EagerRunner
+        way = "cuda_graph" if options.cuda_graph else options.compile
         # By itself never on an accelerator: nothing measured there says that compiling pays.
-        is_auto = options.compile == "auto" and request.target.device.type == "cpu"
-        runner_class: type[WholeRunner] = AutoRunner if is_auto else CompiledRunner
-        if options.cuda_graph:
-            runner_class = RecordedRunner
-        elif not is_auto and options.compile is not True:
+        if not way or (way == "auto" and request.target.device.type != "cpu"):
             return EagerRunner
         self.pair.refresh()
         reason = why_not(request.target, request.drafter)
+        runner_class = RUNNERS[way]
         if reason is None:
             return runner_class
-        if runner_class is not AutoRunner:  # else nobody has asked
+        if way != "auto":  # for which nobody has asked
             self.pair.give_up(runner_class.keyword, reason)
         return EagerRunner
 
@@ -107,7 +113,8 @@ class TreeRunner(EagerRunner):
         step = self.accept(sequences, proposals, logits, features)
         acceptance: Any = step.acceptance  # a `TreeAcceptance`
         if "logits" in step.outputs:
-            step.outputs["logits"] = logits[:, acceptance.columns]
+            columns = acceptance.columns
+            step.outputs["logits"] = logits[:, columns]
         return step
 
     def keep(self, step: Step, num_kept: list[int]) -> None:
@@ -117,6 +124,7 @@ class TreeRunner(EagerRunner):
             return
         columns = step.acceptance.columns[: num_kept[0]]
         cache: Any = self.conversation.target_cache
-        cache.keep_columns(step.features.shape[1], columns)
+        width = step.features.shape[1]
+        cache.keep_columns(width, columns)
         features = chosen(step.features, 1, columns)
         self.conversation.context.append(Context(features, num_kept))

@@ -131,14 +131,17 @@ def agree(output: WholeStep, expected: WholeStep) -> bool:
     """Whether two outputs of a step are equal within rounding, up to the first proposal that differs, as near-ties may."""
     num_equal = accept_prefix(output.proposed_ids, expected.proposed_ids)
     columns = slice(1 + int(num_equal.min()))
-    is_same_choice = output.token_ids[:, columns] == expected.token_ids[:, columns]
-    if is_same_choice.float().mean() < FEWEST_SAME_CHOICES:
-        return False
+    is_same_choice = output.token_ids == expected.token_ids
+    share = is_same_choice[:, columns].float().mean()
     features = expected.features[:, columns]
     difference = output.features[:, columns] - features
-    largest = features.abs().max().clamp(min=1.0)
+    error = difference.abs().max()
+    largest = features.abs().max()
+    largest = largest.clamp(min=1.0)
     tolerance = TOLERANCES.get(features.dtype, LOW_PRECISION_TOLERANCE)
-    return bool(difference.abs().max() <= tolerance * largest)
+    is_close = error <= tolerance * largest
+    are_same = share >= FEWEST_SAME_CHOICES
+    return bool(is_close & are_same)
 
 
 def why_not(target: Any, drafter: Any) -> str | None:
