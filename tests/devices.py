@@ -36,20 +36,20 @@ class PlayedCompiler:
     """In place of `torch.compile`: its functions run as they are.
 
     Attributes:
-        num_functions: How many functions were compiled.
+        num_made: How many functions were compiled.
         num_calls: How often all of them ran.
         fails_at: The call that raises; 0: none.
         spoil: Changes the output of every call.
     """
 
     def __init__(self) -> None:
-        self.num_functions = 0
+        self.num_made = 0
         self.num_calls = 0
         self.fails_at = 0
         self.spoil: Callable[[WholeStep], WholeStep] = lambda output: output
 
     def __call__(self, function: Callable[..., WholeStep], **options: Any) -> Callable[..., WholeStep]:
-        self.num_functions += 1
+        self.num_made += 1
 
         def run(*inputs: Any) -> WholeStep:
             self.num_calls += 1
@@ -102,16 +102,16 @@ class PlayedRecorder:
     """Records and replays as a CUDA graph does.
 
     Attributes:
-        num_recordings: How many steps were recorded.
-        num_replays: How often all of them were replayed.
+        num_made: How many steps were recorded.
+        num_calls: How often all of them were replayed.
         error: What every further recording raises.
         fails_at: The replay that raises; 0: none.
         spoil: Changes the outputs of every replay in place.
     """
 
     def __init__(self) -> None:
-        self.num_recordings = 0
-        self.num_replays = 0
+        self.num_made = 0
+        self.num_calls = 0
         self.error: Exception | None = None
         self.fails_at = 0
         self.spoil: Callable[[WholeStep], Any] = lambda outputs: None
@@ -122,11 +122,11 @@ class PlayedRecorder:
         tape = _Tape()
         with tape:
             outputs = function()
-        self.num_recordings += 1
+        self.num_made += 1
 
         def replay() -> None:
-            self.num_replays += 1
-            if self.num_replays == self.fails_at:
+            self.num_calls += 1
+            if self.num_calls == self.fails_at:
                 raise RuntimeError("a replay failed")
             for output in outputs:
                 output.fill_(float("nan") if output.is_floating_point() else -1)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
-from devices import CHANGES, NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder
-from families import FAMILIES
-from tiny_models import GREEDY, SMALL, greedy, make_drafter, make_prompt
+from devices import NEW_TOKENS, TEXT_LENGTH, Pair, PlayedRecorder
+from tiny_models import SMALL, make_drafter
 
-from dflash import Conversation, spec_generate
+from dflash import Conversation
 from dflash.engine import fallback_reason, recorded, runner
 from dflash.model import decoding_dflash
 
@@ -25,7 +23,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> PlayedRecorder:
     """The recorder of the CPU."""
     recorder = PlayedRecorder()
     monkeypatch.setitem(recorded.RECORDERS, "cpu", recorder)
-    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 256)
+    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 512)
     return recorder
 
 
@@ -38,7 +36,7 @@ def pair(recorder: PlayedRecorder) -> Pair:
 @pytest.fixture
 def _small_rooms(recorder: PlayedRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 64)
-    for module in (runner, decoding_dflash):
+    for module in (recorded, decoding_dflash):
         monkeypatch.setattr(module, "INITIAL_NEW_TOKENS", 8)
 
 
@@ -56,21 +54,9 @@ def test_recorded_text_and_acceptance_are_the_eager_ones(kind: str, recorder: Pl
     eager = list(pair.blocks([17], compile=False))
     assert list(pair.blocks([17], **RECORDED)) == eager
     assert any(block.num_accepted for block in eager)
-    assert recorder.num_recordings == 1
-    assert recorder.num_replays >= 3 * (len(eager) - 2)  # all steps but the last token's
+    assert recorder.num_made == 1
+    assert recorder.num_calls >= 3 * (len(eager) - 2)  # all steps but the last token's
     assert fallback_reason(pair.drafter, pair.target) is None
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.9, "top_k": 9, "top_p": 0.8}], ids=str)
-def test_sampled_text_is_the_eager_one(pair: Pair, recorder: PlayedRecorder, sampling: dict[str, Any]) -> None:
-    """Promise: a seed writes the same text, and another temperature needs no recording."""
-    eager = pair.follow_sampled(17, **sampling)
-    assert pair.write([17], **sampling, **RECORDED) == eager
-    num_recordings = recorder.num_recordings
-    warmer = {**sampling, "temperature": 1.3}
-    eager = pair.follow_sampled(17, **warmer)
-    assert pair.write([17], **warmer, **RECORDED) == eager
-    assert recorder.num_recordings == num_recordings == 1
 
 
 def test_sequences_of_a_batch_end_at_different_times(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -81,7 +67,7 @@ def test_sequences_of_a_batch_end_at_different_times(pair: Pair, recorder: Playe
     expected = [pair.text[0, length : last + 1].tolist() for length in lengths]
     for _ in range(2):
         assert pair.write(lengths, **stop, **RECORDED) == expected
-    assert recorder.num_recordings == 1
+    assert recorder.num_made == 1
 
 
 @pytest.mark.usefixtures("_small_rooms")
@@ -90,19 +76,19 @@ def test_a_text_that_outgrows_its_recording_moves_to_a_larger_one(
     pair: Pair, recorder: PlayedRecorder, lengths: list[int]
 ) -> None:
     pair.check(lengths, max_new_tokens=150, **RECORDED)
-    assert recorder.num_recordings == (3 if len(lengths) == 1 else 2)
+    assert recorder.num_made == 2
 
 
 @pytest.mark.usefixtures("_small_rooms")
 def test_a_batch_that_shrinks_and_outgrows_its_recording(pair: Pair, recorder: PlayedRecorder) -> None:
     last = next(i for i in range(60, TEXT_LENGTH) if pair.text[0, i] not in pair.text[0, 30:i])
     lengths = [last + 1, last - 20]  # the second one ends soon
-    stop = {"stop_token_ids": [int(pair.text[0, last])], "max_new_tokens": 100}
+    stop = {"stop_token_ids": [int(pair.text[0, last])], "max_new_tokens": 150}
     eager = pair.write(lengths, compile=False, **stop)
     assert len(eager[1]) == 21
     assert len(eager[0]) > 60
     assert pair.write(lengths, **stop, **RECORDED) == eager
-    assert recorder.num_recordings == 2
+    assert recorder.num_made == 2
 
 
 def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -112,14 +98,7 @@ def test_a_conversation_goes_on_recorded(pair: Pair, recorder: PlayedRecorder) -
         pair.check([length], conversation=conversation, **RECORDED)
         pair.check([-23], **RECORDED)
     assert conversation.num_reused == 33 + NEW_TOKENS - 1
-    assert recorder.num_recordings == 1
-
-
-def test_eager_and_recorded_turns_of_a_conversation_take_turns(pair: Pair) -> None:
-    conversation = Conversation()
-    for length, keywords in ((17, RECORDED), (57, {"compile": False}), (97, RECORDED), (137, {"compile": False})):
-        pair.check([length], conversation=conversation, **keywords)
-        assert conversation.num_reused >= length - NEW_TOKENS - 17
+    assert recorder.num_made == 1
 
 
 def states_of(conversation: Conversation) -> list[torch.Tensor]:
@@ -157,7 +136,7 @@ def test_a_text_that_is_closed_early_frees_its_recording(
     pair.check([-26], **RECORDED)
     pair.check([17 + len(written)], conversation=conversation, **RECORDED)
     assert conversation.num_reused == 17 + len(written) - 1
-    assert recorder.num_recordings == 1
+    assert recorder.num_made == 1
 
 
 def test_an_error_of_the_callers_object_frees_the_recording(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -169,7 +148,7 @@ def test_an_error_of_the_callers_object_frees_the_recording(pair: Pair, recorder
     with pytest.raises(RuntimeError, match="a criterion"):
         pair.write([17], stopping_criteria=[criterion], **RECORDED)
     pair.check([33], **RECORDED)
-    assert recorder.num_recordings == 1
+    assert recorder.num_made == 1
 
 
 def test_two_texts_at_once_have_a_recording_each(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -179,23 +158,18 @@ def test_two_texts_at_once_have_a_recording_each(pair: Pair, recorder: PlayedRec
         texts[0] += first.token_ids if first else []
         texts[1] += second.token_ids if second else []
     assert texts == pair.expected([17, -60])
-    assert recorder.num_recordings == 2
-
-
-def test_two_threads_write_their_own_texts(pair: Pair) -> None:
-    """Promise: threads may share a recorded pair."""
-    pair.check_in_threads([17, -60], **RECORDED)
+    assert recorder.num_made == 2
 
 
 def test_a_third_key_drops_the_recording_that_was_used_least_lately(pair: Pair, recorder: PlayedRecorder) -> None:
     for lengths in ([17], [17, 60], [33]):  # one, two, one
         pair.check(lengths, **RECORDED)
-    assert recorder.num_recordings == 2
+    assert recorder.num_made == 2
     pair.check([17, 60, 33], **RECORDED)  # drops two
     pair.check([17], **RECORDED)
-    assert recorder.num_recordings == 3
+    assert recorder.num_made == 3
     pair.check([17, 60], **RECORDED)
-    assert recorder.num_recordings == 4
+    assert recorder.num_made == 4
 
 
 # What cannot be recorded
@@ -215,19 +189,9 @@ def test_a_text_goes_on_eagerly_where_recording_fails(
         pair.check(lengths, **RECORDED)
     (warning,) = warnings_of(caplog)
     first_line = str(error).partition("\n")[0]
-    assert f"{type(error).__name__}: {first_line}" in warning
+    assert f"{type(error).__name__}('{first_line}" in warning
     assert "\n" not in warning
     assert first_line in str(fallback_reason(pair.drafter, pair.target))
-
-
-@pytest.mark.parametrize("fails_at", [1, 2, 5])
-def test_a_replay_that_fails_in_mid_text_leaves_the_right_text(
-    pair: Pair, recorder: PlayedRecorder, fails_at: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorder.fails_at = fails_at
-    pair.check([17, -60, 31], **RECORDED)
-    assert recorder.num_replays == fails_at
-    assert len(warnings_of(caplog)) == 1
 
 
 def test_a_model_that_reads_values_runs_eagerly(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,22 +202,12 @@ def test_a_model_that_reads_values_runs_eagerly(pair: Pair, caplog: pytest.LogCa
     assert "_local_scalar_dense is not permitted" in warnings_of(caplog)[0]
 
 
-def test_a_recording_that_computes_something_else_is_not_used(
-    pair: Pair, recorder: PlayedRecorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Promise: the first replay is compared with the step that was recorded."""
-    recorder.spoil = lambda outputs: outputs.features.copy_(outputs.features.flip(-1))
-    pair.check([17], **RECORDED)
-    assert recorder.num_replays == 1
-    assert "computes something else than eagerly" in warnings_of(caplog)[0]
-
-
 def test_without_a_cuda_device_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair.make()
     for _ in range(2):
         pair.check([17], **RECORDED)
     assert len(warnings_of(caplog)) == 1
-    assert fallback_reason(pair.drafter, pair.target) == "cpu is no CUDA device"
+    assert "cpu is no CUDA device" in str(fallback_reason(pair.drafter, pair.target))
 
 
 def test_a_pair_that_is_moved_to_a_device_is_recorded_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,20 +219,7 @@ def test_a_pair_that_is_moved_to_a_device_is_recorded_there(monkeypatch: pytest.
     weight = pair.target.lm_head.weight
     pair.target.lm_head.weight = torch.nn.Parameter(weight.detach().clone())  # as a move does
     pair.check([17], **RECORDED)
-    assert recorder.num_recordings == 1
-
-
-@pytest.mark.skipif(not FAMILIES["qwen3_next"].is_served, reason="transformers 4 has no common form of running states")
-def test_linear_layers_are_not_recorded(recorder: PlayedRecorder, caplog: pytest.LogCaptureFixture) -> None:
-    """Known bug: what compiled steps refused was recorded."""
-    target = FAMILIES["qwen3_next"].make()
-    drafter = make_drafter()
-    prompt = make_prompt(17, seed=3)
-    truth = greedy(target, prompt, max_new_tokens=12, eos_token_id=None)
-    output = spec_generate(drafter, target, prompt, max_new_tokens=12, **GREEDY, **RECORDED)
-    assert torch.equal(output.sequences, truth)
-    assert "layers of type linear_attention" in warnings_of(caplog)[0]
-    assert recorder.num_recordings == 0
+    assert recorder.num_made == 1
 
 
 def test_two_ways_to_run_a_step_are_refused(pair: Pair) -> None:
@@ -286,52 +227,7 @@ def test_two_ways_to_run_a_step_are_refused(pair: Pair) -> None:
         pair.blocks([17], compile=True, **RECORDED)
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"draft_tree": 6},
-        {"adaptive": True},
-        {"output_scores": True},
-        {"output_logits": True},
-        {"repetition_penalty": 1.3},
-        {"temperature": 0.7, "verification": "rejection"},
-        {"max_draft_tokens": 0},
-    ],
-    ids=str,
-)
-def test_steps_that_need_the_host_run_eagerly(pair: Pair, recorder: PlayedRecorder, keywords: dict[str, Any]) -> None:
-    """Promise: they write the same text, and nothing is recorded."""
-    is_exact = "adaptive" not in keywords
-    recorded_text = pair.write([17], **keywords, **RECORDED)
-    assert recorder.num_recordings == 0
-    assert not is_exact or recorded_text == pair.write([17], compile=False, **keywords)
-    assert "temperature" in keywords or "repetition_penalty" in keywords or recorded_text == pair.expected([17])
-
-
-def test_steps_with_a_lookup_run_between_replays(recorder: PlayedRecorder) -> None:
-    """Promise: a text that repeats itself is looked up, and the rest of it is recorded."""
-    pair = Pair.make(seed=11)
-    asked: dict[str, Any] = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2, "max_new_tokens": 120}
-    blocks = list(pair.blocks([17], **asked, **RECORDED))
-    assert pair.texts_of(blocks) == pair.expected([17], 120)
-    num_looked_up = sum(block.is_lookup for block in blocks)
-    assert 0 < num_looked_up < len(blocks) - 1
-    assert 0 < recorder.num_replays <= len(blocks) - num_looked_up
-
-
 # What changes
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_was_changed_is_recorded_anew(
-    pair: Pair, recorder: PlayedRecorder, change: Callable[[Pair], None]
-) -> None:
-    """Promise: a replay holds addresses and operations, and the text is that of the model as it is now."""
-    pair.check([17], **RECORDED)
-    change(pair)
-    pair.write_text()
-    pair.check([17], **RECORDED)
-    assert recorder.num_recordings == 2
 
 
 def test_weights_that_change_in_their_place_need_no_recording(pair: Pair, recorder: PlayedRecorder) -> None:
@@ -341,18 +237,7 @@ def test_weights_that_change_in_their_place_need_no_recording(pair: Pair, record
         pair.target.model.layers[0].mlp.down_proj.weight.neg_()
     pair.write_text()
     pair.check([17], **RECORDED)
-    assert recorder.num_recordings == 1
-
-
-def test_hooks_on_a_model_see_every_forward(pair: Pair) -> None:
-    """Promise: a hook that comes in mid-text makes the rest run eagerly."""
-    blocks = pair.blocks([17], **RECORDED)
-    written = [token_id for _ in range(4) for token_id in next(blocks).token_ids]
-    forwards: list[int] = []
-    with pair.target.register_forward_pre_hook(lambda *_: forwards.append(1)):
-        rest = list(blocks)
-    assert written + [token_id for block in rest for token_id in block.token_ids] == pair.expected([17])[0]
-    assert len(forwards) == len(rest)
+    assert recorder.num_made == 1
 
 
 def test_a_text_after_logits_that_were_not_finite_is_right(pair: Pair) -> None:
@@ -381,7 +266,7 @@ def test_a_drafter_with_a_window_is_recorded(pair: Pair, recorder: PlayedRecorde
     eager = list(pair.blocks(lengths, compile=False, **asked))
     assert list(pair.blocks(lengths, **asked, **RECORDED)) == eager
     pair.check(lengths, **asked, **RECORDED)
-    assert recorder.num_recordings == 1
+    assert recorder.num_made == 1
 
 
 @pytest.mark.parametrize(
@@ -403,15 +288,15 @@ def test_recorded_proposals_are_the_eager_ones(
             torch.nn.init.normal_(parameter, std=0.3)
     other = Pair(pair.target, drafter, pair.text, pair.other)  # type: ignore[arg-type]
     proposed: list[list[int]] = []
-    keep = runner.EngineRunner.keep
+    commit = runner.EngineDecoder.commit
 
-    def noted(self: Any, step: Any, num_kept: list[int]) -> None:
+    def noted(self: Any, step: Any) -> Any:
         proposed.append(step.proposals.token_ids.flatten().tolist())
-        keep(self, step, num_kept)
+        return commit(self, step)
 
-    monkeypatch.setattr(runner.EngineRunner, "keep", noted)
+    monkeypatch.setattr(runner.EngineDecoder, "commit", noted)
     for way in (RECORDED, {"compile": False}):
         other.check([17], **keywords, **way)
     half = len(proposed) // 2
     assert proposed[:half] == proposed[half:]
-    assert recorder.num_recordings == 1
+    assert recorder.num_made == 1

@@ -7,6 +7,7 @@
 | `widths` | as many proposals as pay |
 | `windows` | a drafter that reads the first and the newest tokens alone |
 | `whole` | the whole step as one function of device state |
+| `steps` | when a step runs whole, and what holds it to eager steps |
 | `compiled` | that function compiled by Inductor |
 | `recorded` | that function recorded as a CUDA graph |
 | `runner` | which of them a request gets |
@@ -27,5 +28,5 @@ __all__ = ["acceptor", "check_keywords", "decoder", "fallback_reason"]
 
 def fallback_reason(drafter: Any, target: Any) -> str | None:
     """Why compiled or recorded steps of a drafter and a target run eagerly; `None`: nothing fell back."""
-    state = PairState.of(drafter, target)
-    return state.recording_reason or state.compiled.reason
+    reasons = PairState.of(drafter, target).reasons
+    return next(iter(reasons.values()), None)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dflash.model.configuration_dflash import Checks, check_values, is_whole_number
-from dflash.model.requests_dflash import Request, check_masks, first_of
+from dflash.model.requests_dflash import Request, check_masks
 from dflash.model.targets_dflash import InexactError
 
 
 MOST_LOOKED_UP = 63  # tokens, so that a step has at most 64 columns
-DEFAULT_LOOKED_UP = 31
-DEFAULT_NGRAM_SIZE = 10
 MOST_NODES = 1024  # of a draft tree: its mask grows with their square
 LARGEST_CHOSEN_TREE = 63  # nodes, where the engine chooses; with the anchor 64 columns
 MOST_TOKENS = 2**31  # of a window; any number that is larger than a text means the whole text
@@ -36,14 +35,6 @@ def _is_window(value: Any) -> bool:
     return is_pair and all(is_whole_number(size, 0, MOST_TOKENS) for size in value) and value[1] > 0
 
 
-def _is_lookup(value: Any) -> bool:
-    return is_whole_number(value, 0, MOST_LOOKED_UP)
-
-
-def _is_ngram_size(value: Any) -> bool:
-    return is_whole_number(value, 1)
-
-
 SETTINGS: Checks = {
     "adaptive": (_is_flag, "use True or False"),
     "compile": (_is_compile, "use True, False or 'auto'"),
@@ -53,8 +44,11 @@ SETTINGS: Checks = {
         _is_window,
         "use two numbers of tokens, (sink, window): the first and the newest that the drafter reads",
     ),
-    "prompt_lookup_num_tokens": (_is_lookup, f"use 1 to {MOST_LOOKED_UP}, or 0 to look nothing up"),
-    "max_matching_ngram_size": (_is_ngram_size, "use at least 1, or leave it out"),
+    "prompt_lookup_num_tokens": (
+        partial(is_whole_number, least=0, most=MOST_LOOKED_UP),
+        f"use 1 to {MOST_LOOKED_UP}, or 0 to look nothing up",
+    ),
+    "max_matching_ngram_size": (partial(is_whole_number, least=1), "use at least 1, or leave it out"),
 }
 
 
@@ -69,37 +63,31 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What a request asks of the engine."""
+    """What a request asks of the engine, by keyword."""
 
-    adaptive: bool  # whether to choose the number of proposals by what steps have cost
-    compile: bool | str  # True, False or "auto"
-    cuda_graph: bool
-    num_nodes: int  # of a draft tree; 0: a chain
-    draft_window: tuple[int, int] | None  # positions that the drafter reads: the first and the newest
-    num_looked_up: int  # tokens of a prompt lookup; 0: none
-    ngram_size: int
+    adaptive: bool = False  # whether to choose the number of proposals by what steps have cost
+    compile: bool | str = "auto"
+    cuda_graph: bool = False
+    draft_tree: int = 0  # most nodes; 0: a chain
+    draft_window: tuple[int, int] | None = None  # positions that the drafter reads: the first and the newest
+    prompt_lookup_num_tokens: int = 31  # 0: nothing is looked up
+    max_matching_ngram_size: int = 10
 
     @classmethod
     def of(cls, request: Request) -> Options:
         """The options of a request. Raises ValueError where they cannot be run exactly with it."""
-        keywords = request.engine_keywords
-        tree = keywords.get("draft_tree") or False
-        if tree:
+        keywords = {name: value for name, value in request.engine_keywords.items() if value is not None}
+        if keywords.get("draft_tree"):
             _check_tree(request)
+        if keywords.get("draft_tree") is True:
+            keywords |= {"draft_tree": LARGEST_CHOSEN_TREE, "adaptive": True}
         config = request.drafter.config
-        window = first_of(keywords.get("draft_window"), getattr(config, "draft_window", None))
+        window = keywords.get("draft_window", getattr(config, "draft_window", None))
         check_values({"draft_window": window}, SETTINGS)
         if window and any(config.layer_window(layer) for layer in range(config.num_hidden_layers)):
             raise ValueError(f"draft_window={window}: this drafter has sliding layers, leave it out.")
-        return cls(
-            adaptive=bool(keywords.get("adaptive")) or tree is True,
-            compile=first_of(keywords.get("compile"), "auto"),
-            cuda_graph=bool(keywords.get("cuda_graph")),
-            num_nodes=LARGEST_CHOSEN_TREE if tree is True else int(tree),
-            draft_window=None if window is None else (int(window[0]), int(window[1])),
-            num_looked_up=first_of(keywords.get("prompt_lookup_num_tokens"), DEFAULT_LOOKED_UP),
-            ngram_size=first_of(keywords.get("max_matching_ngram_size"), DEFAULT_NGRAM_SIZE),
-        )
+        keywords["draft_window"] = window and tuple(window)
+        return cls(**keywords)
 
 
 def _check_tree(request: Request) -> None:

@@ -1,34 +1,35 @@
 """Recorded steps: a CUDA graph of the eager whole step, on static state. No compiler is involved.
 
 A graph holds addresses. So a `Recording` owns its inputs and the storage of both caches, and a text that runs on it has its
-keys and values moved there. One text at a time runs on a recording; another one makes its own, and the two recordings used
-last are kept. Whatever fails leaves the text to eager steps, with one warning.
+keys and values there. One text at a time runs on a recording; another one makes its own, and the two that were used last are
+kept.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from dflash.model.cache_dflash import PreallocatedCache
+from dflash.model.decoding_dflash import INITIAL_NEW_TOKENS
 
-from .whole import Drawn, Models, Shape, State, Storage, WholeStep, agree, whole_step
+from .options import MOST_LOOKED_UP
+from .steps import WholeRunner, checked
+from .whole import Inputs, State, Storage, WholeStep, whole_step
 
 
 MOST_RECORDINGS = 2
 SMALLEST_CAPACITY = 2048  # positions; capacities double from here
 WARM_UPS = 2  # runs before a recording: libraries allocate in the first ones
 
-# Records a function: what replays it, and its outputs, which each replay overwrites.
-Recorder = Callable[[Callable[[], WholeStep]], tuple[Callable[[], None], WholeStep]]
-
 
 def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], None], WholeStep]:
-    """Records `function` as a CUDA graph."""
+    """Records `function` as a CUDA graph: what replays it, and its outputs, which each replay overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -42,103 +43,88 @@ def record_cuda_graph(function: Callable[[], WholeStep]) -> tuple[Callable[[], N
     return graph.replay, outputs
 
 
-RECORDERS: dict[str, Recorder] = {"cuda": record_cuda_graph}  # by kind of device
-
-
-def capacity_for(length: int) -> int:
-    """The capacity of a recording for texts of `length` positions."""
-    return max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
+RECORDERS = {"cuda": record_cuda_graph}  # by kind of device
 
 
 class Recording:
-    """A recorded whole step of `num_sequences` sequences, with its inputs and the storage of both caches."""
+    """A recorded whole step, with its state and the storage of both caches. It does not keep the models alive."""
 
-    def __init__(
-        self,
-        models: Models,
-        state: State,
-        target_keys: tuple[list[torch.Tensor], list[torch.Tensor]],
-        draft_keys: tuple[list[torch.Tensor], list[torch.Tensor]],
-        shape: Shape,
-        drawn: Drawn | None,
-        capacity: int,
-    ) -> None:
-        """Makes room like that of `target_keys` and `draft_keys`, the keys and values of a text, and records on it."""
-        self.capacity = capacity
-        self.num_sequences = len(state.anchors)
-        self.is_free = False
-        self.is_new = True
-        self._state = copy.deepcopy(state)
-        self._drawn = copy.deepcopy(drawn)
-        self._target_storage = self._room_like(*target_keys)
-        self._draft_storage = self._room_like(*draft_keys)
-        storages = (self._target_storage, self._draft_storage)
-        self._step = partial(whole_step, models, self._state, *storages, shape, self._drawn)
-        record = RECORDERS[state.anchors.device.type]
-        with torch.cuda.device_of(state.anchors):
-            self._replay, self._outputs = record(self._step)
+    def __init__(self, inputs: Inputs) -> None:
+        """Records the step. The storage of the inputs belongs to the recording from now on."""
+        self.capacity = inputs.target_storage.num_keys  # positions of a text
+        self._storages = (inputs.target_storage, inputs.draft_storage)
+        self._state = copy.deepcopy(inputs.state)
+        static = replace(inputs, state=self._state)
+        step = partial(whole_step, static)
+        device_type = self._state.anchors.device.type
+        if device_type not in RECORDERS:
+            raise RuntimeError(f"{device_type} is no CUDA device")
+        with torch.cuda.device_of(self._state.anchors):
+            self._replay, self._outputs = RECORDERS[device_type](step)
 
-    def _room_like(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> Storage:
-        """Zeros with as many positions as this recording has."""
-
-        def room(states: torch.Tensor) -> torch.Tensor:
-            shape = (self.num_sequences, states.shape[1], self.capacity, states.shape[3])
-            return states.new_zeros(shape)
-
-        index = keys[0].new_empty(1).expand(self.capacity)
-        return Storage([room(layer) for layer in keys], [room(layer) for layer in values], index)
-
-    def lend(self, target_cache: PreallocatedCache, draft_cache: PreallocatedCache) -> None:
+    def lend(self, *caches: PreallocatedCache) -> None:
         """Moves a text's keys and values here. What other texts have left is gone: 0 times NaN, in a masked slot, is NaN."""
-        for cache, storage in ((target_cache, self._target_storage), (draft_cache, self._draft_storage)):
-            for states in (*storage.keys, *storage.values):
+        for cache, storage in zip(caches, self._storages, strict=True):
+            for states in storage.tensors:
                 states.zero_()
             cache.adopt(storage.keys, storage.values)
 
-    def run(self, state: State, drawn: Drawn | None) -> WholeStep:
-        """A step of at most `num_sequences` sequences, whose keys and values lie in this recording's storage."""
+    def run(self, state: State) -> WholeStep:
+        """The step after `state`, of at most as many sequences as recorded, whose keys and values lie here."""
         for name, tensor in vars(state).items():
-            _copy_into(getattr(self._state, name), tensor)
-        if self._drawn is not None and drawn is not None:
-            _copy_into(self._drawn.uniforms, drawn.uniforms)
-            _copy_into(self._drawn.settings, drawn.settings)
+            if tensor is not None:
+                static = getattr(self._state, name)
+                static.zero_()  # further sequences count nothing
+                static[: len(tensor)] = tensor
         self._replay()
         num_live = len(state.anchors)
         # Copied, because the next replay overwrites them.
-        outputs = [output[:num_live].clone() for output in self._outputs]
-        return WholeStep(*outputs)
-
-    def is_right(self, state: State, drawn: Drawn | None) -> bool:
-        """Whether a replay gives what the step gives that was recorded. Asked once, of the first text."""
-        self.is_new = False
-        output = self.run(state, drawn)
-        return agree(output, self._step())
+        return WholeStep(*[output[:num_live].clone() for output in self._outputs])
 
 
-def _copy_into(static: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies a tensor into the first places of a static one. Sequences and columns beyond it count nothing."""
-    static.zero_()
-    places = tuple(slice(size) for size in tensor.shape)
-    static[places] = tensor
+class RecordedRunner(WholeRunner):
+    """Runs whole steps on a recording, and moves to a larger one when the text has outgrown it."""
 
+    keyword = "cuda_graph"
+    _recording: Recording | None = None
+    _key: Hashable  # of the recording
+    _shelf: OrderedDict[Hashable, Recording]  # where it belongs
 
-class Recordings:
-    """The recordings of a target and a drafter, the last used one last."""
+    def compute(self, state: State) -> WholeStep:
+        """As `WholeRunner.compute`."""
+        longest = max(self.conversation.target_cache.lengths)
+        # Eager steps with lookups run between recorded ones, on the same storage.
+        widest = 2 * self.kind.num_proposals + self.kind.block_size + MOST_LOOKED_UP
+        length = longest + widest
+        if self._recording is None or length > self._recording.capacity:
+            return self._move(state, length)
+        return self._recording.run(state)
 
-    def __init__(self) -> None:
-        self._by_key: dict[Any, Recording] = {}
+    def _move(self, state: State, length: int) -> WholeStep:
+        """The first step on another recording, with room for `length` positions and new tokens."""
+        self.close()
+        length += min(self.request.max_new_tokens, INITIAL_NEW_TOKENS)
+        capacity = max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
+        target_cache = self.conversation.target_cache
+        draft_cache = self.conversation.context.cache
+        self._key = (self.kind, len(state.anchors), capacity)
+        self._shelf = self.pair.recordings
+        recording = self._shelf.pop(self._key, None)
+        if recording is not None:
+            self._recording = recording
+            recording.lend(target_cache, draft_cache)
+            return recording.run(state)
+        while len(self._shelf) >= MOST_RECORDINGS:
+            self._shelf.popitem(last=False)
+        inputs = self.inputs(state, Storage.of(target_cache, capacity), Storage.of(draft_cache, capacity))
+        self._recording = Recording(inputs)
+        return checked(self._recording.run(state), inputs)
 
-    def take(self, key: Any, make: Callable[[], Recording]) -> Recording:
-        """A recording under `key` that no text uses, made if there is none."""
-        recording = self._by_key.pop(key, None)
-        if recording is None or not recording.is_free:
-            recording = make()
-        recording.is_free = False
-        self._by_key[key] = recording
-        while len(self._by_key) > MOST_RECORDINGS:
-            del self._by_key[next(iter(self._by_key))]
-        return recording
-
-    def clear(self) -> None:
-        """Drops all recordings, as after a change of the models."""
-        self._by_key.clear()
+    def close(self) -> None:
+        """Ends the text: its caches go on in storage of their own, and its recording is free for another text."""
+        recording = self._recording
+        if recording is not None:
+            self._recording = None
+            self.conversation.target_cache.release()
+            self.conversation.context.cache.release()
+            self._shelf[self._key] = recording

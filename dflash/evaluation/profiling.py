@@ -23,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dflash.engine import runner
 from dflash.engine.lookup import LookupProposer
+from dflash.engine.steps import WholeRunner
 from dflash.model.drafting_dflash import DraftProposer
 from dflash.model.targets_dflash import Target
 
@@ -133,7 +134,7 @@ def _watched_loop(mark: Callable[[str], None]) -> Iterator[None]:
             (DraftProposer, "propose", "draft"),
             (Target, "verify", "verify"),
             (runner, "verify_tree", "verify"),
-            (runner.EngineRunner, "run_whole", "verify"),
+            (WholeRunner, "run_whole", "verify"),
         ):
             patches.enter_context(mock.patch.object(owner, name, around(part, getattr(owner, name))))
         yield

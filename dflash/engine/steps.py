@@ -1,0 +1,161 @@
+"""When a step runs as one function, what holds it to eager steps, and what happens where it fails."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from dflash.model.acceptance_dflash import Acceptance, Proposals, accept_prefix
+from dflash.model.attention_dflash import attention_of, step_attention
+from dflash.model.cache_dflash import to_device
+from dflash.model.decoding_dflash import EagerRunner, Step
+from dflash.model.drafting_dflash import num_proposals
+from dflash.model.sequences_dflash import TextSequence
+from dflash.model.targets_dflash import Layout
+
+from .lookup import LookupProposer
+from .state import PairState
+from .whole import Inputs, Kind, State, Storage, WholeStep, whole_step
+
+
+# Largest difference between outputs of compiled and eager steps, relative to the largest output.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+LOW_PRECISION_TOLERANCE = 5e-2
+FEWEST_SAME_CHOICES = 0.75  # of all: near-ties may differ
+
+
+class WholeRunner(EagerRunner):
+    """Runs a step as one function where that is possible, else eagerly. If it ever fails, the pair's texts go on eagerly."""
+
+    keyword: ClassVar[str]  # that asks for it
+
+    @cached_property
+    def pair(self) -> PairState:
+        """What the engine has made of the two models."""
+        return PairState.of(self.request.drafter, self.request.target)
+
+    @cached_property
+    def kind(self) -> Kind:
+        """The kind of this text's steps."""
+        sampler = self.acceptor.sampler
+        return Kind(
+            block_size=self.request.block_size,
+            num_proposals=num_proposals(self.request),
+            num_candidates=None if sampler is None else sampler.num_candidates,
+            is_batch=len(self.request.input_ids) > 1,
+        )
+
+    def compute(self, state: State) -> WholeStep:
+        """The whole step after `state`."""
+        raise NotImplementedError
+
+    def run(self, sequences: list[TextSequence], anchors: torch.Tensor, most: int) -> Step:
+        """As `EagerRunner.run`."""
+        if self._can_be_whole(sequences, most):
+            try:
+                return self.run_whole(sequences, anchors)
+            except Exception as error:  # of any type: a model, a quantiser, a missing compiler, or no memory raises it
+                self.close()
+                self.pair.give_up(self.keyword, f"{error!r:.200}")
+        return super().run(sequences, anchors, most)
+
+    def _can_be_whole(self, sequences: list[TextSequence], most: int) -> bool:
+        """Whether the next step needs nothing from the host: no lookup, and no hook or dispatch mode that watches it."""
+        if self.keyword in self.pair.reasons or most < self.kind.num_proposals:
+            return False
+        models = (self.request.target, self.request.drafter)
+        is_hooked = any(model._forward_hooks or model._forward_pre_hooks for model in models)
+        if is_hooked or is_in_torch_dispatch_mode():
+            return False
+        lookup = self.proposer
+        return not (isinstance(lookup, LookupProposer) and lookup.has_match(sequences))
+
+    def run_whole(self, sequences: list[TextSequence], anchors: torch.Tensor) -> Step:
+        """A step as one function."""
+        state = self._state(sequences, anchors)
+        with self.pair.lock, step_attention(self.request.target):
+            output = self.compute(state)
+            self.pair.remember_models()
+        # The caches hold the context, then the step's columns, which `keep` rolls back.
+        context = self.conversation.context
+        context.cache.advance(context.waiting.num_real)
+        context.mark_read()
+        width = output.features.shape[1]
+        self.conversation.target_cache.advance([width] * len(sequences))
+        acceptance = Acceptance(output.num_accepted, output.token_ids)
+        return Step(Proposals(output.proposed_ids), acceptance, output.features)
+
+    def _state(self, sequences: list[TextSequence], anchors: torch.Tensor) -> State:
+        """The state of the sequences. A context with more columns than a step gives is read before it."""
+        device = anchors.device
+        context = self.conversation.context
+        num_columns = self.kind.num_proposals + 1
+        if context.waiting.num_columns > num_columns or not any(context.cache.lengths):
+            context.absorb()
+        waiting = context.for_next_block()
+        padding = num_columns - waiting.num_columns
+        features = functional.pad(waiting.features, (0, 0, 0, padding))
+        sampler = self.acceptor.sampler
+        uniforms = None
+        if sampler is not None:
+            uniforms = self.acceptor.uniforms(sequences, range(num_columns), device)
+        return State(
+            anchors=anchors.clone(),  # with the strides of a fresh tensor, also of a slice
+            starts=to_device(torch.tensor(self.conversation.target_cache.lengths), device),
+            features=features.contiguous(),
+            counts=waiting.counts,
+            num_read=to_device(torch.tensor(context.cache.lengths), device),
+            uniforms=uniforms,
+            settings=None if sampler is None else sampler.settings,
+        )
+
+    def inputs(self, state: State, target_storage: Storage, draft_storage: Storage) -> Inputs:
+        """The inputs of a step over some storage."""
+        target = self.request.target
+        drafter = self.request.drafter
+        return Inputs(target, drafter, self.target.layout, self.kind, state, target_storage, draft_storage)
+
+
+def checked(output: WholeStep, inputs: Inputs) -> WholeStep:
+    """The first output of a function. RuntimeError: it is not that of the same step run eagerly."""
+    if not agree(output, whole_step(inputs)):
+        raise RuntimeError("it computes something else than eagerly")
+    return output
+
+
+def agree(output: WholeStep, expected: WholeStep) -> bool:
+    """Whether two outputs of a step are equal within rounding, up to the first proposal that differs, as near-ties may."""
+    num_equal = accept_prefix(output.proposed_ids, expected.proposed_ids)
+    columns = slice(1 + int(num_equal.min()))
+    is_same_choice = output.token_ids == expected.token_ids
+    share = is_same_choice[:, columns].float().mean()
+    features = expected.features[:, columns]
+    difference = output.features[:, columns] - features
+    error = difference.abs().max()
+    largest = features.abs().max()
+    largest = largest.clamp(min=1.0)
+    tolerance = TOLERANCES.get(features.dtype, LOW_PRECISION_TOLERANCE)
+    is_close = error <= tolerance * largest
+    are_same = share >= FEWEST_SAME_CHOICES
+    return bool(is_close & are_same)
+
+
+def why_not(target: Any, drafter: Any) -> str | None:
+    """Why whole steps of these models cannot be compiled or recorded; `None`: they can."""
+    name = type(target).__name__
+    layout = Layout.of(target, drafter.config.target_layer_ids)
+    if layout.shares_keys:
+        return f"{name} has layers that read the keys of others"
+    if layout.makes_own_masks:
+        types = ", ".join(layout.types)
+        return f"{name} makes its own masks, with layers of type {types} and {attention_of(target)!r} attention"
+    if attention_of(drafter) not in ("sdpa", "eager"):
+        return f"the drafter's {attention_of(drafter)!r} attention takes no 4-D mask"
+    devices = {str(parameter.device) for model in (target, drafter) for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"the models lie on several devices ({', '.join(sorted(devices))})"
+    return None

@@ -1,0 +1,200 @@
+"""What compiled and recorded steps promise alike: the eager text, and eager steps where nothing else is right.
+
+The compiler and the recorder are played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import CHANGES, Pair, PlayedCompiler, PlayedRecorder, move_parameter
+from families import FAMILIES
+from tiny_models import GREEDY, counted_forwards, greedy, make_drafter, make_prompt
+from torch.utils.flop_counter import FlopCounterMode
+
+from dflash import Conversation, spec_generate
+from dflash.engine import fallback_reason, recorded
+
+
+WAYS: dict[str, dict[str, Any]] = {"compiled": {"compile": True}, "recorded": {"cuda_graph": True}}
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0.7}, {"temperature": 0.9, "top_k": 9, "top_p": 0.8}]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The keywords of a way to run steps."""
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def played(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> PlayedCompiler | PlayedRecorder:
+    """What makes its functions."""
+    if "compile" in way:
+        compiler = PlayedCompiler()
+        monkeypatch.setattr(torch, "compile", compiler)
+        return compiler
+    recorder = PlayedRecorder()
+    monkeypatch.setitem(recorded.RECORDERS, "cpu", recorder)
+    monkeypatch.setattr(recorded, "SMALLEST_CAPACITY", 512)
+    return recorder
+
+
+@pytest.fixture
+def pair(played: Any) -> Pair:
+    """A pair of which nothing is compiled or recorded."""
+    return Pair.make()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Warnings about steps that run eagerly."""
+    return [record.message for record in caplog.records if "eagerly" in record.message]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("lengths", [[17], [17, -60, 31]], ids=["one", "three"])
+def test_sampled_text_is_the_eager_one(
+    pair: Pair, played: Any, way: dict[str, Any], sampling: dict[str, Any], lengths: list[int]
+) -> None:
+    """Promise: what a seed writes does not depend on how steps run, and another temperature needs no new function."""
+    for temperature in (sampling["temperature"], 1.3):
+        asked = {**sampling, "temperature": temperature}
+        pair.follow_sampled(17, **asked)
+        assert pair.write(lengths, **asked, **way) == pair.write(lengths, compile=False, **asked)
+    assert played.num_made == 1
+
+
+def test_a_conversation_takes_turns_with_eager_steps(pair: Pair, way: dict[str, Any]) -> None:
+    conversation = Conversation()
+    eager = {"compile": False}
+    for length, keywords in ((17, way), (57, eager), (90, way), (130, eager), (33, way)):
+        pair.check([length], conversation=conversation, **keywords)
+    assert conversation.num_reused == 32
+
+
+def test_steps_with_a_lookup_run_between_whole_ones(played: Any, way: dict[str, Any]) -> None:
+    """Promise: only where the text's last tokens occurred before a step is not whole."""
+    pair = Pair.make(seed=11)
+    asked: dict[str, Any] = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2, "max_new_tokens": 120}
+    blocks = list(pair.blocks([17], **asked, **way))
+    assert pair.texts_of(blocks) == pair.expected([17], 120)
+    num_looked_up = sum(block.is_lookup for block in blocks)
+    assert 0 < num_looked_up < len(blocks) - 1
+    assert 0 < played.num_calls <= len(blocks) - num_looked_up
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"draft_tree": 6},
+        {"adaptive": True},
+        {"output_scores": True},
+        {"output_logits": True},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.7, "min_p": 0.1},
+        {"temperature": 0.7, "verification": "rejection"},
+        {"max_draft_tokens": 0},
+    ],
+    ids=str,
+)
+def test_steps_that_need_the_host_run_eagerly(
+    pair: Pair, played: Any, way: dict[str, Any], keywords: dict[str, Any]
+) -> None:
+    """Promise: processors, scores, trees and drawn proposals change nothing of the text, and make no function."""
+    assert pair.write([17], **keywords, **way) == pair.write([17], compile=False, **keywords)
+    assert played.num_made == 0
+
+
+def test_hooks_and_dispatch_modes_see_every_forward(pair: Pair, played: Any, way: dict[str, Any]) -> None:
+    """Promise: also a hook that comes in mid-text; and what was made stays."""
+    blocks = pair.blocks([17], **way)
+    written = [token_id for _ in range(4) for token_id in next(blocks).token_ids]
+    with counted_forwards(pair.target) as forwards:
+        rest = list(blocks)
+    assert [*written, *pair.texts_of(rest)[0]] == pair.expected([17])[0]
+    assert len(forwards) == len(rest)
+    num_calls = played.num_calls
+    with FlopCounterMode(display=False) as flops:
+        pair.check([17], **way)
+    assert flops.get_total_flops() > 0
+    assert played.num_calls == num_calls
+    pair.check([17], **way)
+    assert played.num_calls > num_calls
+    assert played.num_made == 1
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [[17], [17, -60, 31]], ids=["one", "three"])
+def test_a_function_that_fails_in_mid_text_leaves_the_right_text(
+    pair: Pair, played: Any, way: dict[str, Any], fails_at: int, lengths: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: one warning, one reason, and no further try until a model changes."""
+    played.fails_at = fails_at
+    for _ in range(2):
+        pair.check(lengths, **way)
+    assert played.num_calls == fails_at
+    (warning,) = warnings_of(caplog)
+    assert "RuntimeError('" in warning
+    assert "\n" not in warning
+    assert str(fallback_reason(pair.drafter, pair.target)) in warning
+    move_parameter(pair)
+    pair.write_text()
+    pair.check(lengths, **way)
+    assert fallback_reason(pair.drafter, pair.target) is None
+    assert played.num_calls > fails_at
+
+
+@pytest.mark.parametrize("part", ["features", "choices"])
+def test_a_function_that_computes_something_else_is_not_used(
+    pair: Pair, played: Any, way: dict[str, Any], part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: the first output of each function is compared with the eager one."""
+
+    def spoil(output: Any) -> Any:
+        if part == "features":
+            output.features.copy_(output.features.flip(-1))
+        else:
+            output.token_ids.add_(1).remainder_(90)
+        return output
+
+    played.spoil = spoil
+    for _ in range(2):
+        pair.check([17], **way)
+    assert played.num_calls == 1
+    (warning,) = warnings_of(caplog)
+    assert "computes something else than eagerly" in warning
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_function_of_a_model_that_was_changed_is_made_anew(
+    pair: Pair, played: Any, way: dict[str, Any], change: Callable[[Pair], None]
+) -> None:
+    """Promise: the text is that of the model as it is now."""
+    pair.check([17], **way)
+    change(pair)
+    pair.write_text()
+    for _ in range(2):
+        pair.check([17], **way)
+    assert played.num_made == 2
+
+
+def test_two_threads_write_their_own_texts(pair: Pair, played: Any, way: dict[str, Any]) -> None:
+    """Promise: threads may share a pair; a function is compiled once."""
+    pair.check_in_threads([17, -60], **way)
+    assert played.num_made == 1 or "cuda_graph" in way
+
+
+@pytest.mark.skipif(not FAMILIES["qwen3_next"].is_served, reason="transformers 4 has no common form of running states")
+def test_linear_layers_run_eagerly(played: Any, way: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Promise: one warning says why."""
+    target = FAMILIES["qwen3_next"].make()
+    drafter = make_drafter()
+    prompt = make_prompt(17, seed=3)
+    truth = greedy(target, prompt, max_new_tokens=12, eos_token_id=None)
+    output = spec_generate(drafter, target, prompt, max_new_tokens=12, **GREEDY, **way)
+    assert torch.equal(output.sequences, truth)
+    (warning,) = warnings_of(caplog)
+    assert "linear_attention" in warning
+    assert played.num_made == 0
