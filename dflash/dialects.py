@@ -26,6 +26,7 @@ from dflash.common.files import adapter_fault
 from dflash.common.json_text import parsed_json
 from dflash.model.configuration_dflash import (
     CAUSALITY_FIELDS,
+    COUNTS,
     DOUBLED_FIELDS,
     NESTED_FIELDS,
     OPTIONAL_FIELDS,
@@ -34,6 +35,8 @@ from dflash.model.configuration_dflash import (
     is_whole_number,
     unused_fields_message,
 )
+from dflash.model.configuration_dflash import NUMBERS as OWN_NUMBERS
+from dflash.model.configuration_dflash import WHOLE_NUMBERS as OWN_WHOLE_NUMBERS
 
 
 logger = logging.get_logger(__name__)
@@ -59,10 +62,7 @@ COPIES_OF_THE_TARGET = {
 
 # Fields of a speculators config that stand beside its `transformer_layer_config` and mean here what they mean there.
 BESIDE_THE_LAYER_CONFIG = (
-    "block_size", "mask_token_id", "draft_vocab_size", "target_hidden_size", "sample_from_anchor", "conv_kernel_size",
-    "conv_group_size", "selector_rank", "selector_top_k", "projector_type", "gru_hidden_dim", "emb_dim",
-    "pure_draft_prefix_len", "shift_label", "input_embedding_scale", "output_multiplier",
-    "final_logit_softcapping", "dtype", "torch_dtype", "quantization_config",
+    "block_size", "mask_token_id", "target_hidden_size", *OPTIONAL_FIELDS, "dtype", "torch_dtype", "quantization_config",
 )  # fmt: skip
 
 # Fields of a layer's config in other places than a drafter's: what the layer was, or what it was trained as.
@@ -71,21 +71,17 @@ NOT_A_DRAFTERS = ("architectures", "auto_map", "model_type", "transformers_versi
 # What a field of a config.json has to be, in any dialect and place, if it is there and no null.
 OBJECTS = ("dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "auto_map")
 WHOLE_NUMBERS = (
-    "block_size", "mask_token_id", "num_target_layers", "vocab_size", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_window_layers",
-    "max_position_embeddings", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank",
-    "selector_top_k", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "swa_window_size",
+    *OWN_WHOLE_NUMBERS, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_window_layers", "max_position_embeddings", *COUNTS, "swa_window_size",
 )  # fmt: skip
-NUMBERS = (
-    "rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", "input_embedding_scale",
-    "output_multiplier", "logit_scale", "final_logit_softcapping",
-)  # fmt: skip
+NUMBERS = ("rope_theta", "rms_norm_eps", "initializer_range", "attention_dropout", *OWN_NUMBERS, "logit_scale")
 LISTS_OF_LAYERS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double", "auto")
 
 
-def _is_list_of_layers(value: Any) -> TypeGuard[list[int]]:
+def is_list_of_layers(value: Any) -> TypeGuard[list[int]]:
+    """Whether `value` is a list of integers."""
     return isinstance(value, (list, tuple)) and all(map(is_whole_number, value))
 
 
@@ -93,7 +89,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str, str], ...] = (
     (OBJECTS, lambda value: isinstance(value, Mapping), "an object", "write it as one, or leave it out"),
     (WHOLE_NUMBERS, is_whole_number, "a whole number", "write it without quotes"),
     (NUMBERS, is_number, "a number", "write it without quotes"),
-    (LISTS_OF_LAYERS, _is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
+    (LISTS_OF_LAYERS, is_list_of_layers, "a list of layer numbers", "write it as [1, 9, 17]"),
 )
 
 # What DeepSpec writes about its training; `markov_rank` stays, because a drafter with such a head is another network.
@@ -126,17 +122,18 @@ DIALECT_TOP_LEVEL_FIELDS: dict[str, tuple[str, ...]] = {
 
 def unused_fields(fields: Mapping[str, Any], dialect: str) -> dict[str, Any]:
     """The fields of a config.json that are not null and that no reader of this library uses: their values, by place and name."""
-    known = TOP_LEVEL_FIELDS.union(DIALECT_TOP_LEVEL_FIELDS[dialect])
-    places = [("", fields, known)]
-    for name, nested_known in (("dflash_config", NESTED_FIELDS), ("transformer_layer_config", TOP_LEVEL_FIELDS)):
-        if isinstance(fields.get(name), Mapping):
-            places.append((f"{name}.", fields[name], nested_known))
-    return {
-        place + name: value
-        for place, held, names in places
-        for name, value in held.items()
-        if value is not None and name not in names
+    places = {
+        "": (fields, TOP_LEVEL_FIELDS.union(DIALECT_TOP_LEVEL_FIELDS[dialect])),
+        "dflash_config.": (fields.get("dflash_config"), NESTED_FIELDS),
+        "transformer_layer_config.": (fields.get("transformer_layer_config"), TOP_LEVEL_FIELDS),
     }
+    unused = {}
+    for place, (content, known) in places.items():
+        if isinstance(content, Mapping):
+            for name, value in content.items():
+                if value is not None and name not in known:
+                    unused[place + name] = value
+    return unused
 
 
 def dialect_of(fields: dict[str, Any], tensor_names: Collection[str] = ()) -> str:
@@ -167,12 +164,24 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
             raise ValueError(f"{name}={dtype!r} is no dtype of torch: write the stored one, such as bfloat16.")
     dialect = dialect_of(fields, tensor_names)
     # Unused fields of `dflash_config` are warned about by the class that takes them.
-    if unused := [name for name in unused_fields(fields, dialect) if not name.startswith("dflash_config.")]:
+    unused = [name for name in unused_fields(fields, dialect) if not name.startswith("dflash_config.")]
+    if unused:
         logger.warning_once(unused_fields_message(unused))
-    decoder = fields.get("transformer_layer_config") or fields
-    rope = decoder.get("rope_parameters") or {}
-    by_layer = [value for value in rope.values() if isinstance(value, dict)]
-    if decoder.get("rope_theta") is None and rope.get("rope_theta") is None and not by_layer:
+    _check_decoder(fields.get("transformer_layer_config") or fields)
+    read = {**_READERS[dialect](fields), "dialect": dialect}
+    absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
+    if absent:
+        raise ValueError(
+            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from "
+            "the drafter's training run and write it into config.json."
+        )
+    return read
+
+
+def _check_decoder(decoder: Mapping[str, Any]) -> None:
+    """Raises ValueError for the layers' fields without a rotary base, or with two values for one thing."""
+    by_layer = any(isinstance(value, dict) for value in (decoder.get("rope_parameters") or {}).values())
+    if rope_theta(decoder) is None and not by_layer:
         raise ValueError(
             "rope_theta=None, and readers then guess 10000 or 1000000: write the base of the training run as "
             "rope_theta and in rope_parameters."
@@ -182,14 +191,6 @@ def portable_fields(fields: dict[str, Any], tensor_names: Collection[str] = ()) 
             f"{name}={value}, and {place} says {other}: engines read one or the other, so write that of the training run "
             "in both."
         )
-    read = {**_READERS[dialect](fields), "dialect": dialect}
-    absent = [name for name in OWN_FIELDS if read.get(name) is None and read["dflash_config"].get(name) is None]
-    if absent:
-        raise ValueError(
-            f"The drafter's config holds no {', '.join(absent)}, at the top level or in dflash_config: take it from "
-            "the drafter's training run and write it into config.json."
-        )
-    return read
 
 
 def kind_faults(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, str, str]]:
@@ -207,18 +208,30 @@ def doubles(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
     """Values in two spellings that differ: a field and its value, the other spelling and its value."""
     parameters = fields.get("rope_parameters")
     if isinstance(parameters, Mapping):
-        older, newer = fields.get("rope_theta"), parameters.get("rope_theta")
-        if older is not None and newer is not None and older != newer:
+        older = fields.get("rope_theta")
+        newer = parameters.get("rope_theta", older)
+        if None not in (older, newer) and older != newer:
             yield "rope_theta", older, "rope_parameters", newer
         is_by_layer = any(isinstance(value, Mapping) for value in parameters.values())
-        older, newer = (rope_scaling(spelled) or "default" for spelled in (fields.get("rope_scaling"), parameters))
-        if "rope_scaling" in fields and not is_by_layer and older != newer:
-            yield "rope_scaling", older, "rope_parameters", newer
+        if "rope_scaling" in fields and not is_by_layer:
+            older = rope_scaling(fields["rope_scaling"])
+            newer = rope_scaling(parameters)
+            if older != newer:
+                yield "rope_scaling", older or "default", "rope_parameters", newer or "default"
     nested = fields.get("dflash_config")
     taps = fields.get("target_layer_ids") or (nested.get("target_layer_ids") if isinstance(nested, Mapping) else None)
     states = fields.get("eagle_aux_hidden_state_layer_ids")
-    if _is_list_of_layers(taps) and _is_list_of_layers(states) and _layers_of_states(states) != list(taps):
+    if is_list_of_layers(taps) and is_list_of_layers(states) and _layers_of_states(states) != list(taps):
         yield "eagle_aux_hidden_state_layer_ids", states, "target_layer_ids plus one", [i + 1 for i in taps]
+
+
+def rope_theta(fields: Mapping[str, Any]) -> float | None:
+    """The rotary base of a decoder's fields in either spelling; that of transformers 5 wins, as there."""
+    parameters = fields.get("rope_parameters")
+    theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
+    if theta is None:
+        theta = fields.get("rope_theta")
+    return float(theta) if is_number(theta) else None
 
 
 def rope_scaling(fields: Any) -> dict[str, Any] | None:
@@ -271,7 +284,7 @@ def _read_speculators(fields: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"speculators_model_type={kind!r} is not a DFlash drafter: serve it with vLLM, which reads this kind."
         )
-    layer = dict(fields["transformer_layer_config"])
+    layer = fields["transformer_layer_config"]
     read = {name: value for name, value in layer.items() if name not in NOT_A_DRAFTERS}
     if layer.get("model_type", "qwen3") != "qwen3" and "num_attention_heads" in layer:
         # Where other families leave these out they follow from the heads; Qwen3 has numbers of its own.

@@ -284,7 +284,6 @@ def test_every_setting_is_a_flag_in_the_panel_of_its_topic(run: Any, monkeypatch
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("anchors", "fixed", "anchors are drawn anew each epoch, so leave it out"),
         ("loss", "argmax", "use loss='ce'"),
         ("loss", "reverse_kl", "use loss='forward_kl'"),
         ("loss", "tv", "use loss='forward_kl'"),

@@ -67,6 +67,4 @@ __all__ = [
     "tables_of", "timed_blocks", "timed_generate", "untrained", "useless", "with_table", "write_page",
 ]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(
-    __name__, __file__, {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"}
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
     from .run import claimed, tracker_options, train, train_drafter
-    from .settings import ADAPTATION, DRAFTER, REMOVED, TrainingSettings, read_yaml
+    from .settings import ADAPTATION, DRAFTER, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
     from .sources import FORMS, check_split, read_rows
     from .trainer import Trainer
@@ -45,7 +45,6 @@ __all__ = [
     "DRAFTER",
     "FORMS",
     "LOSSES",
-    "REMOVED",
     "SEARCHED_ROWS",
     "Acceptance",
     "Batch",
@@ -103,12 +102,4 @@ __all__ = [
     "write_examples",
 ]
 
-# The command line reads the settings and needs no torch for it. These names of the last release are elsewhere now.
-_RENAMED = {"read_examples": "load_examples"} | {
-    name: f"dflash.regeneration.{name}"
-    for name in (
-        "Regenerated", "RegenerationRecord", "RegenerationSettings", "Sampling", "ServerWriter", "TargetWriter", "regenerate",
-        "regenerate_data",
-    )
-}  # fmt: skip
-__getattr__, __dir__ = lazy_names(__name__, __file__, _RENAMED)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -22,7 +22,6 @@ REMOVED_VALUES = {
     "loss": {"argmax": "ce", "reverse_kl": "forward_kl", "tv": "forward_kl", "mix": "forward_kl"},
     "position_weights": {"uniform": "decay"},
 }
-REMOVED = {"anchors": "anchors are drawn anew each epoch, so leave it out"}
 
 # The one place of the defaults that differ between recipes; a Muon rate is of a drafter with `RECIPE_WIDTH` hidden channels.
 # short: for runs of hundreds or thousands of steps. paper: DFlash, appendix A.1, for 800 K samples and 6 epochs.
@@ -301,7 +300,7 @@ def read_yaml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise ValueError(f"{path} gives {', '.join(twice)} more than once: keep one line of each.")
-    unknown = sorted(names.keys() - {one.name for one in fields(TrainingSettings)} - set(others) - REMOVED.keys())
+    unknown = sorted(names.keys() - {one.name for one in fields(TrainingSettings)} - set(others))
     if unknown:
         raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
     for name, value in found.items():

@@ -14,7 +14,7 @@ from dflash.common.json_text import parsed_json
 from dflash.common.messages import first_line, is_out_of_memory
 from dflash.dialects import dialect_of
 
-from .engine_readings import Config, Reading, decoder_fields, either, meant, nested_fields, whole_number
+from .engine_readings import Config, Reading, decoder_fields, either, mapping, meant, nested_fields, whole_number
 
 
 CONFIG = "config.json"
@@ -23,6 +23,7 @@ DRAFTER_FILES = ("*.json", "*.safetensors", "*.py", "mask_embedding.pt")
 TARGET_FILES = (CONFIG, "generation_config.json", "tokenizer.json")
 
 PIECE = 2**24  # values that are read at once
+SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,17 @@ def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
         folder = downloaded(str(drafter), "drafter", DRAFTER_FILES)
     if fault := adapter_fault(folder):
         raise ValueError(f"{folder} {fault}")
-    config = read_json(
-        folder / CONFIG, f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
-    )
+    absent = f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
+    config = read_json(folder / CONFIG, absent)
     files = tuple(sorted(path.name for path in folder.iterdir() if path.is_file()))
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
-    for file in (file for file in files if file.endswith(".safetensors")):
-        try:
-            tensors |= safetensors_header(folder / file)
-        except ValueError as error:
-            unreadable[file] = str(error)
+    for file in files:
+        if file.endswith(".safetensors"):
+            try:
+                tensors |= safetensors_header(folder / file)
+            except ValueError as error:
+                unreadable[file] = str(error)
     return Checkpoint(name, folder, config, files, tensors, unreadable)
 
 
@@ -138,17 +139,19 @@ def safetensors_header(path: Path) -> dict[str, Tensor]:
         if size < 8 or length > size - 8:
             raise ValueError(f"its header says {length} bytes and the file has {size}")
         try:
-            entries = {name: entry for name, entry in json.loads(file.read(length)).items() if name != "__metadata__"}
-            found = {
-                name: Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
-                for name, entry in entries.items()
-            }
-            missing = 8 + length - size + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+            entries = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            end = 0
+            tensors = {}
+            for name, entry in entries.items():
+                tensors[name] = Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
+                end = max(end, int(entry["data_offsets"][1]))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"its header is not that of a safetensors file ({type(error).__name__})") from error
+    missing = 8 + length + end - size
     if missing > 0:
         raise ValueError(f"it is truncated: {missing} bytes are missing")
-    return found
+    return tensors
 
 
 def is_finite(path: Path, name: str) -> bool:
@@ -209,11 +212,16 @@ def _vocabulary(path: Path) -> tuple[dict[int, str], frozenset[int]]:
     if not path.is_file():
         return {}, frozenset()
     tokenizer = read_json(path, "")
-    model = tokenizer.get("model")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(words, list):  # unigram: [token, score] at its id
-        words = {item[0]: index for index, item in enumerate(words) if isinstance(item, list) and item}
-    token_of = {index: str(token) for token, index in words.items()} if isinstance(words, dict) else {}
-    added = [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict) and "id" in entry]
-    ordinary = frozenset(token_of) - {entry["id"] for entry in added if entry.get("special")}
-    return token_of | {entry["id"]: str(entry.get("content")) for entry in added}, ordinary
+    token_of: dict[int, str] = {}
+    words = mapping(tokenizer.get("model")).get("vocab")
+    if isinstance(words, Mapping):
+        token_of = {index: str(token) for token, index in words.items()}
+    elif isinstance(words, list):  # unigram: [token, score] at its id
+        token_of = {index: str(item[0]) for index, item in enumerate(words) if isinstance(item, list) and item}
+    ordinary = set(token_of)
+    for entry in tokenizer.get("added_tokens") or ():
+        if isinstance(entry, dict) and "id" in entry:
+            token_of[entry["id"]] = str(entry.get("content"))
+            if entry.get("special"):
+                ordinary.discard(entry["id"])
+    return token_of, frozenset(ordinary)
