@@ -395,8 +395,8 @@ def load(loader: Callable[..., Any], name: str | os.PathLike[str], *args: Any, *
             "truncated; correct or fetch it again. `dflash check` says what is wrong."
         ) from error
     if getattr(model, "_weight_conversions", None):  # else transformers 5 saves under the names that it read
-        kept = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
-        model._weight_conversions = kept
+        converters = [step for step in model._weight_conversions if type(step).__name__ == "WeightConverter"]
+        model._weight_conversions = converters
     if _holds_integers(model):
         raise ValueError(
             f"{name} holds integers as weights (fc.weight), so it is quantised: load the weights that were trained, or "

@@ -368,7 +368,7 @@ def test_a_dry_run_decodes_in_the_targets_precision_and_is_said_once(
         return decode(drafter, target, *arguments, **how)
 
     decode = generation_dflash.generate_blocks
-    monkeypatch.setattr(generation_dflash, "generate_blocks", watched)
+    monkeypatch.setattr("dflash.training.rehearsal.generate_blocks", watched)
     words = ["--output", tmp_path / "drafter", *flags(**TINY | {"steps": 4}, target_dtype="bfloat16"), "--dry-run"]
     assert "speed" in run(*words)[1]
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}

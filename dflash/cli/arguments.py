@@ -11,6 +11,13 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 
+# The methods of `bench` and `eval`, in lines for the help: its paragraphs are not filled.
+METHODS = """target.generate, prompt lookup, native dflash (transformers 5.15 on),
+dflash (the drafter alone), dflash with lookup (the default of
+spec_generate), dflash with lookup and trees, dflash eager,
+dflash compiled, dflash adaptive, dflash tree, dflash drafting nothing,
+random drafter adaptive"""
+
 LONGEST_OPPOSITE = 16  # letters of a `--no-…` that has room beside its flag
 
 
@@ -36,12 +43,16 @@ def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
     words = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         hint, *notes = get_args(parameter.annotation)
-        kinds = {hint, *get_args(hint)}
-        kinds |= {inner for kind in kinds for inner in get_args(kind)}  # of `list[Path] | None`
+        kinds = _kinds(hint)
         for note in notes:
             if isinstance(note, OptionInfo) and note.metavar is None:
                 note.metavar = next((word for kind, word in words.items() if kind in kinds), None)
     return command
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """A type and all that it is made of: `list[Path] | None` has `Path` in it."""
+    return {hint}.union(*map(_kinds, get_args(hint)))
 
 
 prompt_option, decoding_option, model_option = panel("Prompts"), panel("Decoding"), panel("Models and device")

@@ -17,7 +17,7 @@ tags: [dflash, speculative-decoding]
 """
 
 DRAFTER_CARD = """
-A DFlash drafter{whose}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers \
+A DFlash drafter{of_target}: {config.num_hidden_layers} layers, blocks of {config.block_size} tokens, target layers \
 {config.target_layer_ids}, mask token {config.mask_token_id}.
 
 ```python
@@ -45,8 +45,8 @@ def drafter_card(config: Any, name: str, target: str | None = None, licence: str
 
     `target` is its target's id on the Hub or a folder, `licence` is front matter.
     """
-    whose = "" if target is None else f" for {_shown(target)}"
-    return _front_matter(name, target, licence) + DRAFTER_CARD.format(whose=whose, config=config, name=name)
+    of_target = "" if target is None else f" for {_shown(target)}"
+    return _front_matter(name, target, licence) + DRAFTER_CARD.format(of_target=of_target, config=config, name=name)
 
 
 def pair_card(name: str, target: str | None = None, drafter: str = "its DFlash drafter", licence: str = "") -> str:

@@ -53,7 +53,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def adapter_fault(folder: str | os.PathLike[str]) -> str | None:
-    """What to say after the name of a folder that holds a peft adapter and no model; `None` for any other."""
+    """What is wrong with a folder that holds a peft adapter and no model, to be read after its name; else `None`."""
     path = Path(folder)
     weights = [*path.glob("model*.safetensors"), *path.glob("pytorch_model*.bin")]
     if weights or not (path / "adapter_config.json").is_file():
@@ -113,7 +113,7 @@ def only_writer(path: Path) -> Iterator[None]:
 
 def _holder(path: Path) -> str:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {said['process']} on {said['machine']}"
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['process']} on {holder['machine']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
         return "another process"

@@ -4,6 +4,7 @@ from .answer_file import check_answer_file
 from .run import RegenerationRecord, regenerate_data
 from .server_writer import ServerWriter
 from .settings import RegenerationSettings
+from .sources import answer_sources
 from .target_writer import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate, row_seed
 
 
@@ -16,6 +17,7 @@ __all__ = [
     "Sampling",
     "ServerWriter",
     "TargetWriter",
+    "answer_sources",
     "check_answer_file",
     "regenerate",
     "regenerate_data",

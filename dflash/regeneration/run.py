@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash.common.files import only_writer
 from dflash.common.fingerprints import fingerprint
+from dflash.common.messages import counted
 from dflash.common.processes import Processes
 from dflash.common.provenance import public_name, versions
 
@@ -44,6 +45,20 @@ class RegenerationRecord:
     tau: float = float("nan")  # their mean acceptance length
     encoded: int = 0  # answers whose ids were encoded from a server's text
     miscounted: int = 0  # of these, answers of which the server counted another number of tokens
+
+    def summary(self, output: Path, drop_cut: bool = False) -> str:
+        """The result in one line; `drop_cut` says that cut answers are not in `output`."""
+        parts = [f"{output}: {counted(self.rows, 'row')}, {counted(self.tokens, 'token')} by the target"]
+        if self.cut:
+            dropped = " dropped," if drop_cut else ""
+            parts.append(f"{counted(self.cut, 'row')}{dropped} cut off at the length")
+        if self.steps:
+            parts.append(f"tau {self.tau:.2f} over {counted(self.steps, 'step')}")
+        if self.encoded:
+            parts.append(f"{counted(self.encoded, 'answer')} encoded from the server's text")
+        if self.miscounted:
+            parts.append(f"{self.miscounted} of them to another number of tokens than the server counted")
+        return ", ".join(parts)
 
 
 def regenerate_data(

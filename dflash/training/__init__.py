@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .losses import LOSSES, chunked_loss, decay_weights, default_gamma
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
+    from .rehearsal import rehearse
     from .run import claimed, tracker_options, train, train_drafter
     from .settings import ADAPTATION, DRAFTER, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
@@ -87,6 +88,7 @@ __all__ = [
     "read_rows",
     "read_yaml",
     "recorded",
+    "rehearse",
     "sample_anchors",
     "save_drafter",
     "sharegpt_messages",

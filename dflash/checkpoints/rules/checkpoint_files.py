@@ -19,8 +19,8 @@ from .engine_readings import Config, Reading, decoder_fields, either, mapping, m
 
 CONFIG = "config.json"
 # Files of a drafter that the rules look at, and of a target.
-DRAFTER_FILES = ("*.json", "*.safetensors", "*.py", "mask_embedding.pt")
-TARGET_FILES = (CONFIG, "generation_config.json", "tokenizer.json")
+DRAFTER_FILES = ["*.json", "*.safetensors", "*.py", "mask_embedding.pt"]
+TARGET_FILES = [CONFIG, "generation_config.json", "tokenizer.json"]
 
 PIECE = 2**24  # values that are read at once
 SPECIAL_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetFiles:
     """A target's config, with the fields of its text part, and what its tokenizer says of ids."""
 
     name: str
@@ -101,7 +101,7 @@ def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
     folder = Path(drafter).expanduser()
     name = folder.absolute().name
     if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(drafter)):
-        folder = downloaded(str(drafter), "drafter", DRAFTER_FILES)
+        folder = downloaded(str(drafter), "drafter", allow_patterns=DRAFTER_FILES)
     if fault := adapter_fault(folder):
         raise ValueError(f"{folder} {fault}")
     absent = f"{folder} is no checkpoint: give the folder that holds a drafter's config.json."
@@ -174,28 +174,32 @@ def is_finite(path: Path, name: str) -> bool:
         ) from error
 
 
-def read_target(name: str) -> Target:
+def read_target(name: str) -> TargetFiles:
     """A target's folder, or the JSON files of a Hub id."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = downloaded(name, "target", TARGET_FILES)
+    folder = local_folder(name, "target", allow_patterns=TARGET_FILES)
     absent = f"The target {name} holds no config.json: give its folder or its id on the Hub."
-    whole = read_json(folder / CONFIG, absent)
-    inner = whole.get("text_config")
-    config = {**whole, **inner} if isinstance(inner, dict) else whole
+    config = read_json(folder / CONFIG, absent)
+    config |= mapping(config.get("text_config"))
     stop_ids = token_ids(config.get("eos_token_id"))
-    if (folder / "generation_config.json").is_file():
-        stop_ids |= token_ids(read_json(folder / "generation_config.json", absent).get("eos_token_id"))
+    generation_config = folder / "generation_config.json"
+    if generation_config.is_file():
+        stop_ids |= token_ids(read_json(generation_config, absent).get("eos_token_id"))
     token_of, ordinary = _vocabulary(folder / "tokenizer.json")
-    return Target(name, config, stop_ids, token_of, ordinary)
+    return TargetFiles(name, config, stop_ids, token_of, ordinary)
 
 
-def downloaded(name: str, what: str, files: tuple[str, ...], revision: str | None = None) -> Path:
-    """The folder of a Hub id's files; ValueError if they cannot be fetched."""
+def local_folder(name: str | os.PathLike[str], what: str, **options: Any) -> Path:
+    """The folder of this name, or else that of [`downloaded`]."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else downloaded(str(name), what, **options)
+
+
+def downloaded(name: str, what: str, **options: Any) -> Path:
+    """The folder of a Hub id's files, as `snapshot_download` fetches them with `options`; ValueError if it cannot."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(snapshot_download(name, **options))
     except Exception as error:
         reason = f"is no folder and cannot be fetched from the Hub ({first_line(error)})"
         raise ValueError(f"The {what} {name} {reason}: give its folder.") from error

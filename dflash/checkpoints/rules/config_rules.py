@@ -168,8 +168,13 @@ def last_tap(checkpoint: Checkpoint, depth: int | None, name: str) -> list[Findi
 def target_depth(checkpoint: Checkpoint) -> Iterator[Finding]:
     """`num_target_layers`, which some readers need at the top level."""
     if checkpoint.config.get("num_target_layers") is None and checkpoint.form in (ZLAB, DEEPSPEC):
-        why = "MLX needs the target's depth at the top level."
-        yield error("num_target_layers", None, why, "write the target's num_hidden_layers.", ("mlx",))
+        yield error(
+            "num_target_layers",
+            None,
+            "MLX needs the target's depth at the top level.",
+            "write the target's num_hidden_layers.",
+            ("mlx",),
+        )
 
 
 def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -180,17 +185,23 @@ def windows(checkpoint: Checkpoint) -> Iterator[Finding]:
     fix = "write one type for each layer."
     if depth == 0:
         depth_field = fields.get("num_hidden_layers")
-        why = "the drafter's depth is not known."
-        yield error("num_hidden_layers", depth_field, why, "write the number of its layers.")
+        yield error(
+            "num_hidden_layers", depth_field, "the drafter's depth is not known.", "write the number of its layers."
+        )
     elif types is None:
         severity = warning if "sliding_attention" in transformers_layer_types(checkpoint.config) else note
-        why = "transformers then derives them from max_window_layers, other readers take full attention."
-        yield severity("layer_types", None, why, fix)
+        yield severity(
+            "layer_types",
+            None,
+            "transformers then derives them from max_window_layers, other readers take full attention.",
+            fix,
+        )
     elif declared_layer_types(checkpoint.config) is None:
         yield error("layer_types", types, f"the drafter has {depth} layers.", fix)
     elif unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
-        why = "readers know full_attention and sliding_attention."
-        yield error("layer_types", unknown, why, "write one of the two.")
+        yield error(
+            "layer_types", unknown, "readers know full_attention and sliding_attention.", "write one of the two."
+        )
     elif "sliding_attention" in types:
         yield from _window(checkpoint)
 
@@ -202,11 +213,17 @@ def _window(checkpoint: Checkpoint) -> Iterator[Finding]:
     swa_window = checkpoint.nested.get("swa_window_size")
     is_qwen3 = fields.get("model_type", checkpoint.config.get("model_type")) == "qwen3"
     if whole_number(window) is None and whole_number(swa_window) is None:
-        why = "layer_types holds sliding_attention."
-        yield error("sliding_window", window, why, "write the window of the training run.")
+        yield error(
+            "sliding_window", window, "layer_types holds sliding_attention.", "write the window of the training run."
+        )
     elif is_qwen3 and not fields.get("use_sliding_window"):
-        why = "transformers' Qwen3Config drops sliding_window without it; what builds on it refuses, or attends fully."
-        yield error("use_sliding_window", fields.get("use_sliding_window"), why, "write true.", all_but("mlx"))
+        yield error(
+            "use_sliding_window",
+            fields.get("use_sliding_window"),
+            "transformers' Qwen3Config drops sliding_window without it; what builds on it refuses, or attends fully.",
+            "write true.",
+            all_but("mlx"),
+        )
 
 
 def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -237,8 +254,13 @@ def rope(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield warning(name, factor, why, fix, (*SERVERS, "trtllm"))
     for name in ("is_neox_style", "rope_is_neox_style"):
         if fields.get(name) is False:
-            why = "only vLLM and SGLang rotate interleaved pairs."
-            yield error(name, False, why, "serve it with vLLM or SGLang.", (*TRANSFORMERS, "trtllm", "mlx"))
+            yield error(
+                name,
+                False,
+                "only vLLM and SGLang rotate interleaved pairs.",
+                "serve it with vLLM or SGLang.",
+                (*TRANSFORMERS, "trtllm", "mlx"),
+            )
 
 
 def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -247,22 +269,39 @@ def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         is_needed = name != "vocab_size" or checkpoint.form != ASSISTANT
         if is_needed and (checkpoint.number(name) or 0) < 1:
-            why = "no reader can build the network."
-            yield error(name, fields.get(name), why, "write the number of the training run.")
+            yield error(
+                name, fields.get(name), "no reader can build the network.", "write the number of the training run."
+            )
     heads = checkpoint.number("num_attention_heads")
     groups = checkpoint.number("num_key_value_heads")
     if heads and groups and (groups < 1 or heads % groups):
-        why = f"{heads} heads do not share them evenly."
-        yield error("num_key_value_heads", groups, why, "write a divisor of it.")
+        yield error(
+            "num_key_value_heads", groups, f"{heads} heads do not share them evenly.", "write a divisor of it."
+        )
     if checkpoint.number("head_dim") is None:
-        why = "MLX reads it and derives nothing, and transformers takes 128."
-        yield error("head_dim", fields.get("head_dim"), why, "write the size of a head.", ("mlx",))
+        yield error(
+            "head_dim",
+            fields.get("head_dim"),
+            "MLX reads it and derives nothing, and transformers takes 128.",
+            "write the size of a head.",
+            ("mlx",),
+        )
     if fields.get("hidden_act", "silu") != "silu":
-        why = "SGLang refuses, other engines compute silu."
-        yield error("hidden_act", fields["hidden_act"], why, "train with silu.", all_but(*TRANSFORMERS))
+        yield error(
+            "hidden_act",
+            fields["hidden_act"],
+            "SGLang refuses, other engines compute silu.",
+            "train with silu.",
+            all_but(*TRANSFORMERS),
+        )
     if "tie_word_embeddings" not in checkpoint.config and checkpoint.form != SPECULATORS:
-        why = "MLX needs the field, though a drafter has no embedding of its own."
-        yield error("tie_word_embeddings", None, why, "write false.", ("mlx",))
+        yield error(
+            "tie_word_embeddings",
+            None,
+            "MLX needs the field, though a drafter has no embedding of its own.",
+            "write false.",
+            ("mlx",),
+        )
 
 
 def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -270,9 +309,13 @@ def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
     reduced = checkpoint.reduced_vocabulary
     if reduced is not None:
         whole = checkpoint.number("vocab_size")
-        why = f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map."
-        fix = "serve it with vLLM, or load it with this package."
-        yield error("draft_vocab_size", reduced, why, fix, all_but("vllm", "remote-code"))
+        yield error(
+            "draft_vocab_size",
+            reduced,
+            f"the drafter's own head has {reduced} of {whole} tokens, which these engines do not map.",
+            "serve it with vLLM, or load it with this package.",
+            all_but("vllm", "remote-code"),
+        )
 
 
 def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -290,12 +333,18 @@ def variant(checkpoint: Checkpoint) -> Iterator[Finding]:
             why += ", and the most probable token stays the same"
         yield Finding(severity, name, value, f"{why}.", f"serve it with {engine_names(readers)}.", others)
         if name not in checkpoint.nested and "sglang" in readers:
-            why = "SGLang looks in dflash_config alone."
-            yield Finding(severity, name, value, why, "write it there too.", ("sglang",))
+            yield Finding(
+                severity, name, value, "SGLang looks in dflash_config alone.", "write it there too.", ("sglang",)
+            )
     plain = checkpoint.either("pure_draft_prefix_len") or 0
     if projector == "domino" and plain != 1:
-        why = "SGLang leaves the first proposal alone and all others to the head."
-        yield error("pure_draft_prefix_len", plain, why, "train the head with 1.", ("sglang",))
+        yield error(
+            "pure_draft_prefix_len",
+            plain,
+            "SGLang leaves the first proposal alone and all others to the head.",
+            "train the head with 1.",
+            ("sglang",),
+        )
     yield from _anchor(checkpoint, projector == "domino")
 
 
@@ -317,20 +366,33 @@ def _anchor(checkpoint: Checkpoint, is_domino: bool) -> Iterator[Finding]:
 def unused(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Fields that no reader here uses, which may change what the drafter computes."""
     for name, value in dialects.unused_fields(checkpoint.config, checkpoint.form).items():
-        why = "this library does not read it, and no engine is known to."
-        fix = "delete it if it only describes the training; else use the tool that wrote it."
-        yield warning(name, value, why, fix)
+        yield warning(
+            name,
+            value,
+            "this library does not read it, and no engine is known to.",
+            "delete it if it only describes the training; else use the tool that wrote it.",
+        )
 
 
 def form(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Forms of config that some engines cannot read at all."""
     fix = f"{CONVERT}."
     if checkpoint.form == SPECULATORS:
-        why = "only vLLM reads the form of speculators."
-        yield error("transformer_layer_config", "…", why, fix, all_but("vllm", "remote-code"))
+        yield error(
+            "transformer_layer_config",
+            "…",
+            "only vLLM reads the form of speculators.",
+            fix,
+            all_but("vllm", "remote-code"),
+        )
     if checkpoint.form == ASSISTANT:
-        why = "an assistant's own model type is read by transformers, vLLM and SGLang alone."
-        yield error("model_type", checkpoint.config.get("model_type"), why, fix, ("trtllm", "mlx"))
+        yield error(
+            "model_type",
+            checkpoint.config.get("model_type"),
+            "an assistant's own model type is read by transformers, vLLM and SGLang alone.",
+            fix,
+            ("trtllm", "mlx"),
+        )
 
 
 def names(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -349,13 +411,22 @@ def names(checkpoint: Checkpoint) -> Iterator[Finding]:
             engines = ("sglang",) if is_known_to_vllm else SERVERS
             yield error("architectures", classes, why, f'write ["{wanted}"].', engines)
         if config.get("model_type") != "qwen3":
-            why = "engines build a drafter as a Qwen3 decoder."
-            fix = 'write "qwen3" with the fields of a Qwen3 config.'
-            yield warning("model_type", config.get("model_type"), why, fix, (*SERVERS, "trtllm", "mlx"))
+            yield warning(
+                "model_type",
+                config.get("model_type"),
+                "engines build a drafter as a Qwen3 decoder.",
+                'write "qwen3" with the fields of a Qwen3 config.',
+                (*SERVERS, "trtllm", "mlx"),
+            )
     if "dflash" not in checkpoint.name.lower():
-        why = "vLLM recognises a drafter by DFlash in its name."
-        fix = 'rename it, or give vLLM "method": "dflash".'
-        yield note("folder", checkpoint.name, why, fix, ("vllm",), file=".")
+        yield note(
+            "folder",
+            checkpoint.name,
+            "vLLM recognises a drafter by DFlash in its name.",
+            'rename it, or give vLLM "method": "dflash".',
+            ("vllm",),
+            file=".",
+        )
 
 
 def reading(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -399,8 +470,13 @@ def _other_attention(checkpoint: Checkpoint, engines: tuple[str, ...], wanted: A
         name = "dflash_config.causal_head"
         fix = f"{CONVERT}, which writes is_causal for vLLM and SGLang."
     theirs = f"{_attention(theirs)} in {engine_names(engines)}"
-    why = f"layer {index} is {_attention(ours)}, and {theirs}: fewer drafts are accepted."
-    return warning(name, checkpoint.fields.get(name), why, fix, engines)
+    return warning(
+        name,
+        checkpoint.fields.get(name),
+        f"layer {index} is {_attention(ours)}, and {theirs}: fewer drafts are accepted.",
+        fix,
+        engines,
+    )
 
 
 def _attention(layer: LayerAttention) -> str:

@@ -97,8 +97,9 @@ def num_layers(config: Config) -> int:
 def declared_layer_types(config: Config) -> list[str] | None:
     """`layer_types` as the file holds them, if there is one for each layer."""
     types = decoder_fields(config).get("layer_types")
-    is_whole = isinstance(types, list) and len(types) == num_layers(config)
-    return list(map(str, types)) if is_whole else None
+    if not isinstance(types, list) or len(types) != num_layers(config):
+        return None
+    return list(map(str, types))
 
 
 def transformers_window(config: Config) -> int | None:

@@ -31,8 +31,14 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
     has_safetensors = any(name.endswith(".safetensors") for name in checkpoint.files)
     for name in checkpoint.files:
         if name == "mask_embedding.pt":
-            why = "only vLLM and SGLang replace the mask's embedding by this file."
-            yield error("mask_embedding", name, why, "serve it with vLLM or SGLang.", all_but("vllm", "sglang"), name)
+            yield error(
+                "mask_embedding",
+                name,
+                "only vLLM and SGLang replace the mask's embedding by this file.",
+                "serve it with vLLM or SGLang.",
+                all_but("vllm", "sglang"),
+                name,
+            )
         elif name.endswith(PICKLES) and name != "training_args.bin":
             why = "a pickle can run code when it is loaded"
             if has_safetensors:
@@ -41,8 +47,14 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
                 why += ", and there are no other weights."
                 yield error("weights", name, why, "save as safetensors and delete it.", ALL, name)
         elif name == "generation_config.json":
-            why = "a drafter does not generate by itself, so no engine reads it."
-            yield note("generation_config", name, why, "delete it.", ALL, name)
+            yield note(
+                "generation_config",
+                name,
+                "a drafter does not generate by itself, so no engine reads it.",
+                "delete it.",
+                ALL,
+                name,
+            )
     if not has_safetensors:
         yield error("weights", None, "there are no weights.", "save them as safetensors.", file=WEIGHTS)
     for name, reason in checkpoint.unreadable.items():
@@ -50,15 +62,24 @@ def files(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield from _missing_shards(checkpoint, checkpoint.folder / f"{WEIGHTS}.index.json")
     for name in SAMPLING_FIELDS:
         if name in checkpoint.config:
-            why = "transformers reads it as a generation setting, and a drafter does not generate by itself."
-            yield note(name, checkpoint.config[name], why, "delete it.", TRANSFORMERS)
+            yield note(
+                name,
+                checkpoint.config[name],
+                "transformers reads it as a generation setting, and a drafter does not generate by itself.",
+                "delete it.",
+                TRANSFORMERS,
+            )
 
 
 def encoding(checkpoint: Checkpoint) -> Iterator[Finding]:
     """A config.json that begins as Windows writes text files."""
     if (checkpoint.folder / CONFIG).read_bytes().startswith(BYTE_ORDER_MARK):
-        why = "it begins with a byte order mark, which transformers and the engines do not read."
-        yield error(CONFIG, "UTF-8 with BOM", why, "save it as UTF-8 without BOM.")
+        yield error(
+            CONFIG,
+            "UTF-8 with BOM",
+            "it begins with a byte order mark, which transformers and the engines do not read.",
+            "save it as UTF-8 without BOM.",
+        )
 
 
 def _missing_shards(checkpoint: Checkpoint, index: Path) -> Iterator[Finding]:
@@ -78,14 +99,25 @@ def code(checkpoint: Checkpoint) -> Iterator[Finding]:
     """The code that `AutoModel.from_pretrained(…, trust_remote_code=True)` and native `generate` would run."""
     entry = mapping(checkpoint.config.get("auto_map")).get("AutoModel")
     if checkpoint.form == ASSISTANT and entry is None:
-        why = "AutoModel then loads transformers' own class, which has no spec_generate."
-        yield error("model_type", checkpoint.config.get("model_type"), why, f"{CONVERT}.", ("remote-code",))
+        yield error(
+            "model_type",
+            checkpoint.config.get("model_type"),
+            "AutoModel then loads transformers' own class, which has no spec_generate.",
+            f"{CONVERT}.",
+            ("remote-code",),
+        )
     elif not isinstance(entry, str) or "." not in entry:
-        why = "AutoModel cannot tell which code makes the drafter."
-        yield error(AUTO_MODEL, entry, why, CONVERT_WITH_CODE, TRANSFORMERS)
+        yield error(
+            AUTO_MODEL, entry, "AutoModel cannot tell which code makes the drafter.", CONVERT_WITH_CODE, TRANSFORMERS
+        )
     elif "--" in entry:
-        why = "the code is fetched from another repository, which can change."
-        yield note(AUTO_MODEL, entry, why, CONVERT_WITH_CODE, TRANSFORMERS)
+        yield note(
+            AUTO_MODEL,
+            entry,
+            "the code is fetched from another repository, which can change.",
+            CONVERT_WITH_CODE,
+            TRANSFORMERS,
+        )
     else:
         yield from _own_code(checkpoint, entry)
 
@@ -96,23 +128,48 @@ def _own_code(checkpoint: Checkpoint, entry: str) -> Iterator[Finding]:
     file = f"{module}.py"
     parameters = forward_parameters(checkpoint.folder / file, name)
     if parameters is None:
-        why = f"there is no class {name} in {module}.py beside the weights."
-        fix = "save the drafter again with this package, its code beside it."
-        yield error(AUTO_MODEL, entry, why, fix, TRANSFORMERS)
+        yield error(
+            AUTO_MODEL,
+            entry,
+            f"there is no class {name} in {module}.py beside the weights.",
+            "save the drafter again with this package, its code beside it.",
+            TRANSFORMERS,
+        )
         return
     if not {"noise_embeds", "context_hidden_states"} <= parameters:
-        why = f"the forward of {name} does not take noise_embeds and context_hidden_states."
-        yield error(AUTO_MODEL, entry, why, CONVERT_WITH_CODE, ("native",))
+        yield error(
+            AUTO_MODEL,
+            entry,
+            f"the forward of {name} does not take noise_embeds and context_hidden_states.",
+            CONVERT_WITH_CODE,
+            ("native",),
+        )
     if module != "modeling_dflash":
-        why = "it is code of its own, which may run on one version of transformers alone."
-        fix = "load it with this package's DFlashDraftModel, or `dflash convert` it."
-        yield warning(AUTO_MODEL, entry, why, fix, ("remote-code",))
+        yield warning(
+            AUTO_MODEL,
+            entry,
+            "it is code of its own, which may run on one version of transformers alone.",
+            "load it with this package's DFlashDraftModel, or `dflash convert` it.",
+            ("remote-code",),
+        )
     elif "cache" not in parameters:
-        why = f"this code is of an older version: the forward of {name} takes no cache, as transformers 5.24 calls it."
-        yield error(file, name, why, RENEW, TRANSFORMERS, file)
+        yield error(
+            file,
+            name,
+            f"this code is of an older version: the forward of {name} takes no cache, as transformers 5.24 calls it.",
+            RENEW,
+            TRANSFORMERS,
+            file,
+        )
     elif differing := _other_code(checkpoint.folder):
-        why = f"this code is not that of this version of the package ({__version__})."
-        yield note(differing[0], len(differing), why, RENEW, TRANSFORMERS, differing[0])
+        yield note(
+            differing[0],
+            len(differing),
+            f"this code is not that of this version of the package ({__version__}).",
+            RENEW,
+            TRANSFORMERS,
+            differing[0],
+        )
 
 
 def _other_code(folder: Path) -> list[str]:

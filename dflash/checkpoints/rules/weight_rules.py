@@ -27,15 +27,23 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     missing = [name for name in expected if name not in stored]
     if missing:
-        why = "loaders fill these at random or not at all, and the drafter proposes nothing useful."
-        fix = "save them, or correct the config that asks for them."
-        yield error(summary(missing), None, why, fix, file=WEIGHTS)
+        yield error(
+            summary(missing),
+            None,
+            "loaders fill these at random or not at all, and the drafter proposes nothing useful.",
+            "save them, or correct the config that asks for them.",
+            file=WEIGHTS,
+        )
     for name, shape in expected.items():
         tensor = checkpoint.tensors.get(stored.get(name, name))
         if tensor is not None and tensor.shape != shape:
-            why = f"the config asks for {list(shape)}{_shape_hint(name, tensor.shape, checkpoint)}."
-            fix = "correct the config: the weights are what was trained."
-            yield error(name, list(tensor.shape), why, fix, file=tensor.file)
+            yield error(
+                name,
+                list(tensor.shape),
+                f"the config asks for {list(shape)}{_shape_hint(name, tensor.shape, checkpoint)}.",
+                "correct the config: the weights are what was trained.",
+                file=tensor.file,
+            )
     yield from _extra_tensors(checkpoint, stored, expected)
 
 
@@ -52,8 +60,14 @@ def _extra_tensors(
         yield error(summary(extra), None, why, "leave it out.", engines, checkpoint.tensors[extra[0]].file)
     own = [name for name in OWN_VOCABULARY if name in stored and name not in expected]
     if own and checkpoint.form == ZLAB:
-        why = "MLX and this package refuse an embedding or head of the drafter's own; all others but vLLM ignore it."
-        yield error(summary(own), None, why, "leave it out.", ("remote-code", "mlx"), WEIGHTS)
+        yield error(
+            summary(own),
+            None,
+            "MLX and this package refuse an embedding or head of the drafter's own; all others but vLLM ignore it.",
+            "leave it out.",
+            ("remote-code", "mlx"),
+            WEIGHTS,
+        )
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -86,8 +100,14 @@ def _foreign_names(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield error(summary(prefixed), None, why, f"{CONVERT}.", ("vllm", "mlx", "native"), file)
     aliased = [name for name in ALIASES if name in checkpoint.tensors]
     if aliased:
-        why = "TensorRT-LLM drops these names and MLX refuses them."
-        yield error(summary(aliased), None, why, f"{CONVERT}.", ("trtllm", "mlx"), WEIGHTS)
+        yield error(
+            summary(aliased),
+            None,
+            "TensorRT-LLM drops these names and MLX refuses them.",
+            f"{CONVERT}.",
+            ("trtllm", "mlx"),
+            WEIGHTS,
+        )
 
 
 def _shape_hint(name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> str:
@@ -104,8 +124,13 @@ def finite(checkpoint: Checkpoint) -> Iterator[Finding]:
     tensors = checkpoint.tensors
     broken = [name for name in tensors if not is_finite(checkpoint.folder / tensors[name].file, name)]
     if broken:
-        why = "NaN or infinite weights make everything that is computed from them NaN."
-        yield error(summary(broken), None, why, RETRAIN, file=tensors[broken[0]].file)
+        yield error(
+            summary(broken),
+            None,
+            "NaN or infinite weights make everything that is computed from them NaN.",
+            RETRAIN,
+            file=tensors[broken[0]].file,
+        )
 
 
 def _is_quantised(name: str, dtype: str) -> bool:
@@ -117,25 +142,51 @@ def dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     """One dtype, the one that the config names."""
     config = checkpoint.config
     if config.get("quantization_config"):
-        why = "vLLM before 0.33 corrupts the context of a quantised drafter, and MLX quantises by itself."
-        yield note("quantization_config", "…", why, "use vLLM 0.33 or newer.", ("vllm",))
+        yield note(
+            "quantization_config",
+            "…",
+            "vLLM before 0.33 corrupts the context of a quantised drafter, and MLX quantises by itself.",
+            "use vLLM 0.33 or newer.",
+            ("vllm",),
+        )
         yield error("quantization_config", "…", "MLX reads plain weights.", "convert from the plain ones.", ("mlx",))
         return
     integers = [name for name, tensor in checkpoint.tensors.items() if _is_quantised(name, tensor.dtype)]
     if integers:
-        why = "these weights are stored as integers, and no quantization_config says what they mean."
-        fix = "save the weights that were trained, as bfloat16."
-        yield error(summary(integers), checkpoint.tensors[integers[0]].dtype, why, fix, ALL, WEIGHTS)
+        yield error(
+            summary(integers),
+            checkpoint.tensors[integers[0]].dtype,
+            "these weights are stored as integers, and no quantization_config says what they mean.",
+            "save the weights that were trained, as bfloat16.",
+            ALL,
+            WEIGHTS,
+        )
     stored = sorted({DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values() if tensor.dtype in DTYPES})
     declared = config.get("dtype") or config.get("torch_dtype")
     if declared is None:
-        why = "transformers 4.57 then loads float32, twice the memory."
-        yield note("dtype", None, why, "write the stored dtype as dtype and torch_dtype.", TRANSFORMERS)
+        yield note(
+            "dtype",
+            None,
+            "transformers 4.57 then loads float32, twice the memory.",
+            "write the stored dtype as dtype and torch_dtype.",
+            TRANSFORMERS,
+        )
     elif stored and str(declared).removeprefix("torch.") not in stored:
-        why = f"the weights are stored as {', '.join(stored)}."
-        yield warning("dtype", declared, why, "write the stored dtype, or save again.", ALL)
+        yield warning(
+            "dtype",
+            declared,
+            f"the weights are stored as {', '.join(stored)}.",
+            "write the stored dtype, or save again.",
+            ALL,
+        )
     if len(stored) > 1:
         yield note("dtype", stored, "loaders cast all to one dtype.", "save in one dtype.", ALL, WEIGHTS)
     if {"float32", "float64"} & set(stored):
-        why = "the file is twice as large as it need be, and engines cast it to bfloat16."
-        yield note("dtype", stored, why, "save in bfloat16.", ALL, WEIGHTS)
+        yield note(
+            "dtype",
+            stored,
+            "the file is twice as large as it need be, and engines cast it to bfloat16.",
+            "save in bfloat16.",
+            ALL,
+            WEIGHTS,
+        )
