@@ -271,8 +271,10 @@ def _read_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     read["sliding_window"] = window or read.get("sliding_window")
     if "sliding_attention" not in (read.get("layer_types") or ()):
         # The flag then means all layers, which see the whole block unless a field says that they are causal.
-        read["layer_types"] = ["sliding_attention"] * read.get("num_hidden_layers", 32)  # Qwen3's default
-        if read.get("is_causal") is None and all(nested.get(name) is None for name in CAUSALITY_FIELDS):
+        depth = read.get("num_hidden_layers", 32)  # Qwen3's default
+        read["layer_types"] = ["sliding_attention"] * depth
+        declared = [nested.get(name) for name in CAUSALITY_FIELDS]
+        if all(value is None for value in (read.get("is_causal"), *declared)):
             read["is_causal"] = False
     return _with_windows(read)
 

@@ -94,7 +94,9 @@ def check_replaceable(folder: Path, architectures: tuple[str, ...] = DRAFTERS) -
     if not _classes(folder / "config.json") & set(architectures):
         raise ValueError(f"{folder} holds another model than {architectures[0]}: choose another folder.")
     for path in sorted(folder.iterdir()):
-        is_known = path.name in FOLDERS if path.is_dir() else any(map(path.match, FILES))
+        is_known = any(map(path.match, FILES))
+        if path.is_dir():
+            is_known = path.name in FOLDERS
         if not is_known:
             raise ValueError(f"{folder} holds {path.name}, which replacing it would delete: choose another folder.")
 

@@ -96,12 +96,10 @@ def make_pair(
         aside.mkdir()
         _copy_small_files(target_folder, aside)
         _place_weights(target_folder, aside, copy)
-        place = {"drafter": "drafter"}
-        if is_on_hub and not copy and _has_this_code(drafter_folder):
-            place = _named(str(drafter), drafter_folder)
-        elif _is_ours(drafter_config):
-            _copy_drafter(drafter_folder, aside / "drafter")
+        if _is_ours(drafter_config):
+            place = _place_drafter(str(drafter), drafter_folder, aside, is_on_hub and not copy)
         else:
+            place = {"drafter": "drafter"}
             convert_checkpoint(drafter_folder, aside / "drafter", target_folder, trust_remote_code)
         _write_door(aside, {**place, "settings": dict(settings or {}), "on_error": on_error})
         _write_card(aside, folder.name, target_folder, target=str(target), drafter=str(drafter))
@@ -143,15 +141,11 @@ def save_pair(model: "PreTrainedModel", folder: str | os.PathLike[str], tokenize
             raise ValueError(f"The model {fault}")
         _copy_small_files(source, aside)
         drafter = str(content["drafter"])
-        place = {"drafter": "drafter"}
         if (source / drafter).is_dir():
-            _copy_drafter(source / drafter, aside / "drafter")
+            place = _place_drafter(drafter, source / drafter, aside)
         else:
             drafter_folder = _local(drafter, "drafter", content.get("revision"))
-            if _has_this_code(drafter_folder):
-                place = _named(drafter, drafter_folder)
-            else:
-                _copy_drafter(drafter_folder, aside / "drafter")
+            place = _place_drafter(drafter, drafter_folder, aside, is_on_hub=True)
         _write_door(aside, {**place, "settings": content.get("settings") or {}, "on_error": content.get("on_error")})
         _write_card(aside, folder.name, source)
     return folder
@@ -290,16 +284,15 @@ def _has_this_code(folder: Path) -> bool:
     return True
 
 
-def _named(name: str, snapshot: Path) -> dict[str, str]:
-    """What dflash.json says of a drafter that stays on the Hub."""
-    return {"drafter": name, "revision": snapshot.name}  # a snapshot has the name of its commit
-
-
-def _copy_drafter(source: Path, folder: Path) -> None:
-    """The drafter's config and weights, with the code of this version."""
+def _place_drafter(name: str, source: Path, pair: Path, is_on_hub: bool = False) -> dict[str, str]:
+    """What dflash.json says of a drafter: its name and commit on the Hub, if it holds this code, or else a copy in the pair."""
+    if is_on_hub and _has_this_code(source):
+        return {"drafter": name, "revision": source.name}  # a snapshot has the name of its commit
+    folder = pair / "drafter"
     folder.mkdir()
     for path in (*_code(), *source.glob("*.safetensors"), *source.glob("*.json"), *source.glob(CARD)):
         shutil.copyfile(path, folder / path.name)
+    return {"drafter": folder.name}
 
 
 def _write_door(folder: Path, content: Mapping[str, Any]) -> None:

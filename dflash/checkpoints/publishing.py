@@ -175,8 +175,11 @@ def _sorted_out(folder: Path, is_pair: bool) -> tuple[dict[str, File], list[str]
             places.append(path)
         elif path.name != "custom_generate" and not (is_pair and path.name == "drafter"):
             left_out.append(f"{path.name}/" if path.is_dir() else path.name)
-    names = {path: path.relative_to(folder).as_posix() for path in places}
-    return {name: File(name, path) for path, name in names.items()}, left_out
+    files = {}
+    for path in places:
+        name = path.relative_to(folder).as_posix()
+        files[name] = File(name, path)
+    return files, left_out
 
 
 def _refuse_private(path: Path) -> None:

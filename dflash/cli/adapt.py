@@ -10,7 +10,7 @@ import typer
 from dflash.training import ADAPTATION
 
 from . import loading
-from .arguments import Drafter, Target, panel
+from .arguments import BeginAnew, Drafter, Resume, Target, panel
 from .regenerate import answer_bar, load_writer
 from .train import announce, or_value_error, say_complete, say_stopped
 
@@ -36,10 +36,8 @@ def adapt(
     ] = False,
     max_new_tokens: Annotated[int, written_option(min=1, help="Longest answer, in tokens.")] = 512,
     batch_size: Annotated[int, written_option(min=1, help="Rows at once.")] = 8,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: BeginAnew = False,
     has_permission: Annotated[
         bool, typer.Option("--i-have-permission", help="Go on where its licence forbids it.")
     ] = False,
@@ -117,12 +115,16 @@ def _print_result(output: Path, record: Any) -> None:
     domains_at = {point["step"]: point["domains"] for point in record.curve}
     before = domains_at[0]
     after = domains_at[record.best_step]
-    for name in before:
-        taus = f"tau {before[name]['tau']:.2f} before, {after[name]['tau']:.2f} after"
-        print(f"{name}: {taus}; accepted by position")
-        for when, domain in (("before", before[name]), ("after", after[name])):
-            print(f"  {when:<7} {' '.join(f'{share:.2f}' for share in domain['accepted'])}")
+    for name, first in before.items():
+        last = after[name]
+        print(f"{name}: tau {first['tau']:.2f} before, {last['tau']:.2f} after; accepted by position")
+        print(f"  before  {_shares(first)}")
+        print(f"  after   {_shares(last)}")
     kept = "the drafter as it began: no other state accepted more without losing over 2 % on a file"
     if record.best_step:
         kept = f"step {record.best_step}"
     say_complete(output, kept, record)
+
+
+def _shares(domain: dict[str, Any]) -> str:
+    return " ".join(f"{share:.2f}" for share in domain["accepted"])

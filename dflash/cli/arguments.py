@@ -44,9 +44,10 @@ def with_short_types(command: Callable[..., Any]) -> Callable[..., Any]:
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         hint, *notes = get_args(parameter.annotation)
         kinds = _kinds(hint)
+        letters = [word for kind, word in words.items() if kind in kinds]
         for note in notes:
-            if isinstance(note, OptionInfo) and note.metavar is None:
-                note.metavar = next((word for kind, word in words.items() if kind in kinds), None)
+            if isinstance(note, OptionInfo) and note.metavar is None and letters:
+                note.metavar = letters[0]
     return command
 
 
@@ -94,6 +95,9 @@ Model = Annotated[str | None, server_option(help="The served model's name. Defau
 BaselineModel = Annotated[
     str | None, server_option(help="The model's name at --baseline-url. Default: that of --model.")
 ]
+Repeats = Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")]
+BeginAnew = Annotated[bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")]
 Output = Annotated[Path | None, result_option(help="JSON file to write.")]
 Overwrite = Annotated[bool, result_option("--overwrite", help="Replace a file that exists at --output.")]
 AsJson = Annotated[bool, result_option("--json", help="Print one JSON object.")]

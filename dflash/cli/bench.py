@@ -45,7 +45,7 @@ def bench(
     thinking: arguments.Thinking = False,
     methods: Annotated[str | None, decoding_option(help="More methods, with commas between. Default: all.")] = None,
     max_new_tokens: Annotated[int, decoding_option(min=2, help="Longest answer, in tokens.")] = 256,
-    repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 3,
+    repeats: arguments.Repeats = 3,
     profiled: Annotated[int, decoding_option(min=0, help="Number of prompts that are profiled; 0 for none.")] = 4,
     output: Annotated[Path | None, result_option(help="JSON file to write, with plots as PNG beside it.")] = None,
     overwrite: arguments.Overwrite = False,

@@ -59,7 +59,8 @@ def show_comparison(pair: Pair, texts: list[str], inputs: list[Any], max_new_tok
         rows.append(_compare(console, pair, input_ids, max_new_tokens))
     console.print()
     console.print(comparison_table(rows))
-    console.print(Text(_facts(pair, sum(row.difference is None for row in rows), len(rows)), "dim"))
+    num_identical = sum(row.difference is None for row in rows)
+    console.print(Text(_facts(pair, num_identical, len(rows)), "dim"))
 
 
 def _compare(console: Console, pair: Pair, input_ids: Any, max_new_tokens: int) -> Comparison:

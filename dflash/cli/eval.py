@@ -46,7 +46,7 @@ def evaluate(
         int | None,
         decoding_option(min=2, help="Longest answer, in tokens. Default: 2048, or half of the target's positions."),
     ] = None,
-    repeats: Annotated[int, decoding_option(min=1, help="Runs of each method on each prompt; the median counts.")] = 1,
+    repeats: arguments.Repeats = 1,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = None,
     trust_remote_code: arguments.TrustRemoteCode = False,
@@ -77,19 +77,12 @@ def evaluate(
     """
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
-    from dflash.evaluation import (
-        EvalPlan,
-        Server,
-        check_methods,
-        questions_of,
-        questions_of_prompts,
-        run_eval,
-        server_backend,
-    )
+    from dflash.evaluation import EvalPlan, Server, check_methods, run_eval, server_backend
 
     if data_root is not None:
         _silence_datasets()
-    _check_servers(url, baseline_url, methods)
+    processes = Processes()
+    _check_servers(url, baseline_url, methods, processes.count)
     chosen = loading.listed(methods, "--methods")
     if tasks is None and not prompts:
         raise ValueError(
@@ -111,18 +104,10 @@ def evaluate(
         score,
         unsafe_code,
     )
-    processes = Processes()
-    if url is not None and processes.count > 1:
-        raise ValueError(
-            f"--url asks one question at a time, not the {processes.count} of as many processes: start one."
-        )
     with ExitStack() as stack:
         if processes.is_first:
             _claim(stack, output, overwrite, prompts or [], trace)
-        questions = []
-        for name, dialogues in loading.read_prompt_files(prompts or []).items():
-            questions += questions_of_prompts(name, dialogues, plan.num_prompts, seed)
-        questions = [*questions_of(plan), *questions]
+        questions = _questions(plan, prompts or [])
         if url is not None and baseline_url is not None:
             tokenizer = loading.load_tokenizer(plan.target, trust_remote_code)
             servers = Server(url), Server(baseline_url)
@@ -133,10 +118,9 @@ def evaluate(
             tokenizer = pair.tokenizer
             recorder = stack.enter_context(recording(trace, pair, target, processes.rank))
             backend = _backend(pair, max_new_tokens, chosen, recorder)
+            if processes.is_first and max_new_tokens is None:
+                _say_longest(backend.max_new_tokens)
         if processes.is_first:
-            if max_new_tokens is None and url is None and backend.max_new_tokens < 2048:
-                limit_said = f"{backend.max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
-                print(f"Answers are cut at {limit_said}.", file=sys.stderr)
             loading.say_without_template(tokenizer, chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
@@ -155,12 +139,33 @@ def _silence_datasets() -> None:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
-def _check_servers(url: str | None, baseline_url: str | None, methods: str) -> None:
-    """Raises ValueError for one server without the other, and for methods that no server has."""
+def _check_servers(url: str | None, baseline_url: str | None, methods: str, num_processes: int) -> None:
+    """Raises ValueError for one server without the other, for methods that no server has, and for several processes."""
     if (url is None) != (baseline_url is None):
         raise ValueError("--url and --baseline-url go together: the speed-up is over the target served alone.")
     if url is not None and methods != "dflash":
         raise ValueError(f"--methods {methods} run in this process, and --url asks a server: leave one of them out.")
+    if url is not None and num_processes > 1:
+        raise ValueError(
+            f"--url asks one question at a time, not the {num_processes} of as many processes: start one."
+        )
+
+
+def _questions(plan: Any, prompts: Sequence[Path]) -> list[Any]:
+    """The questions of the tasks, then those of one's own prompts."""
+    from dflash.evaluation import questions_of, questions_of_prompts
+
+    own: list[Any] = []
+    for name, dialogues in loading.read_prompt_files(prompts).items():
+        own += questions_of_prompts(name, dialogues, plan.num_prompts, plan.seed)
+    return [*questions_of(plan), *own]
+
+
+def _say_longest(max_new_tokens: int) -> None:
+    """Says on standard error where answers are cut, unless that is the usual place."""
+    if max_new_tokens < 2048:
+        longest = f"{max_new_tokens} tokens, half of the target's positions (--max-new-tokens)"
+        print(f"Answers are cut at {longest}.", file=sys.stderr)
 
 
 def _check_traced(trace: Path | None, url: str | None, methods: Sequence[str]) -> None:

@@ -168,7 +168,7 @@ def api_key(variable: str | None) -> str | None:
 
 
 def checked_prompt(text: str) -> str:
-    """The prompt; ValueError if there is none, or it is no text."""
+    """`text`, if it can be a prompt; ValueError if it is empty or no text."""
     if not text.strip():
         raise ValueError("The prompt is empty: give some text.")
     check_text(text)
@@ -263,8 +263,11 @@ def read_prompts(path: Path) -> list[Dialogue]:
 
 def _dialogue(line: str) -> Dialogue:
     """The chat of a line of prompts; an error of any kind if it has none."""
-    row: Any = parsed_json(line.encode()) if line.lstrip().startswith("{") else {"prompt": line}
-    messages = row.get("messages") or question(row.get("prompt", row.get("question")))
+    if not line.lstrip().startswith("{"):
+        return question(checked_prompt(line))
+    row = parsed_json(line.encode())
+    text = row.get("prompt", row.get("question"))
+    messages = row.get("messages") or question(text)
     dialogue = [{"role": str(turn["role"]), "content": turn["content"]} for turn in messages]
     while dialogue[-1]["role"] == "assistant":
         dialogue.pop()

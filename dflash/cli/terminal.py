@@ -182,17 +182,27 @@ def number(value: float) -> str:
 
 def _figures(rows: Sequence[Comparison]) -> list[str]:
     """Tokens, tokens/s of both, speed-up, tau and tokens per step, over `rows` together."""
-    plain = sum(len(row.plain.token_ids) for row in rows) / sum(row.plain.seconds for row in rows)
-    tokens = sum(len(row.fast.token_ids) for row in rows)
-    fast = tokens / sum(row.fast.seconds for row in rows)
-    drafts: list[int] = []  # without looked-up tokens, as in the paper
-    num_steps = 0
+    plain = _speed([row.plain for row in rows])
+    fast = _speed([row.fast for row in rows])
+    tokens = num_steps = 0
+    lengths: list[int] = []  # without looked-up tokens, as in the paper
     for row in rows:
-        drafts += row.fast.draft_lengths
+        tokens += len(row.fast.token_ids)
         num_steps += len(row.fast.acceptance_lengths)
-    tau = sum(drafts) / len(drafts) if drafts else math.nan
-    per_step = (tokens - len(rows)) / num_steps if num_steps else math.nan
-    return [str(tokens), f"{plain:.0f}", f"{fast:.0f}", f"{fast / plain:.2f}x", number(tau), number(per_step)]
+        lengths += row.fast.draft_lengths
+    return [
+        str(tokens),
+        f"{plain:.0f}",
+        f"{fast:.0f}",
+        f"{fast / plain:.2f}x",
+        number(sum(lengths) / len(lengths) if lengths else math.nan),
+        number((tokens - len(rows)) / num_steps if num_steps else math.nan),
+    ]
+
+
+def _speed(runs: "Sequence[TimedRun]") -> float:
+    """Tokens a second."""
+    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
 
 
 def show_table(table: tuple[list[str], list[list[str]]], title: str | None = None, num_names: int = 0) -> None:
@@ -202,20 +212,28 @@ def show_table(table: tuple[list[str], list[list[str]]], title: str | None = Non
     first columns, `num_names` of them or those without figures; in a pipe or a file every line is as long as it is.
     """
     headings, rows = table
-    columns = [_Column.of(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
-    figures = [place for place, column in enumerate(columns) if column.is_figure]
-    num_names = num_names or (figures or [0])[0] or 1
+    columns = []
+    for place, heading in enumerate(headings):
+        columns.append(_Column.of(heading, [row[place] for row in rows]))
+    if not num_names:
+        figures = [place for place, column in enumerate(columns) if column.is_figure]
+        num_names = max(1, figures[0]) if figures else 1
     console = Console()
     is_bounded = console.is_terminal or "COLUMNS" in os.environ
     for part in _parts(columns, num_names, console.width if is_bounded else sys.maxsize):
-        shown = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
-        for column in part:
-            shown.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
-        for cells in zip(*(column.cells for column in part), strict=True):
-            shown.add_row(*cells)
-        width = max(_width(part), len(title or ""))
-        Console(width=width, highlight=False, markup=False).print(shown)
+        _print_part(part, title)
         title = None
+
+
+def _print_part(columns: "Sequence[_Column]", title: str | None) -> None:
+    """Prints a table of these columns."""
+    table = Table(title=title, title_justify="left", title_style="dim", padding=(0, 1, 0, 0), box=None)
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.is_figure else "left", no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    width = max(_width(columns), len(title or ""))
+    Console(width=width, highlight=False, markup=False).print(table)
 
 
 @dataclass(frozen=True)

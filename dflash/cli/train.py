@@ -13,7 +13,7 @@ import typer
 
 from dflash.training import TrainingSettings, read_yaml
 
-from .arguments import AcceptLicence
+from .arguments import AcceptLicence, BeginAnew, Resume
 from .loading import checkpoint, hide_loading_bars, is_first_process, numbers
 
 
@@ -30,10 +30,8 @@ def train(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Required. Folder of the checkpoint.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of any of these options; flags win over it.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew in an --output that holds a run.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: BeginAnew = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")] = False,
     accept_licence: AcceptLicence = False,
     **flags: Any,
@@ -148,12 +146,17 @@ def with_flags(
     """
     *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
     left_out = {*without, *(parameter.name for parameter in own)}
+    kind = inspect.Parameter.KEYWORD_ONLY
     hints = get_type_hints(TrainingSettings)
     for field in fields(TrainingSettings):
-        if not left_out & {field.name, field.metadata["topic"]}:
-            default = field.default if defaults is None else getattr(defaults, field.name)
-            option = _option(field, hints[field.name], default)
-            own.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
+        name = field.name
+        if name in left_out or field.metadata["topic"] in left_out:
+            continue
+        default = field.default
+        if defaults is not None:
+            default = getattr(defaults, name)
+        option = _option(field, hints[name], default)
+        own.append(inspect.Parameter(name, kind, default=None, annotation=option))
     function.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
     return function
@@ -161,12 +164,20 @@ def with_flags(
 
 def _option(field: Any, hint: Any, default: Any) -> Any:
     """The option of a field. Its choices are in the help text alone: `TrainingSettings` checks them."""
-    choices = [option for option in (hint, *get_args(hint)) if get_origin(option) is Literal]
     text = field.metadata["help"]
-    if choices:
-        text += f" One of {', '.join(get_args(choices[0]))}."
+    kind = hint
+    if hint == list[int] | None:
+        kind = str
+    for option in (hint, *get_args(hint)):
+        if get_origin(option) is Literal:
+            kind = str
+            text += f" One of {', '.join(get_args(option))}."
     if default is not None:
-        text = text.partition(" Default: ")[0] + f" Default: {'no' if default is False else default}."
-    option = typer.Option(help=text, show_default=False, rich_help_panel=field.metadata["topic"])
-    is_text = choices or hint == list[int] | None
-    return Annotated[str | None if is_text else hint | None, option]
+        text, _, _ = text.partition(" Default: ")
+        text += f" Default: {'no' if default is False else default}."
+    option = typer.Option(
+        help=text,
+        show_default=False,
+        rich_help_panel=field.metadata["topic"],
+    )
+    return Annotated[kind | None, option]

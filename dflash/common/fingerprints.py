@@ -19,12 +19,14 @@ def model_fingerprint(model: nn.Module) -> str:
     """A short hash of a model's tensors by name, shape and some of their values, the same in every dtype."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        header = f"{name} {tuple(tensor.shape)} "
+        digest.update(header.encode())
         if not tensor.is_meta:  # as offloaded weights are
             values = tensor.detach().flatten()
             step = max(1, len(values) // SAMPLED_VALUES)
-            sample = values[::step][:SAMPLED_VALUES].to("cpu", torch.bfloat16)
-            digest.update(sample.float().numpy().tobytes())
+            sample = values[::step][:SAMPLED_VALUES]
+            sample = sample.to("cpu", torch.bfloat16).float()
+            digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

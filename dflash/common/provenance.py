@@ -74,8 +74,11 @@ def command() -> str:
     is_script = program.suffix == ".py" and program.name != "__main__.py"  # `python -m dflash` is `dflash`
     words = [f"{program.parent.name}/{program.name}" if is_script else "dflash"]
     for word in sys.argv[1:]:
-        option = word.partition("=")[0] + "=" if word.startswith("--") and "=" in word else ""
-        value = word.removeprefix(option)
+        option = ""
+        value = word
+        if word.startswith("--") and "=" in word:
+            name, _, value = word.partition("=")
+            option = f"{name}="
         if os.path.isabs(os.path.expanduser(value)):
             value = Path(value).name
         words.append(option + value)

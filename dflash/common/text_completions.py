@@ -42,7 +42,11 @@ def exact_text(prompt_ids: Sequence[int], tokenizer: Any) -> str:
     prompt_ids = list(prompt_ids)
     added = tokenizer("")["input_ids"]  # such as a first token that the tokenizer adds to every text
     begin = len(added) if prompt_ids[: len(added)] == added else 0
-    text = tokenizer.decode(prompt_ids[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(
+        prompt_ids[begin:],
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
     if tokenizer(text)["input_ids"] != prompt_ids:
         shown = text if len(text) <= 80 else f"{text[:80]} …"
         ids = f"the {len(prompt_ids)} ids of the prompt {shown!r}"

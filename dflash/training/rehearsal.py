@@ -76,12 +76,16 @@ def _described(ready: Prepared, settings: TrainingSettings, trainer: Trainer) ->
     too_large = oversize(drafter, ready.target, settings.init is not None)
     if too_large:
         yield f"size      {too_large}"
-    memory = estimate_memory(trainer)
-    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items())
-    total = _bytes(sum(memory.values()))
-    yield f"memory    about {total} per process, estimated from shapes: {parts}{_kept_by_glibc(trainer)}"
+    yield _memory(trainer)
     if settings.features is not None:
         yield f"features  {_bytes(trainer.feature_bytes())} in {settings.features}, written once; measured here online"
+
+
+def _memory(trainer: Trainer) -> str:
+    sizes = estimate_memory(trainer)
+    total = _bytes(sum(sizes.values()))
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
+    return f"memory    about {total} per process, estimated from shapes: {parts}{_kept_by_glibc(trainer)}"
 
 
 def _measured(trainer: Trainer) -> Iterator[str]:

@@ -88,12 +88,21 @@ def check(folder: str | os.PathLike[str], target: str | None = None, engines: tu
     if target is not None:
         findings += _findings(_rules(pair_rules), checkpoint, read_target(target))
     findings = _without_repeats([finding for finding in findings if set(finding.engines) & set(engines)])
-    verdicts = []
-    for engine in engines:  # fails for an error, degraded for a warning
-        causes = [finding for finding in findings if engine in finding.engines and finding.severity != "note"]
-        severity = causes[0].severity if causes else "note"
-        verdicts.append(Verdict(engine, ENGINES[engine], VERDICT_OF[severity], tuple(causes)))
-    return Report(checkpoint.name, checkpoint.folder, checkpoint.form, target, tuple(findings), tuple(verdicts))
+    return Report(
+        checkpoint.name,
+        checkpoint.folder,
+        checkpoint.form,
+        target,
+        tuple(findings),
+        tuple(_verdict(engine, findings) for engine in engines),
+    )
+
+
+def _verdict(engine: str, findings: Iterable[Finding]) -> Verdict:
+    """What follows for an engine from findings, the worst first: it fails for an error and is degraded for a warning."""
+    causes = [finding for finding in findings if engine in finding.engines and finding.severity != "note"]
+    severity = causes[0].severity if causes else "note"
+    return Verdict(engine, ENGINES[engine], VERDICT_OF[severity], tuple(causes))
 
 
 def _findings(rules: Iterable[Callable[..., Iterator[Finding]]], *checked: Any) -> list[Finding]:
@@ -107,14 +116,20 @@ def _without_repeats(findings: list[Finding]) -> list[Finding]:
     A reading is left out for an engine that a rule fails for the same field, and the library's own refusal where
     anything else already fails there.
     """
-    errors = [finding for finding in findings if finding.severity == "error"]
-    failing = {(engine, f.field) for f in errors if f.rule != "reading" for engine in f.engines}
-    is_refused = any("remote-code" in f.engines and f.rule not in ("library", "code") for f in errors)
-    kept = []
+    failing: set[tuple[str, str]] = set()
+    is_refused = False
+    for finding in findings:
+        if finding.severity == "error" and finding.rule != "reading":
+            failing.update((engine, finding.field) for engine in finding.engines)
+        if finding.severity == "error" and finding.rule not in ("library", "code"):
+            is_refused = is_refused or "remote-code" in finding.engines
+    once = []
     for finding in findings:
         engines = finding.engines
+        if finding.rule == "library" and is_refused:
+            continue
         if finding.rule == "reading":
             engines = tuple(engine for engine in engines if (engine, finding.field) not in failing)
-        if engines and not (finding.rule == "library" and is_refused):
-            kept.append(replace(finding, engines=engines))
-    return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
+        if engines:
+            once.append(replace(finding, engines=engines))
+    return sorted(once, key=lambda finding: SEVERITIES.index(finding.severity))

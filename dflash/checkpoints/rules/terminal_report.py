@@ -30,13 +30,19 @@ def report_lines(report: Report) -> RenderableType:
     table.add_column(overflow="fold")
     for verdict in report.verdicts:
         mark, style = LOOKS[verdict.verdict]
-        table.add_row(Text(f"{mark} {verdict.verdict}", style), verdict.name, Text(_because(verdict), "dim"))
+        table.add_row(
+            Text(f"{mark} {verdict.verdict}", style),
+            verdict.name,
+            Text(_because(verdict), "dim"),
+        )
     parts: list[RenderableType] = [title, Text(), table]
     for finding in report.findings:
-        parts += [Text(), *_finding(finding, report)]
+        parts.append(Text())
+        parts += _finding(finding, report)
     counts = Counter(finding.severity for finding in report.findings)
-    ending = ", ".join(counted(counts[name], name) for name in SEVERITIES if counts[name])
-    return Group(*parts, Text(), Text(ending or "nothing found", "dim"))
+    endings = [counted(counts[name], name) for name in SEVERITIES if counts[name]]
+    ending = Text(", ".join(endings) or "nothing found", "dim")
+    return Group(*parts, Text(), ending)
 
 
 def _because(verdict: Verdict) -> str:
@@ -52,11 +58,19 @@ def _finding(finding: Finding, report: Report) -> Iterator[RenderableType]:
         value = value[: LONGEST_VALUE - 1] + "…"
     mark, style = LOOKS[finding.severity]
     yield Text.assemble((f"{mark} ", style), (finding.field, "bold"), f" = {value}")
-    place = f"{finding.file} · {finding.rule}"
-    if set(finding.engines) != set(ALL):
-        engines = tuple(verdict.engine for verdict in report.verdicts if verdict.engine in finding.engines)
-        place += f" · {engine_names(engines)}"
     remedy = Table.grid(padding=(0, 1))
     remedy.add_row(Text("→", "green"), Text(finding.fix))
-    for part in (Text(place, "dim"), Text(finding.why), remedy):
-        yield Padding(part, (0, 0, 0, 2))
+    indent = (0, 0, 0, 2)
+    yield Padding(Text(_place(finding, report), "dim"), indent)
+    yield Padding(Text(finding.why), indent)
+    yield Padding(remedy, indent)
+
+
+def _place(finding: Finding, report: Report) -> str:
+    """The file, the rule, and the engines, unless the finding concerns them all."""
+    place = f"{finding.file} · {finding.rule}"
+    if set(finding.engines) == set(ALL):
+        return place
+    asked = [verdict.engine for verdict in report.verdicts]
+    engines = tuple(engine for engine in asked if engine in finding.engines)
+    return f"{place} · {engine_names(engines)}"
