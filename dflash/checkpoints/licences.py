@@ -1,6 +1,6 @@
-"""A checkpoint's card, the licence that it states, and what this forbids of what is about to be done.
+"""A checkpoint's card, the licence that it states, and what this licence forbids.
 
-It reads what the authors wrote: the front matter of README.md, else the first line of a LICENSE file.
+The licence is read where authors write it: in the front matter of README.md, else in the first line of a LICENSE file.
 """
 
 import json
@@ -26,11 +26,11 @@ TERMS = {
     "non-commercial": (NON_COMMERCIAL, "no commercial use"),
     "no derivatives": (NO_DERIVATIVES, "changed copies may not be shared"),
 }
-# Between the licences of a checkpoint and of those that it was trained from; a name may hold a comma.
+# Between the licence of a checkpoint and those of its origins; a name may hold a comma.
 BETWEEN = "; "
-# Creative Commons' version 4 lets anybody change the work, and forbids to share the changed one; older ones forbid both.
+# Creative Commons' version 4 lets anybody change the work, and forbids to share the changed work; older versions forbid both.
 CHANGES_ARE_PRIVATE = re.compile(r"(nd|derivatives),?[- ](version )?4", re.IGNORECASE)
-STATE_ONE = (
+HOW_TO_STATE = (
     "state one: `--license apache-2.0` of dflash train, or `license: apache-2.0` in the front matter of its README.md"
 )
 ACCEPT = "pass --accept-licence if its authors allow it"
@@ -202,7 +202,7 @@ def _sentence(licence: Licence) -> str:
     if licence.inherited is None:
         ask = "ask its authors before you use, change or share it."
         if licence.is_trained:
-            return f"states none. If you trained it, {STATE_ONE}. If not, {ask}"
+            return f"states none. If you trained it, {HOW_TO_STATE}. If not, {ask}"
         return f"states none: {ask}"
     sentence = licence.name or "states none"
     if licence.origin not in (None, licence.name):

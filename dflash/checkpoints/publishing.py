@@ -20,7 +20,7 @@ from .rules import Report, check
 
 CARD, DOOR, PAIR = "README.md", "custom_generate/generate.py", "dflash.json"
 
-# Files of a former checkpoint that would be read with the new one's, were they left in the repository.
+# Files of a former checkpoint: left in the repository, they would be read together with the new files.
 STALE = (
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*_dflash.py", "custom_generate/*"
 )  # fmt: skip

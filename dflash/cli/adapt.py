@@ -1,4 +1,4 @@
-"""`dflash adapt`: a drafter, a user's prompts or texts, and minutes; out comes a checkpoint that accepts more of them, or the same."""
+"""`dflash adapt`: trains a drafter further on a user's prompts or texts, and keeps the drafter that accepts most of them."""
 
 import sys
 from functools import partial

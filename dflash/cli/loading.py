@@ -1,4 +1,4 @@
-"""What several commands do with their options: check, load and encode; values are refused before anything is loaded."""
+"""What several commands do with their options. They refuse wrong values before they load anything."""
 
 import functools
 import os
@@ -85,7 +85,7 @@ def load_tokenizer(target: str, trust_remote_code: bool = False) -> Any:
 
     with named("--target", target):
         config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-        # AutoModelForCausalLM takes these too, and their positions then see the ones after them.
+        # AutoModelForCausalLM takes these too, and their positions then see the positions after them.
         if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
             raise ValueError(f"a {config.model_type} model is no causal language model: give one that generates text.")
         try:
@@ -113,7 +113,7 @@ def named(option: str, name: str) -> Iterator[None]:
 def checkpoint(name: str, option: str) -> str:
     """A folder's path with `~` resolved, or a Hub id as it is; ValueError for what can be neither.
 
-    The Hub is asked whether it answers: if not, what follows reads the cache, or fails at once.
+    If the Hub does not answer, this process reads its cache alone from here on.
     """
     path = os.path.expanduser(name)
     remedy = "give a checkpoint's folder or its id on the Hub."
@@ -146,7 +146,7 @@ def known_device(device: str | None) -> str:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the first of its siblings, or has none; asked where no connection to them is needed."""
+    """Whether this process is the first of its siblings, by the launcher's variables; no connection is made."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -189,7 +189,7 @@ def standard_input() -> str:
 
 
 def hide_loading_bars() -> None:
-    """Hides the progress bars of transformers, and those of `datasets` in a log. Called inside a bar of ours: it imports for seconds."""
+    """Hides the progress bars of transformers, and those of `datasets` in a log. It imports for seconds: show a bar meanwhile."""
     if not sys.stderr.isatty():
         # Read when `datasets` is imported, which may be later.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -238,7 +238,7 @@ def read_prompt_files(paths: Iterable[Path]) -> dict[str, list[Dialogue]]:
 def read_prompts(path: Path) -> list[Dialogue]:
     """Chat messages of each line of a file: a prompt, or a JSON object with `messages`, `prompt` or `question`.
 
-    What the assistant says at the end of a chat is left out: it is what is asked for.
+    Answers of the assistant at the end of a chat are left out: the models write them.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # Windows begins files with a mark
@@ -262,7 +262,7 @@ def read_prompts(path: Path) -> list[Dialogue]:
 
 
 def _dialogue(line: str) -> Dialogue:
-    """The chat of a line of prompts; an error of any kind if it has none."""
+    """The chat in a line of prompts; an error of any kind if there is none."""
     if not line.lstrip().startswith("{"):
         return question(checked_prompt(line))
     row = parsed_json(line.encode())

@@ -1,4 +1,4 @@
-"""`dflash regenerate`: a data set's answers replaced by the target's own, which is what a drafter learns best from."""
+"""`dflash regenerate`: replaces the answers of a data set by the target's own, from which a drafter learns best."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -143,7 +143,7 @@ def regenerate(
 
 
 def _check_writer(url: str | None, drafter: str | None, model: str | None, api_key_env: str | None) -> None:
-    """Raises ValueError for options of a server without one, or of a drafter beside one."""
+    """Raises ValueError for options of a server without a server, or for a drafter beside a server."""
     if url is not None and drafter is not None:
         raise ValueError("--url and --drafter are both given: a server has its own drafter (dflash serve).")
     if url is None and (model is not None or api_key_env is not None):
@@ -167,7 +167,7 @@ def _claim(locks: ExitStack, output: Path, trace: Path | None, resume: bool, ove
     from dflash.regeneration import check_answer_file
 
     if not output.is_dir():
-        check_output(output)  # a run that goes on is said to, and not to be one that can be resumed
+        check_output(output)  # so that a run that is still going on is not taken for one that can be resumed
     check_answer_file(output, resume, overwrite)
     locks.enter_context(only_writer(output))
     if trace is not None:

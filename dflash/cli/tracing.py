@@ -39,8 +39,8 @@ def check_trace_file(trace: Path | None, files: Sequence[Path] = ()) -> None:
 def recording(trace: Path | None, pair: Pair, target: str, rank: int = 0) -> Iterator[Callable[[Decode], Decode]]:
     """Makes ways of decoding add their texts to `trace`, each prompt once, while the body runs; without one, changes nothing.
 
-    `rank` is the number of this process. The first one keeps other commands from adding, and joins the parts of all, so in
-    it the body must end last. ValueError for a file that is no trace of this pair.
+    `rank` is the number of this process. The first process keeps other commands from adding, and joins the parts of all
+    processes, so its body must end last. ValueError for a file that is no trace of this pair.
     """
     if trace is None:
         yield lambda decode: decode

@@ -1,4 +1,4 @@
-"""`dflash train`: a target and data in, a drafter's checkpoint out. Its flags are the fields of `TrainingSettings`."""
+"""`dflash train`: trains a drafter for a target. Its flags are the fields of `TrainingSettings`."""
 
 import inspect
 import math
@@ -97,7 +97,7 @@ def train(
 
 
 def or_value_error(train: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """What `train` returns; a loss that is not finite is a fault of the settings or the data, and so a ValueError."""
+    """What `train` returns; ValueError for a loss that is not finite: the settings or the data are wrong."""
     try:
         return train(*arguments, **keywords)
     except FloatingPointError as error:
@@ -113,12 +113,12 @@ def say_stopped(record: Any) -> None:
 
 def say_complete(folder: str | Path, kept: str, record: Any) -> None:
     """Prints where the checkpoint is and what it holds, and how to state a licence where the card of a new one has none."""
-    from dflash.checkpoints import STATE_ONE, read_licence
+    from dflash.checkpoints import HOW_TO_STATE, read_licence
 
     was_complete = "; the run was complete, nothing to resume" if record.was_complete else ""
     print(f"{folder}: {kept}{was_complete}")
     if not record.was_complete and read_licence(folder).name is None:
-        announce(f"Its card states no licence. Before you share it, {STATE_ONE}.")
+        announce(f"Its card states no licence. Before you share it, {HOW_TO_STATE}.")
 
 
 def announce(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and one process at a time that writes them."""
+"""Files that are whole or not there, each written by one process at a time."""
 
 import json
 import os
@@ -88,8 +88,10 @@ def check_output(path: Path, overwrite: bool = True) -> None:
 def only_writer(path: Path) -> Iterator[None]:
     """Keeps other processes of this machine from writing `path`, a file or a folder, while the body runs.
 
-    The lock ends with the process, however that ends. A hidden file beside `path` says who holds it. ValueError with
-    the number of the process that holds it.
+    The lock ends with the process, however it ends. A hidden file beside `path` names the process.
+
+    Raises:
+        ValueError: if another process writes `path`, with its number.
     """
     path = followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ def only_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         holder.unlink(missing_ok=True)
-        with suppress(OSError):  # Windows deletes no open file; who waits for a deleted one looks again
+        with suppress(OSError):  # Windows deletes no open file; a process that waits for a deleted file looks again
             Path(lock.lock_file).unlink()
         lock.release()
 

@@ -1,4 +1,4 @@
-"""Short hashes by which models and data are known again, wherever they were loaded from."""
+"""Short hashes by which models and data are recognised, wherever they were loaded from."""
 
 import hashlib
 import json

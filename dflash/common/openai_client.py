@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 LONGEST_QUOTE = 160  # letters of a server's words that an error repeats
 LONGEST_TIMEOUT = 1e8  # seconds; a socket takes no infinite number
 PAUSES = (1.0, 4.0, 16.0, 60.0)  # seconds before a request is sent again
-LONGEST_PAUSE = 600.0  # seconds; a server that asks for more is given up
+LONGEST_PAUSE = 600.0  # seconds; if a server asks for more, the request fails
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # statuses of failures that may pass by themselves
 
 

@@ -66,7 +66,7 @@ class Checkpoint:
         return whole_number(self.fields.get(name))
 
     def either(self, name: str) -> Any:
-        """A field of `dflash_config` or of the top level, whichever says something."""
+        """A field of `dflash_config` or of the top level, whichever is not null."""
         return either(self.config, name)
 
     def own_number(self, name: str) -> int | None:
@@ -97,7 +97,7 @@ class TargetFiles:
 
 
 def read_checkpoint(drafter: str | os.PathLike[str]) -> Checkpoint:
-    """The config, the file names and the tensor headers of a folder or Hub id; an unreadable file is noted as such."""
+    """The config, the file names and the tensor headers of a folder or Hub id; files that cannot be read are in `unreadable`."""
     folder = Path(drafter).expanduser()
     name = folder.absolute().name
     if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(drafter)):
@@ -206,7 +206,7 @@ def downloaded(name: str, what: str, **options: Any) -> Path:
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    """The ids of a field that holds one, several or none."""
+    """The ids of a field that holds an id, a list of ids or nothing."""
     items = value if isinstance(value, list) else [value]
     return frozenset(item for item in items if whole_number(item) is not None)
 

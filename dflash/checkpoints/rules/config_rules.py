@@ -21,9 +21,9 @@ from .engine_readings import (
 from .findings import CONVERT, TRANSFORMERS, Finding, Severity, all_but, engine_names, error, note, shown, warning
 
 
-# Fields that change what a drafter computes: the values that mean "absent", the engines that read the field, and what its
-# absence from the others does.
 SERVERS = ("vllm", "sglang")
+# Fields that change what a drafter computes: the values that mean "absent", the engines that read the field, and how bad it is
+# that the others do not.
 VARIANT_FIELDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], Severity]] = {
     "attention_sink_bias": ((None, 0), SERVERS, "error"),
     "attention_value_scale": ((None, 1), SERVERS, "error"),
@@ -305,7 +305,7 @@ def dimensions(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def vocabulary(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """A drafter proposes from the target's whole vocabulary; a reduced one of its own is read by vLLM alone."""
+    """A drafter proposes from the target's whole vocabulary; only vLLM reads a reduced vocabulary."""
     reduced = checkpoint.reduced_vocabulary
     if reduced is not None:
         whole = checkpoint.number("vocab_size")
