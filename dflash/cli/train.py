@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from dflash.common.messages import counted
-from dflash.training import REMOVED, TrainingSettings, read_yaml
+from dflash.training import TrainingSettings, read_yaml
 
 from .arguments import AcceptLicence
 from .loading import checkpoint, hide_loading_bars, numbers
@@ -55,8 +55,6 @@ def train(
     places = {"target": target, "data": data, "output": output}
     asked = read_yaml(config, list(places)) if config is not None else {}
     asked |= given | {name: place for name, place in places.items() if place not in (None, [])}
-    for name in asked.keys() & REMOVED.keys():
-        raise ValueError(f"--{name} was removed: {REMOVED[name]}.")
     for name in places:
         if asked.get(name) is None:
             raise ValueError(f"--{name} is missing: give it, or write `{name}: …` into the file of --config.")
@@ -243,9 +241,8 @@ def with_flags(
     by name, have no option.
     """
     *own, _flags = inspect.signature(function, eval_str=True).parameters.values()
-    options: dict[str, Any] = {} if without else {n: Annotated[str | None, typer.Option(hidden=True)] for n in REMOVED}
     hints, asked = get_type_hints(TrainingSettings), fields(TrainingSettings)
-    options |= {
+    options = {
         one.name: _option(one, hints[one.name], one.default if defaults is None else getattr(defaults, one.name))
         for one in asked
         if not {one.name, one.metadata["topic"]} & {*without, *(option.name for option in own)}

@@ -8,21 +8,21 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
 class LowRankChange(nn.Module):
     """The weight and a matrix of low rank, which is 0 at first."""
 
-    def __init__(self, weight: torch.Tensor, rank: int, generator: torch.Generator) -> None:
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         height, width = weight.shape
         down = torch.randn(rank, width, generator=generator) / math.sqrt(width)
         self.down = nn.Parameter(down.to(weight))  # [R, in]
         self.up = nn.Parameter(weight.new_zeros(height, rank))  # [out, R]
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight: Tensor) -> Tensor:
         """The changed weight, [out, in]."""
         return weight + self.up @ self.down
 

@@ -1,7 +1,6 @@
 """Where verification rejected a draft, recorded while a pair decodes, as rows to train on: the text and the anchors in it."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,10 @@ from dflash.common.fingerprints import fingerprint, model_fingerprint
 from dflash.common.json_lines import JsonLines, whole_lines
 from dflash.common.provenance import public_name
 from dflash.model.decoding_dflash import Block
+
+from .examples import Prompts
+from .settings import Facts
+from .sources import Source
 
 
 # What each row of a trace begins with.
@@ -53,12 +56,11 @@ class Trace:
     ) -> None:
         self.check_name(path)
         self._lines = JsonLines(path, rank)
-        self._origin = {"target": public_name(name), "weights": model_fingerprint(target)}
-        self._origin["tokenizer"] = fingerprint(tokenizer.get_vocab())
+        self._origin = {"target": public_name(name), **_fingerprints(target, tokenizer)}
         for part in self._lines.parts():
             if not begin:
                 check_trace(_rows_of(part), name or "this target", tokenizer, target, f"{part}: ", "name another file")
-            elif not rank:
+            elif rank == 0:
                 part.unlink()
         self._lines.mend()
 
@@ -70,12 +72,13 @@ class Trace:
 
     def append(self, prompt_ids: Sequence[int], response_ids: Sequence[int], rejected: Sequence[int]) -> None:
         """Adds a text; `rejected` are places in prompt and response together."""
-        ids = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "rejected": list(rejected)}
-        self._lines.append([self._origin | ids])
+        text = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "rejected": list(rejected)}
+        self._lines.append([self._origin | text])
 
     def join(self) -> None:
         """Puts what other processes wrote into the file; for the first process, when all are done."""
-        if len(parts := self._lines.parts()) > 1:
+        parts = self._lines.parts()
+        if len(parts) > 1:
             self._lines.join(line for part in parts for _, line in whole_lines(part))
 
 
@@ -84,52 +87,57 @@ def was_rejected(block: Block) -> bool:
     return block.num_accepted < block.num_proposals and not block.is_lookup
 
 
-def recorded(blocks: Iterable[Block], prompts: Sequence[Sequence[int]], trace: Trace) -> Iterator[Block]:
+def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterator[Block]:
     """The blocks of `generate_blocks`, unchanged; at the end, also an early one, the texts of `prompts` are added to `trace`."""
-    texts: list[list[int]] = [[] for _ in prompts]
+    texts = [list(prompt) for prompt in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:
         for block in blocks:
-            text, anchor = texts[block.sequence], len(prompts[block.sequence]) + len(texts[block.sequence]) - 1
+            text = texts[block.sequence]
             if was_rejected(block):
-                rejected[block.sequence].append(anchor)
+                rejected[block.sequence].append(len(text) - 1)
             text += block.token_ids
             yield block
     finally:
         for prompt, text, anchors in zip(prompts, texts, rejected, strict=True):
-            trace.append(prompt, text, anchors)
+            trace.append(prompt, text[len(prompt) :], anchors)
 
 
-def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
+def _rows_of(path: Path) -> Iterator[Facts]:
     """The rows of a trace, but half a line at its end, of a process that was killed; ValueError for any other line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            is_whole, row = line.endswith(b"\n"), None
+            is_whole = line.endswith(b"\n")
+            row = None
             with suppress(ValueError):
                 row = json.loads(line)
             if row is None and not is_whole and line.startswith(BEGINNING[: len(line)]):
                 return
-            if not (is_whole and isinstance(row, dict) and "rejected" in row):
+            if not is_whole or not isinstance(row, dict) or "rejected" not in row:
                 raise ValueError(f"Line {number} of {path} is no whole row of a trace: name another file.")
             yield row
 
 
+def _fingerprints(target: PreTrainedModel, tokenizer: Any) -> dict[str, str]:
+    return {"weights": model_fingerprint(target), "tokenizer": fingerprint(tokenizer.get_vocab())}
+
+
 def check_trace(
     rows: Iterable[Mapping[str, Any]],
-    target: str | os.PathLike[str],
+    target: Source,
     tokenizer: Any,
     model: PreTrainedModel,
     where: str = "",
     remedy: str = "record a trace of this target (dflash regenerate --trace)",
 ) -> None:
     """Raises ValueError for a row of a trace that was recorded with another tokenizer or with another target than `model`."""
-    ours = {"tokenizer": fingerprint(tokenizer.get_vocab()), "weights": model_fingerprint(model)}
+    expected = _fingerprints(model, tokenizer)
     for number, row in enumerate(rows, start=1):
         if row.get("rejected") is None:
             continue
-        for what, own in ours.items():
-            if row.get(what) != own:
+        for name in ("tokenizer", "weights"):
+            if row.get(name) != expected[name]:
                 raise ValueError(
-                    f"{where}Row {number} was recorded with the {what} {row.get(what)} of {row.get('target') or 'another target'} "
-                    f"and those of {target} are {own}: {remedy}."
+                    f"{where}Row {number} was recorded with the {name} {row.get(name)} of {row.get('target') or 'another target'} "
+                    f"and those of {target} are {expected[name]}: {remedy}."
                 )

@@ -7,6 +7,7 @@ square of the number of blocks, these with the number; on a CPU those of the con
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,14 +27,14 @@ FUSED = ("cpu",)
 
 def blockwise_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, R, E], R = A * N queries of A blocks
-    key: torch.Tensor,  # [B, G, S + R, E], G divides H
-    value: torch.Tensor,  # likewise
-    attention_mask: torch.Tensor,  # additive [B, 1, R, S + N], finite, in fp32 or of query's dtype
+    query: Tensor,  # [B, H, R, E], R = A * N queries of A blocks
+    key: Tensor,  # [B, G, S + R, E], G divides H
+    value: Tensor,  # likewise
+    attention_mask: Tensor,  # additive [B, 1, R, S + N], finite, in fp32 or of query's dtype
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # [B, R, H, E]
+) -> tuple[Tensor, None]:  # [B, R, H, E]
     """The same output as attention with the dense mask [B, 1, R, S + R], up to rounding."""
     (batch, heads, num_rows, size), groups = query.shape, key.shape[1]
     length = key.shape[2] - num_rows
@@ -78,14 +79,14 @@ def is_fused(device: torch.device, dropout: float) -> bool:
 
 
 def _attend(
-    rows: torch.Tensor,  # [B, G, A, H / G * N, E]
-    block_key: torch.Tensor,  # [B, G, A, N, E]
-    block_value: torch.Tensor,  # likewise
-    attention_mask: torch.Tensor,  # [B, 1, A, N, S + N]
-    context_key: torch.Tensor,  # [B, G, S, E]
-    context_value: torch.Tensor,  # likewise
+    rows: Tensor,  # [B, G, A, H / G * N, E]
+    block_key: Tensor,  # [B, G, A, N, E]
+    block_value: Tensor,  # likewise
+    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    context_key: Tensor,  # [B, G, S, E]
+    context_value: Tensor,  # likewise
     dropout: float,
-) -> torch.Tensor:  # of the shape of rows
+) -> Tensor:  # of the shape of rows
     """The attention output of some blocks."""
     length, block_size = context_key.shape[2], block_key.shape[3]
     scores = torch.cat(

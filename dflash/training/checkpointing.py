@@ -22,8 +22,9 @@ from dflash.common.version import __version__
 from dflash.drafter import DFlashDraftModel
 
 from .card import model_card
-from .data import Example, described
 from .distributed import whole_copy
+from .examples import Example, Prompts, described
+from .settings import Facts
 from .trainer import Trainer
 from .training_state import public_settings, remove_state, save_state, saving, state_folder
 
@@ -43,7 +44,7 @@ class TrainingRecord:
         was_complete: Whether the run was complete before, so that there was nothing to resume.
     """
 
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    curve: list[Facts] = field(default_factory=list)
     best_step: int = 0
     best_tau: float = float("-inf")
     seconds: float = 0.0
@@ -52,7 +53,7 @@ class TrainingRecord:
     was_complete: bool = False
 
     @classmethod
-    def of_finished(cls, facts: dict[str, Any]) -> "TrainingRecord":
+    def of_finished(cls, facts: Facts) -> "TrainingRecord":
         """The record of a complete run, by its `training.json`."""
         curve, best_step = facts["curve"], facts["best_step"]
         taus = {point["step"]: point.get("tau", float("nan")) for point in curve}
@@ -60,8 +61,8 @@ class TrainingRecord:
 
 
 def describe_inputs(
-    target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Sequence[Sequence[int]]
-) -> dict[str, Any]:
+    target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Prompts
+) -> Facts:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
     fields = drafter.config.to_diff_dict().items()
     shape = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
@@ -78,7 +79,7 @@ def describe_inputs(
     }
 
 
-def describe_run(trainer: Trainer, inputs: dict[str, Any], record: TrainingRecord) -> dict[str, Any]:
+def describe_run(trainer: Trainer, inputs: Facts, record: TrainingRecord) -> Facts:
     """What a reader needs to repeat the run."""
     return {
         "settings": asdict(public_settings(trainer.settings)),
@@ -103,8 +104,8 @@ class Checkpointer:
 
     trainer: Trainer
     output: Path  # folder of the checkpoint
-    inputs: dict[str, Any]  # of `describe_inputs`
-    provenance: dict[str, Any]  # more facts for `training.json`
+    inputs: Facts  # of `describe_inputs`
+    provenance: Facts  # more facts for `training.json`
     record: TrainingRecord  # grows while the run goes on
     elapsed: Callable[[], float]  # seconds since this start of the run
 
@@ -145,7 +146,7 @@ class Checkpointer:
                     os.replace(aside, self.output / name)
             remove_state(state_folder(self.output))
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Facts:
         self._read_clock()
         return describe_run(self.trainer, self.inputs, self.record) | self.provenance
 
@@ -153,15 +154,13 @@ class Checkpointer:
         self.record.seconds = round(self._seconds_before + self.elapsed(), 1)
 
 
-def save_drafter(
-    drafter: DFlashDraftModel, folder: Path, facts: dict[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> None:
+def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes the checkpoint in `dtype` with `facts` as `training.json`; a full disk or a kill leaves the older one."""
     rounded: Any = copy.deepcopy(drafter)
     save_checkpoint(rounded.to(dtype), folder, files=_texts(drafter.config, folder.name, facts))
 
 
-def _texts(config: Any, name: str, facts: dict[str, Any]) -> dict[str, str]:
+def _texts(config: Any, name: str, facts: Facts) -> dict[str, str]:
     """The files beside the weights: the facts and, if they are those of a run, the card that they fill."""
     card = {"README.md": model_card(config, name, facts)} if "curve" in facts else {}
     return {"training.json": json.dumps(facts, indent=2) + "\n", **card}

@@ -1,16 +1,16 @@
 """A drafter over several processes: whole in each or sharded (FSDP2), and its state as one process would have it.
 
-Losses, gradients and counts travel as sums.
+Losses, gradients and counts are joined as sums.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import accelerate
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,15 +19,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dflash.drafter import DFlashDraftModel
 
 from .acceptance import Acceptance
 from .adaptation_lora import is_changed, merged
 from .losses import DraftCounts
+from .settings import Facts
 
 
-def asked_sharding(accelerator: accelerate.Accelerator) -> dict[str, Any] | None:
+def asked_sharding(accelerator: Accelerator) -> Facts | None:
     """What accelerate's own configuration asks of `fully_shard`; `None` if it asks for whole models.
 
     Precision and activation checkpointing are the trainer's own settings.
@@ -70,7 +72,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
     """Weights and optimiser states by the parameters' names; if sharded, on the first process alone, but all must call."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(drafter))
     return {
@@ -79,7 +81,7 @@ def full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     }
 
 
-def load_full_state(drafter: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
     """Puts the optimisers' part of a `full_state` back; the weights are loaded before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -98,50 +100,49 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 
 
 def join_gradients(
-    accelerator: accelerate.Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
+    accelerator: Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
 ) -> tuple[float, bool]:
-    """Turns gradients of each process's loss sum into those of the mean loss over all; gives that loss, and if any process stops.
+    """Divides the gradients of all processes' loss sums by the sum of the weights; gives the mean loss, and if any process stops.
 
-    All travel in one message, because a sum of many small tensors is mostly latency. FSDP has summed the gradients of a
-    sharded drafter before.
+    All are summed in one message, because the sum of many small tensors is mostly latency. FSDP has already summed the
+    gradients of a sharded drafter.
     """
     figures = torch.stack([counts.loss_sum, counts.weight_sum, counts.loss_sum.new_tensor(float(stop))])
-    trained = [parameter for parameter in drafter.parameters() if parameter.grad is not None]
-    gradients: list[Any] = [parameter.grad for parameter in trained]
+    gradients: list[Any] = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
     if is_sharded(drafter):
         figures = accelerator.reduce(figures, reduction="sum")
-        scale = 1 / figures[1].clamp(min=1e-9).item()
-        for gradient in gradients:
-            gradient *= scale
-    elif accelerator.num_processes == 1:
-        for gradient in gradients:
-            gradient /= figures[1].clamp(min=1e-9)
-    else:
-        total = accelerator.reduce(torch.cat([*(one.flatten() for one in gradients), figures]), reduction="sum")
-        figures = total[-len(figures) :]
-        means = total[: -len(figures)] / figures[1].clamp(min=1e-9)
-        parts = means.split([gradient.numel() for gradient in gradients])
-        for parameter, part in zip(trained, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-    loss, wishes = torch.stack([figures[0] / figures[1].clamp(min=1e-9), figures[2]]).tolist()
-    return loss, wishes > 0
+    elif accelerator.num_processes > 1:
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), figures])
+        sizes = [gradient.numel() for gradient in gradients]
+        *sums, figures = accelerator.reduce(flat, reduction="sum").split([*sizes, len(figures)])
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total.view_as(gradient))
+    loss_sum, weight_sum, num_stopping = figures.tolist()
+    weight_sum = max(weight_sum, 1e-9)
+    for gradient in gradients:
+        gradient /= weight_sum
+    return loss_sum / weight_sum, num_stopping > 0
 
 
-def join_counts(accelerator: accelerate.Accelerator, counts: DraftCounts) -> DraftCounts:
+def join_counts(accelerator: Accelerator, counts: DraftCounts) -> DraftCounts:
     """The counts of all processes."""
-    names = counts.__dataclass_fields__
-    return DraftCounts(**{name: accelerator.reduce(getattr(counts, name), reduction="sum") for name in names})
+    return counts.each(lambda count: accelerator.reduce(count, reduction="sum"))
 
 
-def counts_of_each(accelerator: accelerate.Accelerator, counts: DraftCounts) -> dict[str, torch.Tensor]:
+def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
     """The counts of each process, in order: joined now and added to later, they would round another way."""
-    return {name: accelerator.gather(getattr(counts, name)[None]).cpu() for name in counts.__dataclass_fields__}
+    return vars(counts.each(lambda count: accelerator.gather(count[None]).cpu()))
 
 
-def join_acceptances(accelerator: accelerate.Accelerator, acceptance: Acceptance) -> Acceptance:
+def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
+    """The part of `counts_of_each`, saved by any number of processes, that this process goes on from."""
+    index, count = accelerator.process_index, accelerator.num_processes
+    return DraftCounts(**saved).each(lambda values: values[index::count].sum(dim=0).to(accelerator.device))
+
+
+def join_acceptances(accelerator: Accelerator, acceptance: Acceptance) -> Acceptance:
     """The acceptance over the prompts of all processes."""
     counts = [acceptance.steps, acceptance.committed, acceptance.kept, *acceptance.accepted]
-    steps, committed, kept, *accepted = accelerator.reduce(
-        torch.tensor(counts, device=accelerator.device), reduction="sum"
-    ).tolist()
+    sums = accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum")
+    steps, committed, kept, *accepted = sums.tolist()
     return Acceptance(steps, committed, kept, tuple(accepted))

@@ -10,37 +10,39 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dflash.drafter import DFlashConfig
 from dflash.model.attention_dflash import additive_mask, sees, target_sees, written_out
 
 from .block_attention import BLOCKWISE
+from .settings import Facts
 
 
 # The document of an absent anchor: no token's, and not that of padding.
 NO_DOCUMENT = -2
 
 # Whether query q of sequence b sees key k, in the form of flex attention, which has the head in between.
-Visibility = Callable[[Any, Any, Any, Any], torch.Tensor]
+Visibility = Callable[[Any, Any, Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """What the drafter reads and what it should propose; query r is position `r % N` of block `r // N`."""
 
-    token_ids: torch.Tensor  # [B, R], the anchor's token, then mask tokens
+    token_ids: Tensor  # [B, R], the anchor's token, then mask tokens
     # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.
-    labels: torch.Tensor
-    is_learned: torch.Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
+    labels: Tensor
+    is_learned: Tensor  # bool [B, R], queries that propose, up to the end of the anchor's response
     # [B, R], columns of the tokens before the labels, at which the target's logits predict the labels
-    previous: torch.Tensor
-    position_ids: torch.Tensor  # [B, S + R], of the context, then of the queries
+    previous: Tensor
+    position_ids: Tensor  # [B, S + R], of the context, then of the queries
     # By layer type, whether a query sees a key: bool [B, 1, R, S + R]; for "blockwise" the context's keys and those of the
     # query's own block, [B, 1, R, S + N]; for "flex_attention" its `BlockMask`.
-    attention_mask: dict[str, Any]
+    attention_mask: Facts
 
 
-def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
+def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Each token's distance to the first token of its document, [B, S] of document_ids [B, S]."""
     columns = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # [B, S]
     begins = torch.ones_like(document_ids, dtype=torch.bool)
@@ -48,7 +50,7 @@ def positions_in_documents(document_ids: torch.Tensor) -> torch.Tensor:
     return columns - torch.where(begins, columns, 0).cummax(dim=1).values
 
 
-def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """The mask of a causal target that reads documents side by side, each as if alone: additive [B, 1, S, S].
 
     Padding is a document too, so that every token sees at least one.
@@ -60,10 +62,10 @@ def packed_causal_mask(document_ids: torch.Tensor, window: int | None, dtype: to
 
 
 def lay_out_blocks(
-    input_ids: torch.Tensor,  # [B, S]
-    loss_mask: torch.Tensor,  # bool [B, S]
-    document_ids: torch.Tensor,  # [B, S], negative for padding
-    anchors: torch.Tensor,  # [B, A] columns, negative for none
+    input_ids: Tensor,  # [B, S]
+    loss_mask: Tensor,  # bool [B, S]
+    document_ids: Tensor,  # [B, S], negative for padding
+    anchors: Tensor,  # [B, A] columns, negative for none
     config: DFlashConfig,
     attention: str,
 ) -> BlockLayout:
@@ -81,7 +83,7 @@ def lay_out_blocks(
     in_sequence = columns < length
     columns = columns.clamp(max=length - 1)
 
-    def at(values: torch.Tensor) -> torch.Tensor:  # [B, S] -> [B, A, N]
+    def at(values: Tensor) -> Tensor:  # [B, S] -> [B, A, N]
         return values.gather(1, columns.flatten(1)).view_as(columns)
 
     anchor_documents = document_ids.gather(1, first)  # [B, A]
@@ -106,7 +108,7 @@ def lay_out_blocks(
     key_documents = torch.cat([document_ids, query_documents], dim=1)
 
     def visibility(is_causal: bool, window: int | None) -> Visibility:
-        def visible(b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        def visible(b: Any, h: Any, q: Any, k: Any) -> Tensor:
             query, key = (query_positions[b, q], query_blocks[b, q]), (position_ids[b, k], key_blocks[b, k])
             seen = sees(query, key, anchor_positions[b, q], is_causal, window)
             return seen & (query_documents[b, q] == key_documents[b, k])
@@ -114,12 +116,12 @@ def lay_out_blocks(
         return visible
 
     shape = batch, query_positions.shape[1], position_ids.shape[1]
-    makers: dict[str, Any] = {
+    makers: Facts = {
         "flex_attention": _block_mask,
         BLOCKWISE: partial(_blockwise_mask, block_size=block_size),
     }
     make_mask = makers.get(attention, _dense_mask)
-    masks: dict[str, Any] = {}
+    masks: Facts = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:
             visible = visibility(config.is_layer_causal(layer), config.layer_window(layer))
@@ -135,16 +137,14 @@ def lay_out_blocks(
 
 
 def _dense_mask(
-    visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: torch.Tensor | None = None
-) -> torch.Tensor:
+    visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: Tensor | None = None
+) -> Tensor:
     """Bool [B, 1, Q, K] for all keys, or for the given ones, [1 or Q, K]."""
     b, q, k = (torch.arange(size, device=device) for size in shape)
     return visible(b[:, None, None], None, q[None, :, None], k[None, None] if keys is None else keys[None])[:, None]
 
 
-def _blockwise_mask(
-    visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int
-) -> torch.Tensor:
+def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int) -> Tensor:
     """The keys that a query's block may see: the context's and its own, bool [B, 1, Q, S + N]."""
     _, queries, keys = shape
     length = keys - queries

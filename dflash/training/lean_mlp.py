@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -28,8 +28,8 @@ def lean_mlps(drafter: Any) -> Iterator[None]:
             del mlp.forward  # the class's is there again
 
 
-def _forward(mlp: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    def joined(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _forward(mlp: Any, hidden_states: Tensor) -> Tensor:
+    def joined(gate: Tensor, up: Tensor) -> Tensor:
         return mlp.down_proj(mlp.act_fn(gate) * up)
 
     # Nothing in it is random, and on a GPU the state of random numbers is slow to read.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -23,9 +24,9 @@ PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 # ce: -log q(token of the data), the paper's. forward_kl: KL(p || q) of the target's distribution p and the drafter's q (JetSpec).
 LOSSES = ("ce", "forward_kl")
 
-Head = Callable[[torch.Tensor], torch.Tensor]
+Head = Callable[[Tensor], Tensor]
 # From how sure the drafter is of each label [G, P] and the rows that are learned [G, P] to the rows' weights [G, P].
-PositionWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PositionWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 def reads_target(loss: str) -> bool:
@@ -43,7 +44,7 @@ def default_gamma(block_size: int) -> float:
 def decay_weights(gamma: float) -> PositionWeights:
     """exp(-(k - 1) / gamma) for the k-th proposal, as in the paper: a wrong early token wastes all later ones."""
 
-    def weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
+    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
         return torch.exp(-torch.arange(is_learned.shape[1], device=is_learned.device) / gamma) * is_learned
 
     return weights
@@ -57,7 +58,7 @@ def dpace_weights(alpha: float) -> PositionWeights:
     from k on. No gradient flows through the weights.
     """
 
-    def weights(confidences: torch.Tensor, is_learned: torch.Tensor) -> torch.Tensor:
+    def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
         # A position that is not learned ends its block: nothing from there on can be accepted.
         accepted = (((1.0 - alpha) * confidences.detach() + alpha) * is_learned).cumprod(dim=1)
         return accepted.flip(1).cumsum(dim=1).flip(1)
@@ -69,30 +70,30 @@ def dpace_weights(alpha: float) -> PositionWeights:
 class Candidates:
     """Each row's most probable tokens, without gradient."""
 
-    logits: torch.Tensor  # [M, K]
-    token_ids: torch.Tensor  # [M, K]
+    logits: Tensor  # [M, K]
+    token_ids: Tensor  # [M, K]
 
 
 @dataclass(frozen=True)
 class RowLosses:
     """Weighted loss of some rows as a sum, its weight, and which rows were right."""
 
-    loss_sum: torch.Tensor  # scalar with gradient
-    weight_sum: torch.Tensor  # scalar
-    is_correct: torch.Tensor  # bool [M], whether the row's argmax is its label
-    weights: torch.Tensor  # [M]
+    loss_sum: Tensor  # scalar with gradient
+    weight_sum: Tensor  # scalar
+    is_correct: Tensor  # bool [M], whether the row's argmax is its label
+    weights: Tensor  # [M]
     candidates: Candidates | None = None  # where they were asked for
 
 
 def chunked_loss(
-    hidden_states: torch.Tensor,  # [M, D]
-    labels: torch.Tensor,  # [M]
-    weights: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],  # [M]; a function of the log-probabilities [M]
+    hidden_states: Tensor,  # [M, D]
+    labels: Tensor,  # [M]
+    weights: Tensor | Callable[[Tensor], Tensor],  # [M]; a function of the log-probabilities [M]
     head: Head,
     chunk_rows: int | None = None,
     *,
     loss: str = "ce",
-    teacher_states: torch.Tensor | None = None,  # [M, D of the target]
+    teacher_states: Tensor | None = None,  # [M, D of the target]
     teacher_head: Head | None = None,
     num_candidates: int = 0,
 ) -> RowLosses:
@@ -127,7 +128,7 @@ def chunked_loss(
             "(target.requires_grad_(False))."
         )
 
-    def compute(rows: slice, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def compute(rows: slice, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
         logits = _wide(head(states))
         wanted = labels[rows].to(logits.device)
@@ -151,12 +152,12 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_states: torch.Tensor, compute: Any, chunk_rows: int, is_ce: bool, num_candidates: int
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, hidden_states: Tensor, compute: Any, chunk_rows: int, is_ce: bool, num_candidates: int
+    ) -> tuple[Tensor, ...]:
         wants_gradient = ctx.needs_input_grad[0]
         gradients = torch.empty_like(hidden_states) if wants_gradient else hidden_states.new_zeros(0)
 
-        def run(begin: int) -> tuple[torch.Tensor, ...]:  # a function, so that a chunk's logits die with it
+        def run(begin: int) -> tuple[Tensor, ...]:  # a function, so that a chunk's logits die with it
             rows = slice(begin, begin + chunk_rows)
             with torch.set_grad_enabled(wants_gradient):
                 states = hidden_states[rows].detach().requires_grad_(wants_gradient)
@@ -176,32 +177,32 @@ class _ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
         return gradients * upstream[0][:, None].to(gradients.dtype), *[None] * 4
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _wide(logits: Tensor) -> Tensor:
     """In fp32 at least, before argmax too, which is slow in bf16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def head_loss(
     head: Any,  # heads_dflash.CausalHead
-    hidden_states: torch.Tensor,  # [M, D]
-    states: torch.Tensor,  # [M, H] of the head, after the true tokens before the label
-    positions: torch.Tensor,  # [M] of the labels in their blocks
+    hidden_states: Tensor,  # [M, D]
+    states: Tensor,  # [M, H] of the head, after the true tokens before the label
+    positions: Tensor,  # [M] of the labels in their blocks
     candidates: Candidates,
-    labels: torch.Tensor,  # [M]
-    weights: torch.Tensor,  # [M]
-) -> torch.Tensor:
+    labels: Tensor,  # [M]
+    weights: Tensor,  # [M]
+) -> Tensor:
     """The weighted cross entropy, summed, of a causal head's choice among each row's candidates after the true tokens.
 
     A row counts nothing if its label is not among its candidates. The loss trains the head alone: the rest of the drafter
     learns what it would without one.
     """
 
-    def chunk(*parts: torch.Tensor) -> torch.Tensor:
+    def chunk(*parts: Tensor) -> Tensor:
         hidden, state, position, logits, token_ids, wanted, weight = parts
         features = head.features(hidden)
         scores = _wide(head.scores(position[:, None], features, logits.to(hidden.dtype), token_ids, state))
@@ -228,15 +229,19 @@ def rows_of_chunk(vocab_size: int) -> int:
 class DraftCounts:
     """Teacher-forced counts of drafted blocks; `a + b` joins those of two batches."""
 
-    loss_sum: torch.Tensor  # weighted loss
-    weight_sum: torch.Tensor
-    correct: torch.Tensor  # [P], right tokens by proposal
-    rows: torch.Tensor  # [P], trained positions by proposal
-    accepted: torch.Tensor  # tokens right in an unbroken run from the first one, over all blocks
-    blocks: torch.Tensor  # blocks with a trained position
+    loss_sum: Tensor  # weighted loss
+    weight_sum: Tensor
+    correct: Tensor  # [P], right tokens by proposal
+    rows: Tensor  # [P], trained positions by proposal
+    accepted: Tensor  # tokens right in an unbroken run from the first one, over all blocks
+    blocks: Tensor  # blocks with a trained position
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
-        return DraftCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return DraftCounts(*map(torch.add, vars(self).values(), vars(other).values()))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "DraftCounts":
+        """The counts after `change`, each by itself."""
+        return DraftCounts(*map(change, vars(self).values()))
 
     def summary(self) -> dict[str, float | list[float]]:
         """The means: loss, accuracy of each proposal, and accepted proposals per block."""
@@ -248,10 +253,10 @@ class DraftCounts:
 
 
 def count_drafts(
-    is_correct: torch.Tensor,  # bool [..., P]
-    is_learned: torch.Tensor,  # bool [..., P]
-    loss_sum: torch.Tensor,
-    weight_sum: torch.Tensor,
+    is_correct: Tensor,  # bool [..., P]
+    is_learned: Tensor,  # bool [..., P]
+    loss_sum: Tensor,
+    weight_sum: Tensor,
 ) -> DraftCounts:
     """The counts of some blocks. Runs are counted block by block.
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from .batches import Batch
@@ -64,7 +65,7 @@ class DrafterLoss:
                 "start from one that speaks through its target's head."
             )
 
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, DraftCounts]:
+    def __call__(self, batch: Batch) -> tuple[Tensor, DraftCounts]:
         """The loss, summed over the batch's blocks, and its counts."""
         attention = self.attention(batch.input_ids.device)
         layout = lay_out_blocks(
@@ -91,7 +92,7 @@ class DrafterLoss:
         begins = torch.arange(len(batch.input_ids), device=layout.previous.device)[:, None] * length
         labels, previous = learned.gather(layout.labels), learned.gather(layout.previous + begins)
 
-        def weigh(log_probs: torch.Tensor) -> torch.Tensor:  # [M] -> [M]
+        def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
             weights = self.weights(learned.scatter(log_probs.exp())[:, first:], proposals)
             return learned.gather(functional.pad(weights, (first, 0))) * learned.is_real
 
@@ -131,7 +132,7 @@ class DrafterLoss:
         return "flex_attention" if has_kernels else BLOCKWISE
 
 
-def _states_after(causal_head: Any, token_ids: torch.Tensor) -> torch.Tensor:
+def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
     """The states [G, P, H] of a causal head after each of the blocks' tokens [G, P]."""
     state = causal_head.rows.new_zeros(len(token_ids), causal_head.state_size)
     states = []
@@ -144,17 +145,17 @@ def _states_after(causal_head: Any, token_ids: torch.Tensor) -> torch.Tensor:
 class _Learned:
     """The learned positions of all blocks [G, N] as one list of M, filled up to a multiple of `ROW_STEP` with any position."""
 
-    def __init__(self, is_learned: torch.Tensor) -> None:
+    def __init__(self, is_learned: Tensor) -> None:
         self.is_learned = is_learned  # bool [G, N]
         index = is_learned.flatten().nonzero().flatten()
         self.is_real = torch.arange(len(index) + -len(index) % ROW_STEP, device=index.device) < len(index)  # [M]
         self.index = functional.pad(index, (0, len(self.is_real) - len(index)))  # [M], places in the flat grid
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """The learned positions' values [M], out of values of all positions in any shape."""
         return values.flatten()[self.index]
 
-    def scatter(self, values: torch.Tensor) -> torch.Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """Values [M] at their places in [G, N], and zero elsewhere."""
         grid = values.new_zeros(self.is_learned.numel())
         grid[self.index[self.is_real]] = values[self.is_real]

@@ -115,13 +115,19 @@ def _split(found: Mapping[str, Any], split: str, source: str) -> Any:
     return found[split]
 
 
-def _version_of_lines(path: Path) -> Version:
-    digest, lines = hashlib.blake2b(digest_size=16), 0
+def file_digest(path: Path) -> str:
+    """The digest of a file's content."""
+    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while part := file.read(2**20):
             digest.update(part)
-            lines += part.count(b"\n")
-    return Version(digest.hexdigest(), lines)
+    return digest.hexdigest()
+
+
+def _version_of_lines(path: Path) -> Version:
+    with path.open("rb") as file:
+        num_lines = sum(1 for _ in file)
+    return Version(file_digest(path), num_lines)
 
 
 def _read_json_lines(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from dflash.common.json_lines import changes
 from dflash.common.messages import first_line
 from dflash.common.provenance import public_name
 
-from .settings import TrainingSettings
+from .settings import Facts, TrainingSettings
 
 
 FACTS_FILE, TENSORS_FILE = "state.json", "state.pt"
@@ -31,7 +30,7 @@ def state_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.state")
 
 
-def save_state(folder: Path, facts: dict[str, Any], tensors: dict[str, Any] | None) -> None:
+def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
     """Writes a training state to `folder` in the place of an older one; before the first step it has no tensors.
 
     Raises:
@@ -58,7 +57,7 @@ def saving(what: str, folder: Path) -> Iterator[None]:
         raise OSError(f"The {what} {folder} cannot be written ({first_line(error)}); {before}: {remedy}.") from error
 
 
-def read_tensors(folder: Path) -> dict[str, Any] | None:
+def read_tensors(folder: Path) -> Facts | None:
     """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
     if not folder.is_dir():
         remedy = "give an output on a disk that all machines share"
@@ -90,7 +89,7 @@ def remove_state(folder: Path) -> None:
 
 def find_run(
     output: Path, settings: TrainingSettings, resume: bool, overwrite: bool
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+) -> tuple[Facts | None, Facts | None]:
     """The facts of the unfinished run in `output` to go on from, and those of a finished one; neither, to begin.
 
     Raises:
@@ -123,7 +122,7 @@ def find_run(
     return None, finished
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> Facts | None:
     """The facts in a file of ours, `None` if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -134,12 +133,12 @@ def public_settings(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, init=init, features=features, eval_data=eval_data)
 
 
-def _refuse_other_settings(settings: TrainingSettings, saved: dict[str, Any]) -> None:
+def _refuse_other_settings(settings: TrainingSettings, saved: Facts) -> None:
     defaults = TrainingSettings().decisive()
     refuse_changes({name: saved.get(name, default) for name, default in defaults.items()}, settings.decisive())
 
 
-def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_changes(before: Facts, now: Facts) -> None:
     """Raises ValueError if something that a run to resume depends on has changed."""
     if changed := changes(before, now):
         remedy = "give the same, or pass overwrite (--overwrite) to begin anew"
