@@ -33,7 +33,12 @@ class Acceptance:
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         accepted = tuple(map(sum, zip_longest(self.accepted, other.accepted, fillvalue=0)))
-        return Acceptance(self.steps + other.steps, self.committed + other.committed, self.kept + other.kept, accepted)
+        return Acceptance(
+            self.steps + other.steps,
+            self.committed + other.committed,
+            self.kept + other.kept,
+            accepted,
+        )
 
     @property
     def tau(self) -> float:
@@ -47,7 +52,8 @@ class Acceptance:
 
     def figures(self) -> Facts:
         """Tau, tokens a step, and the share of the steps in which each position was accepted."""
-        shares = [round(count / max(1, self.steps), 4) for count in self.accepted]
+        steps = max(1, self.steps)
+        shares = [round(count / steps, 4) for count in self.accepted]
         return {"tau": self.tau, "tokens_per_step": self.tokens_per_step, "accepted": shares}
 
 
@@ -73,8 +79,10 @@ def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, 
                 prompt_lookup_num_tokens=0,
             )
             for block in blocks:
-                if not block.is_prefill:
-                    total += Acceptance(1, block.acceptance_length, len(block.token_ids), (1,) * block.num_accepted)
+                if block.is_prefill:
+                    continue
+                accepted = (1,) * block.num_accepted
+                total += Acceptance(1, block.acceptance_length, len(block.token_ids), accepted)
     finally:
         logger.setLevel(level)
     return total

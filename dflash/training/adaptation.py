@@ -14,7 +14,7 @@ from dflash.common.provenance import public_name
 
 from .checkpointing import TrainingRecord
 from .examples import Examples, Prompts, joined, lengths_of, selected
-from .loading import Prepared, answers_of, prepare
+from .loading import Prepared, answers_of, load, prepare_domain
 from .run import Goal, RunOptions, train_prepared
 from .settings import ADAPTATION, Facts, TrainingSettings
 from .sources import FILE_FORMATS, Source
@@ -35,16 +35,19 @@ class AdaptationGoal(Goal):
     def measure(self, trainer: Trainer) -> Facts:
         """A point of the curve with the acceptance on each domain; before the first step without a loss."""
         point = trainer.measure(())
-        acceptances = {name: trainer.acceptance(prompts) for name, prompts in self.domains.items()}
-        point["tau"] = fmean(acceptances[name].tau for name in acceptances if name != self.general)
-        point["domains"] = {name: acceptance.figures() for name, acceptance in acceptances.items()}
+        domains = {}
+        for name, prompts in self.domains.items():
+            domains[name] = trainer.acceptance(prompts).figures()
+        point["tau"] = fmean(domains[name]["tau"] for name in domains if name != self.general)
+        point["domains"] = domains
         return point
 
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
         """Whether more is accepted than at the best point, and no domain was forgotten."""
         first = record.curve[0]["domains"] if record.curve else {}
         for name, figures in first.items():
-            if point["domains"][name]["tau"] < (1 - FORGOTTEN) * figures["tau"]:
+            tau = point["domains"][name]["tau"]
+            if tau < (1 - FORGOTTEN) * figures["tau"]:
                 return False
         return super().is_better(point, record)
 
@@ -104,7 +107,8 @@ def adapt(
         goal = AdaptationGoal(held_out=held_out, domains=prompts, general=general_name)
         parts = [domain.examples for name, domain in domains.items() if name != general_name]
         if general_name is not None:
-            room = general_share / (1 - general_share) * sum(sum(lengths_of(part)) for part in parts)
+            num_tokens = sum(lengths_of(joined(parts)))
+            room = num_tokens * general_share / (1 - general_share)
             parts.append(_some(domains[general_name].examples, room, settings.seed))
         ready = replace(ready, examples=joined(parts), held_out=held_out)
         return train_prepared(ready, settings, claim, replace(run_options, goal=goal))
@@ -146,12 +150,11 @@ def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
     """Each domain's examples and held-out prompts, with the models, which all share."""
-    domains: dict[str, Prepared] = {}
-    ready = None
-    for name, source in sources.items():
-        ready = prepare(target, source, settings, announce, ready, needs_held_out=True)
+    ready, tables = load(target, list(sources.values()), settings, announce)
+    domains = {}
+    for (name, source), table in zip(sources.items(), tables, strict=True):
+        domains[name] = prepare_domain(ready, source, table, settings, announce)
         answers_of(source, ready.target, announce)  # for what it announces
-        domains[name] = ready
     return domains
 
 

@@ -53,7 +53,9 @@ def is_changed(drafter: nn.Module) -> bool:
 
 def merged(drafter: Any) -> Any:
     """A copy in which the changes are part of the weights."""
-    state = {name: value for name, value in drafter.state_dict().items() if ".parametrizations." not in name}
+    state = drafter.state_dict()
+    for name in [name for name in state if ".parametrizations." in name]:
+        del state[name]
     for name, module in drafter.named_modules():
         if parametrize.is_parametrized(module, "weight"):
             state[f"{name}.weight"] = module.weight

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class Trace:
         """Puts what other processes wrote into the file; for the first process, when all are done."""
         parts = self._lines.parts()
         if len(parts) > 1:
-            self._lines.join(line for part in parts for _, line in whole_lines(part))
+            numbered = chain.from_iterable(map(whole_lines, parts))
+            self._lines.join(line for _, line in numbered)
 
 
 def was_rejected(block: Block) -> bool:
@@ -111,7 +113,8 @@ def _rows_of(path: Path) -> Iterator[Facts]:
             row = None
             with suppress(ValueError):
                 row = json.loads(line)
-            if row is None and not is_whole and line.startswith(BEGINNING[: len(line)]):
+            begins_a_row = line.startswith(BEGINNING[: len(line)])
+            if row is None and not is_whole and begins_a_row:
                 return
             if not is_whole or not isinstance(row, dict) or "rejected" not in row:
                 raise ValueError(f"Line {number} of {path} is no whole row of a trace: name another file.")
@@ -135,9 +138,11 @@ def check_trace(
     for number, row in enumerate(rows, start=1):
         if row.get("rejected") is None:
             continue
+        recorder = row.get("target") or "another target"
         for name in ("tokenizer", "weights"):
-            if row.get(name) != expected[name]:
+            recorded = row.get(name)
+            if recorded != expected[name]:
                 raise ValueError(
-                    f"{where}Row {number} was recorded with the {name} {row.get(name)} of {row.get('target') or 'another target'} "
+                    f"{where}Row {number} was recorded with the {name} {recorded} of {recorder} "
                     f"and those of {target} are {expected[name]}: {remedy}."
                 )

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ def valid_anchors(loss_mask: Sequence[int]) -> list[int]:
     While decoding, an anchor is a token of the target, and the drafter proposes its successor first. A position whose
     successor belongs to a prompt never occurs.
     """
-    return [i for i in range(len(loss_mask) - 1) if loss_mask[i] and loss_mask[i + 1]]
+    return [place for place, pair in enumerate(pairwise(loss_mask)) if all(pair)]
 
 
 def sample_anchors(
@@ -154,7 +155,8 @@ def _side_by_side(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple
 
 
 def _filled(rows: Iterable[list[int]], width: int, value: int) -> Tensor:
-    return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+    padding = [value] * width
+    return torch.tensor([(row + padding)[:width] for row in rows])
 
 
 def _padded(length: int) -> int:
@@ -196,11 +198,14 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
         room: list[int] = []
         first = len(sequences)  # of this pool
         for number in sorted(numbers, key=lambda number: -lengths[number]):
-            place = next((i for i, columns in enumerate(room) if columns >= lengths[number]), len(room))
-            if place == len(room):
+            length = lengths[number]
+            has_room = [columns >= length for columns in room]
+            if not any(has_room):
                 room.append(width)
                 sequences.append([])
-            room[place] -= lengths[number]
+                has_room.append(True)
+            place = has_room.index(True)
+            room[place] -= length
             sequences[first + place].append(number)
     rng.shuffle(sequences)
     return sequences

@@ -64,8 +64,9 @@ def describe_inputs(
     target: PreTrainedModel, drafter: DFlashDraftModel, examples: Sequence[Example], held_out: Prompts
 ) -> Facts:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
-    fields = drafter.config.to_diff_dict().items()
-    shape = {name: value for name, value in fields if value is not None and name not in NOT_THE_MODEL}
+    shape = drafter.config.to_diff_dict()
+    for name in [name for name, value in shape.items() if value is None or name in NOT_THE_MODEL]:
+        del shape[name]
     return {
         "target": {
             "class": type(target).__name__,
@@ -113,7 +114,7 @@ class Checkpointer:
         self._seconds_before = self.record.seconds
 
     def save_checkpoint(self) -> None:
-        """Puts the drafter as it is in the place of a worse one."""
+        """Replaces the checkpoint in the output with the drafter of this step."""
         whole = whole_copy(self.trainer.drafter)
         if self.trainer.is_first:
             with saving("checkpoint", self.output):
@@ -124,14 +125,16 @@ class Checkpointer:
         tensors = None if is_beginning else self.trainer.state()
         if self.trainer.is_first:
             self._read_clock()
-            of_this_start = ("stopped_at", "signal", "was_complete")
+            record = dict(vars(self.record))
+            for name in ("stopped_at", "signal", "was_complete"):  # of this start alone
+                del record[name]
             facts = {
                 "step": self.trainer.step_number,
                 "settings": asdict(self.trainer.settings),
                 "processes": self.trainer.accelerator.num_processes,
                 "precision": self.trainer.precision,
                 "inputs": self.inputs,
-                "record": {name: value for name, value in vars(self.record).items() if name not in of_this_start},
+                "record": record,
             }
             save_state(state_folder(self.output), facts, tensors)
 
@@ -141,7 +144,8 @@ class Checkpointer:
             # Beside the checkpoint, which a kill must leave without half-written files.
             aside = self.output.with_name(f".{self.output.name}.partial-{os.getpid()}")
             with saving("checkpoint", self.output):
-                for name, text in _texts(self.trainer.drafter.config, self.output.name, self._facts()).items():
+                texts = _texts(self.trainer.drafter.config, self.output.name, self._facts())
+                for name, text in texts.items():
                     aside.write_text(text, encoding="utf-8")
                     os.replace(aside, self.output / name)
             remove_state(state_folder(self.output))
@@ -157,7 +161,8 @@ class Checkpointer:
 def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes the checkpoint in `dtype` with `facts` as `training.json`; a full disk or a kill leaves the older one."""
     rounded: Any = copy.deepcopy(drafter)
-    save_checkpoint(rounded.to(dtype), folder, files=_texts(drafter.config, folder.name, facts))
+    texts = _texts(drafter.config, folder.name, facts)
+    save_checkpoint(rounded.to(dtype), folder, files=texts)
 
 
 def _texts(config: Any, name: str, facts: Facts) -> dict[str, str]:

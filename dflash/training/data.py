@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def sharegpt_messages(turns: Any) -> list[Facts]:
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Facts) -> Example:
     encoded = _apply_template(messages, tokenizer, return_assistant_tokens_mask=True, **template_kwargs)
     loss_mask = list(map(int, encoded["assistant_masks"]))
-    says_something = any(message["role"] == "assistant" and message["content"] for message in messages)
-    if says_something and not any(loss_mask):
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if any(answers) and not any(loss_mask):
         raise ValueError(
             "The chat template marks no token as the assistant's: wrap what the assistant says in "
             "{% generation %}…{% endgeneration %} in the template, or give rows of prompt and completion."
@@ -147,7 +148,8 @@ def with_response(
     """A prompt and its response, supervised where `response_mask` is 1; without a mask all of the response is."""
     if response_mask is None:
         response_mask = [1] * len(response_ids)
-    return Example([*prompt_ids, *response_ids], [*([0] * len(prompt_ids)), *response_mask])
+    prompt_mask = [0] * len(prompt_ids)
+    return Example([*prompt_ids, *response_ids], [*prompt_mask, *response_mask])
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
@@ -277,24 +279,39 @@ def mixed(
     left_out: Counter[str] = Counter()
     places = []
     for number, part in enumerate(parts, start=1):
-        reasons = [_reason(part, place, length, settings, digests) for place, length in enumerate(lengths_of(part))]
-        left_out.update(filter(None, reasons))
-        kept = [place for place, reason in enumerate(reasons) if reason is None]
+        kept = []
+        for place, length in enumerate(lengths_of(part)):
+            reason = _reason(part, place, length, settings, digests)
+            if reason is None:
+                kept.append(place)
+            else:
+                left_out[reason] += 1
         if not kept:
-            counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
             remedy = "give another min_length or max_length, or leave it out"
-            raise ValueError(f"Part {number} of the data has no sequence left ({counts}): {remedy}.")
+            raise ValueError(f"Part {number} of the data has no sequence left ({in_words(left_out)}): {remedy}.")
         places.append(kept)
     shares = [weight for weight in weights if weight is not None]
     if shares:
-        unit = min(len(kept) / share for kept, share in zip(places, shares, strict=True))
-        for number, share in enumerate(shares):
-            kept = places[number]
-            count = max(1, round(unit * share))
-            drawn = random.Random(f"mix-{settings.seed}-{number}").sample(range(len(kept)), count)
-            left_out["beyond their weight in the mix"] += len(kept) - count
-            places[number] = [kept[index] for index in sorted(drawn)]
-    return joined([selected(part, kept) for part, kept in zip(parts, places, strict=True)]), +left_out
+        total = sum(map(len, places))
+        places = _drawn(places, shares, settings.seed)
+        left_out["beyond their weight in the mix"] = total - sum(map(len, places))
+    return joined(list(map(selected, parts, places))), +left_out
+
+
+def in_words(left_out: Counter[str]) -> str:
+    """How many examples are left out, by reason: `3 shorter than 8 tokens, 1 repeats of another one`."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+
+
+def _drawn(places: list[list[int]], shares: list[float], seed: int) -> list[list[int]]:
+    """Some places of each part, so that the parts have these shares and one part is taken whole."""
+    unit = min(map(truediv, map(len, places), shares))
+    drawn = []
+    for number, share in enumerate(shares):
+        generator = random.Random(f"mix-{seed}-{number}")
+        count = max(1, round(unit * share))
+        drawn.append(sorted(generator.sample(places[number], count)))
+    return drawn
 
 
 def _reason(part: Examples, place: int, length: int, settings: TrainingSettings, digests: set[bytes]) -> str | None:

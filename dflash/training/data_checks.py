@@ -38,7 +38,8 @@ def usable(
         has_answer = has_answer or 1 in example.mask_array
         if len(example) >= block_size and example.has_anchor:
             places.append(place)
-    total, num_left_out = counted(len(examples), "sequence"), len(examples) - len(places)
+    total = counted(len(examples), "sequence")
+    num_left_out = len(examples) - len(places)
     if not has_answer:
         raise ValueError(
             f"The data ({total}) holds no supervised token: give chats in which the assistant says "

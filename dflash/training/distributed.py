@@ -107,16 +107,18 @@ def join_gradients(
     All are summed in one message, because the sum of many small tensors is mostly latency. FSDP has already summed the
     gradients of a sharded drafter.
     """
-    figures = torch.stack([counts.loss_sum, counts.weight_sum, counts.loss_sum.new_tensor(float(stop))])
-    gradients: list[Any] = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+    wish = counts.loss_sum.new_tensor(float(stop))
+    figures = torch.stack([counts.loss_sum, counts.weight_sum, wish])
+    gradients: list[Any] = [parameter.grad for parameter in drafter.parameters()]
+    gradients = [gradient for gradient in gradients if gradient is not None]
     if is_sharded(drafter):
         figures = accelerator.reduce(figures, reduction="sum")
     elif accelerator.num_processes > 1:
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), figures])
-        sizes = [gradient.numel() for gradient in gradients]
-        *sums, figures = accelerator.reduce(flat, reduction="sum").split([*sizes, len(figures)])
-        for gradient, total in zip(gradients, sums, strict=True):
-            gradient.copy_(total.view_as(gradient))
+        parts = [*map(torch.flatten, gradients), figures]
+        total = accelerator.reduce(torch.cat(parts), reduction="sum")
+        *sums, figures = total.split([len(part) for part in parts])
+        for gradient, values in zip(gradients, sums, strict=True):
+            gradient.copy_(values.view_as(gradient))
     loss_sum, weight_sum, num_stopping = figures.tolist()
     weight_sum = max(weight_sum, 1e-9)
     for gradient in gradients:
@@ -137,7 +139,8 @@ def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, T
 def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
     """The part of `counts_of_each`, saved by any number of processes, that this process goes on from."""
     index, count = accelerator.process_index, accelerator.num_processes
-    return DraftCounts(**saved).each(lambda values: values[index::count].sum(dim=0).to(accelerator.device))
+    share = DraftCounts(**saved).each(lambda values: values[index::count].sum(dim=0))
+    return share.each(lambda values: values.to(accelerator.device))
 
 
 def join_acceptances(accelerator: Accelerator, acceptance: Acceptance) -> Acceptance:

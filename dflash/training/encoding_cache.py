@@ -118,7 +118,8 @@ def _is_whole(path: Path) -> bool:
 def _write(path: Path, examples: Iterator[Example]) -> None:
     from datasets.arrow_writer import ArrowWriter
 
-    with replaced(path) as aside, ArrowWriter(path=str(aside), features=ExampleTable.features()) as writer:
+    features = ExampleTable.features()
+    with replaced(path) as aside, ArrowWriter(path=str(aside), features=features) as writer:
         for example in examples:
             writer.write(example.row())
         writer.finalize()

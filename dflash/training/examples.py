@@ -13,10 +13,6 @@ from pyarrow import compute
 from .settings import Facts
 
 
-# The columns of a table and the dtypes that Arrow stores.
-COLUMNS = {"input_ids": "int32", "loss_mask": "int8", "rejected": "int32"}
-
-
 @dataclass(slots=True, init=False)
 class Example:
     """One sequence as arrays, which take 5 bytes a token; in `mask_array` the tokens that the drafter learns to propose are 1.
@@ -75,9 +71,12 @@ class Example:
         """The example as a row of an [`ExampleTable`]."""
         import numpy
 
-        arrays = (self.token_array, self.mask_array, self.rejected)
-        columns = {name: numpy.asarray(values) for name, values in zip(COLUMNS, arrays, strict=True)}
-        return columns | {"length": len(self)}
+        return {
+            "input_ids": numpy.asarray(self.token_array),
+            "loss_mask": numpy.asarray(self.mask_array),
+            "rejected": numpy.asarray(self.rejected),
+            "length": len(self),
+        }
 
 
 class ExampleTable(Sequence[Example]):
@@ -91,8 +90,15 @@ class ExampleTable(Sequence[Example]):
         """The columns of such a table."""
         import datasets
 
-        lists = {name: datasets.List(datasets.Value(dtype)) for name, dtype in COLUMNS.items()}
-        return datasets.Features(lists | {"length": datasets.Value("int32")})
+        ids, mask = datasets.Value("int32"), datasets.Value("int8")
+        return datasets.Features(
+            {
+                "input_ids": datasets.List(ids),
+                "loss_mask": datasets.List(mask),
+                "rejected": datasets.List(ids),
+                "length": ids,
+            }
+        )
 
     def __len__(self) -> int:
         return len(self.table)
@@ -101,7 +107,8 @@ class ExampleTable(Sequence[Example]):
         if isinstance(index, slice):
             return [self[place] for place in range(len(self))[index]]
         row = self.table[index]
-        return Example(*(row.column(name)[0].values.to_numpy().tobytes() for name in COLUMNS))
+        columns = [row.column(name)[0].values for name in ("input_ids", "loss_mask", "rejected")]
+        return Example(*(column.to_numpy().tobytes() for column in columns))
 
     def lengths(self) -> list[int]:
         """The length of each example."""

@@ -63,7 +63,8 @@ class CachedFeatures:
         for sequence, columns in documents_of(batch):
             key = key_of(batch.input_ids[sequence, columns].tolist())
             shard, begin, length = self._documents[key]
-            states[sequence, columns] = self._shards[shard].get_slice(name)[begin : begin + length].float()
+            rows = self._shards[shard].get_slice(name)
+            states[sequence, columns] = rows[begin : begin + length].float()
         return states.to(batch.input_ids.device)
 
 
@@ -105,16 +106,18 @@ def write_features(
         ValueError: if the folder holds something else, or its disk has no room.
     """
     size = feature_bytes(target, examples, facts["has_last_states"])
-    announce(f"Writing {size / 2**20:,.1f} MiB of features of {counted(len(examples), 'sequence')} to {folder}.")
+    sequences = counted(len(examples), "sequence")
+    announce(f"Writing {_mebibytes(size)} of features of {sequences} to {folder}.")
     _clear(folder)
     free = shutil.disk_usage(folder).free
     if size > free:
         raise ValueError(
-            f"The features take {size / 2**20:,.1f} MiB and {folder} has {free / 2**20:,.1f} MiB left: train without features "
-            "(online), or with fewer sequences or layers."
+            f"The features take {_mebibytes(size)} and {folder} has {_mebibytes(free)} left: train without features (online), "
+            "or with fewer sequences or layers."
         )
     writer = _ShardWriter(folder, shard_bytes)
-    autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=facts["mixed_precision"] == "bf16")
+    is_bf16 = facts["mixed_precision"] == "bf16"
+    autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=is_bf16)
     bar = tqdm(total=len(examples), desc="features", disable=announce is say_nothing, dynamic_ncols=True)
     with saving("features", folder), bar:
         for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
@@ -123,12 +126,18 @@ def write_features(
             with autocast:
                 states = target(batch, facts["has_last_states"])
             for sequence, document in enumerate(documents):
-                rows = {name: values[sequence] for name, values in vars(states).items() if values is not None}
+                rows = {"features": states.features[sequence]}
+                if states.last_hidden_state is not None:
+                    rows["last_hidden_state"] = states.last_hidden_state[sequence]
                 writer.add(document, rows, target.target.dtype)
             bar.update(len(documents))
         writer.close_shard()
         manifest = facts | {"bytes": size, "shards": writer.shards, "documents": writer.documents}
         write_text(folder / MANIFEST, json.dumps(manifest) + "\n")
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 class _ShardWriter:
@@ -148,7 +157,8 @@ class _ShardWriter:
         begin = sum(map(len, self._waiting.get("features", ())))
         self.documents[key] = len(self.shards), begin, length
         for name, values in rows.items():
-            self._waiting.setdefault(name, []).append(values[:length].to("cpu", dtype, copy=True))
+            own = values[:length].to("cpu", dtype, copy=True)
+            self._waiting.setdefault(name, []).append(own)
         if sum(values.nbytes for values in self._waiting["features"]) >= self._shard_bytes:
             self.close_shard()
 

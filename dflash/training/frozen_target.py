@@ -59,8 +59,8 @@ class FrozenTarget:
         self.config = text_config(target)
         self._layers = decoder_layers(target)
         taps = [self._layers[number] for number in drafter.config.target_layer_ids]
-        decoder = next(module for module in target.modules() if getattr(module, "layers", None) is self._layers)
-        self._read = [*taps, decoder]
+        owners = (module for module in target.modules() if getattr(module, "layers", None) is self._layers)
+        self._read = [*taps, next(owners)]  # the modules whose outputs are the states
         self._is_head_known = False
 
     @torch.no_grad()
@@ -84,8 +84,9 @@ class FrozenTarget:
                 return_dict=True,
                 **options,
             ).logits[:, -1]
-        *states, last_hidden_state = (outputs[module].to(self.drafter.device) for module in self._read)
-        features = torch.cat([state.to(self.drafter.dtype) for state in states], dim=-1)
+        outputs_read = [outputs[module] for module in self._read]
+        *states, last_hidden_state = (output.to(self.drafter.device) for output in outputs_read)
+        features = torch.cat(states, dim=-1).to(self.drafter.dtype)
         if not wants_states:
             return TargetStates(features)
         self._check_head(last_hidden_state[:, -1], logits)
@@ -133,7 +134,8 @@ class FrozenTarget:
         if self._is_head_known:
             return
         expected = logits.float()
-        error = (self.logits(states).float() - expected.to(states.device)).abs().max()
+        differences = self.logits(states).float() - expected.to(states.device)
+        error = differences.abs().max()
         if error > 0.05 * expected.std():
             raise ValueError(
                 f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "

@@ -59,7 +59,8 @@ def spread_taps(num_target_layers: int, num_taps: int = 5) -> list[int]:
     last = num_target_layers - 2
     if len(paper) == num_taps or num_taps == 1:
         return paper
-    return sorted({round(i * last / (num_taps - 1)) for i in range(num_taps)})
+    stride = last / (num_taps - 1)
+    return sorted({round(place * stride) for place in range(num_taps)})
 
 
 def new_drafter(
@@ -90,7 +91,8 @@ def new_drafter(
         ValueError: for a shape that no drafter can have.
     """
     config = text_config(target)
-    shape = {name: getattr(config, name) for name in SHARED_FIELDS if getattr(config, name, None) is not None}
+    shape = {name: getattr(config, name, None) for name in SHARED_FIELDS}
+    shape = {name: value for name, value in shape.items() if value is not None}
     ropes = shape.get("rope_parameters") or {}
     if "full_attention" in ropes:  # one for each type of layer, as in Gemma 3
         shape["rope_parameters"] = ropes["full_attention"]
@@ -121,17 +123,18 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     config = drafter.config
     layers = decoder_layers(target)
     gain = max(1.0, (HEAD_DIM / config.head_dim) ** 0.25)
-    stride = (len(layers) - 1) / max(1, len(drafter.layers) - 1)
+    last, num_strides = len(layers) - 1, max(1, len(drafter.layers) - 1)
     with torch.no_grad():
         for place, layer in enumerate(drafter.layers):
-            source = layers[round(place * stride)]
+            source = layers[round(place * last / num_strides)]
             for name, weight in layer.named_parameters():
                 if not _copy(source, name, weight) and name.endswith(("q_norm.weight", "k_norm.weight")):
                     weight.fill_(gain)
         _copy(target.get_decoder(), "norm.weight", drafter.norm.weight)
         _copy(layers[-1], "input_layernorm.weight", drafter.hidden_norm.weight)
-        taps = drafter.fc.weight.view(config.hidden_size, -1, config.hidden_size)  # [D, taps, D]
-        taps += torch.eye(config.hidden_size)[:, None] / taps.shape[1]
+        size = config.hidden_size
+        taps = drafter.fc.weight.view(size, -1, size)  # [D, taps, D]
+        taps += torch.eye(size)[:, None] / taps.shape[1]
 
 
 def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
@@ -158,7 +161,8 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     if head is None or len(head) != num_tokens or head.shape[1] < size:
         return
     head = head.float()
-    strongest = torch.linalg.eigh(head.T @ head).eigenvectors[:, -size:]
+    directions = torch.linalg.eigh(head.T @ head).eigenvectors
+    strongest = directions[:, -size:]
     # An eigenvector and its negative are as good: a fixed sign lets all processes begin alike.
     largest = strongest.gather(0, strongest.abs().argmax(dim=0, keepdim=True))
     projections = head @ (strongest * largest.sign())
@@ -177,7 +181,8 @@ def _target_weight(module: nn.Module, name: str) -> Tensor | None:
         return None
     with align_module_device(owner):
         weight = owner.get_parameter(leaf)
-        if type(weight.data) is not Tensor or not weight.is_floating_point() or weight.itemsize < 2:
+        is_plain = type(weight.data) is Tensor and weight.is_floating_point()
+        if not is_plain or weight.itemsize < 2:
             return None
         if weight.ndim > 1:
             return weight.clone()

@@ -23,7 +23,7 @@ from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import check_pair, max_positions, text_config
 
 from .adaptation_trace import check_trace
-from .data import Wanted, mixed, parts_of
+from .data import Wanted, in_words, mixed, parts_of
 from .data_checks import check_mask_token, check_tokenizer, usable
 from .device import computes_in_bf16
 from .encoding_cache import cached_examples
@@ -49,8 +49,12 @@ ADDABLE = (
     "pure_draft_prefix_len",
 )
 PART_NAMES = ("_conv.", "candidate_selector.", "prefix_gru.", "embed_proj.")  # in the names of their weights
-SHAPE = {setting.name for setting in fields(TrainingSettings) if setting.metadata["topic"] in (DRAFTER, PARTS)}
-SHAPE -= {"init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE}
+NOT_A_SHAPE = ("init", "from_target", "freeze_init", "sliding_window", *CHANGEABLE)
+SHAPE = [
+    setting.name
+    for setting in fields(TrainingSettings)
+    if setting.metadata["topic"] in (DRAFTER, PARTS) and setting.name not in NOT_A_SHAPE
+]
 # Ways to spread a model over devices.
 DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 
@@ -68,107 +72,136 @@ class Prepared:
 
 
 def prepare(
-    target: Source,
-    data: Source | Sequence[Source],
-    settings: TrainingSettings,
-    announce: Announce = say_nothing,
-    ready: Prepared | None = None,
-    needs_held_out: bool = False,
+    target: Source, data: Source | Sequence[Source], settings: TrainingSettings, announce: Announce = say_nothing
 ) -> Prepared:
     """Loads data and models, the small ones first; `announce` is told in a sentence what is left out.
 
-    With `ready`, of other data, its models are taken.
-
     Raises:
-        ValueError: with `needs_held_out`, for data of which nothing can be held out.
         ValueError: for a target, a drafter or data that cannot be read, or that do not belong together.
     """
-    _check_device_map(settings.device_map)
-    loader = _Loader(target, settings, announce, ready)
     parts = parts_of(data)
     sources = [source for source, _ in parts]
-    tables = [loader.read(source, loader.wanted) for source in sources]
-    evaluation: Examples = []
-    if settings.eval_data is not None:  # read whole, unless it has no end
-        evaluation = loader.read(settings.eval_data, loader.wanted if settings.streaming else None)
-    models = loader.models()
-    tables = [loader.usable(source, table, models) for source, table in zip(sources, tables, strict=True)]
-    if settings.eval_data is not None:
-        evaluation = loader.usable(settings.eval_data, evaluation, models)
-    models.examples, left_out = mixed(tables, [weight for _, weight in parts], settings)
-    if left_out:
-        announce(f"Left out: {', '.join(f'{count:,} {reason}' for reason, count in left_out.items())}.")
-    if settings.eval_data is not None:
-        generator = random.Random(f"held-out-{settings.seed}")
-        drawn = generator.sample(evaluation, min(settings.held_out, len(evaluation)))
-        models.held_out = [prompt_of(example) for example in drawn]
-    else:
-        _hold_out(models, ", ".join(sources), settings, announce, needs_held_out)
-    return models
+    weights = [weight for _, weight in parts]
+    ready, tables = load(target, sources, settings, announce)
+    evaluation = None if settings.eval_data is None else tables.pop()
+    ready.examples = _mixed(tables, weights, settings, announce)
+    if evaluation is None:
+        take_prompts(ready, settings, announce)
+        return ready
+    generator = random.Random(f"held-out-{settings.seed}")
+    drawn = generator.sample(evaluation, min(settings.held_out, len(evaluation)))
+    ready.held_out = [prompt_of(example) for example in drawn]
+    return ready
 
 
-class _Loader:
-    """Reads the sources and the models of a run."""
+def prepare_domain(
+    ready: Prepared, source: str, table: Examples, settings: TrainingSettings, announce: Announce
+) -> Prepared:
+    """The models of `ready` with the examples of one source, of which some are held out.
 
-    def __init__(self, target: Source, settings: TrainingSettings, announce: Announce, ready: Prepared | None) -> None:
-        self._target, self._settings, self._announce, self._ready = target, settings, announce, ready
-        if ready is None:
-            with _named_target(target):
-                self._tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
-                self._config = AutoConfig.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
-            self._start = _starting_drafter(settings)
-        else:
-            self._tokenizer, self._config, self._start = ready.tokenizer, ready.target.config, ready.drafter
-        self.wanted = _wanted(settings, self._start)
-
-    def read(self, source: str, wanted: Wanted | None) -> Examples:
-        """The encoded examples of a source, cut to the longest sequence that the settings and the target take."""
-        settings = self._settings
-        limits = [settings.max_length, max_positions(cast("Any", SimpleNamespace(config=self._config)))]
-        if settings.longest is not None:
-            limits[0] = settings.longest + 1  # so that a sequence that is too long is recognised
-        examples = cached_examples(
-            source,
-            self._tokenizer,
-            split=settings.split,
-            max_length=min((limit for limit in limits if limit is not None), default=None),
-            streaming=settings.streaming,
-            wanted=wanted,
-            announce=self._announce,
-            enable_thinking=settings.thinking,
+    Raises:
+        ValueError: for data of which nothing can be held out.
+    """
+    examples = _mixed([table], [None], settings, announce)
+    if not min(settings.held_out, len(examples) // 10):
+        raise ValueError(
+            f"{source} has {len(examples)} usable sequences, and none is held out to see what accepts more: give ten or more, "
+            "and a held_out above 0."
         )
-        if wanted is not None:
-            count = sum(map(wanted.takes, examples))
-            if count < wanted.samples:
-                self._announce(f"{source} has {count:,} usable rows, not {wanted.samples:,}.")
-        return examples
+    domain = replace(ready, examples=examples)
+    take_prompts(domain, settings, announce)
+    return domain
 
-    def models(self) -> Prepared:
-        """The target, its tokenizer and the drafter, checked against each other; no data yet."""
-        if self._ready is not None:
-            return replace(self._ready)
-        weights = None if self._start is None else model_fingerprint(self._start)
-        model = _load_target(self._target, self._settings)
-        vocab_size = text_config(model).vocab_size
-        check_tokenizer(self._tokenizer, vocab_size)
-        with torch.random.fork_rng():
-            torch.manual_seed(self._settings.seed)
-            drafter = make_drafter(model, self._tokenizer, self._settings, self._start)
-        check_pair(model, drafter)
-        ends = {self._tokenizer.eos_token_id} - {None}
-        check_mask_token(drafter.config.mask_token_id or 0, vocab_size, self._tokenizer.pad_token_id, ends)
-        return Prepared(model, self._tokenizer, drafter, [], [], weights)
 
-    def usable(self, source: str, examples: Examples, models: Prepared) -> Examples:
-        """The examples of a source that can be trained on; ValueError with its name for a row of another target."""
-        settings = self._settings
-        try:
-            if has_rejected(examples):
-                rows = islice(read_rows(source, settings.split, settings.streaming), len(examples))
-                check_trace(rows, self._target, self._tokenizer, models.target)
-            return usable(examples, models.drafter, models.target, self._announce)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+def load(
+    target: Source, sources: Sequence[str], settings: TrainingSettings, announce: Announce
+) -> tuple[Prepared, list[Examples]]:
+    """The models, without data, and the usable examples of each source and, last, of `settings.eval_data`.
+
+    The small things are loaded first, so that wrong data is refused before the target is loaded.
+    """
+    _check_device_map(settings.device_map)
+    with _named_target(target):
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=settings.trust_remote_code)
+    start = _starting_drafter(settings)
+    init_weights = None if start is None else model_fingerprint(start)
+    positions = max_positions(cast("Any", SimpleNamespace(config=config)))
+    wanted = _wanted(settings, start)
+    bounds = [(source, wanted) for source in sources]
+    if settings.eval_data is not None:  # read whole, unless it has no end
+        bounds.append((settings.eval_data, wanted if settings.streaming else None))
+    tables = [_read(source, tokenizer, settings, positions, bound, announce) for source, bound in bounds]
+    model = _load_target(target, settings)
+    vocab_size = text_config(model).vocab_size
+    check_tokenizer(tokenizer, vocab_size)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        drafter = make_drafter(model, tokenizer, settings, start)
+    check_pair(model, drafter)
+    ends = {tokenizer.eos_token_id} - {None}
+    check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
+    ready = Prepared(model, tokenizer, drafter, [], [], init_weights)
+    for place, (source, _) in enumerate(bounds):
+        tables[place] = _usable(source, tables[place], target, ready, settings, announce)
+    return ready, tables
+
+
+def _read(
+    source: str,
+    tokenizer: Any,
+    settings: TrainingSettings,
+    positions: int | None,
+    wanted: Wanted | None,
+    announce: Announce,
+) -> Examples:
+    """The encoded examples of a source, cut to the longest sequence that the settings and the target take."""
+    longest = settings.max_length
+    if settings.longest is not None:
+        longest = settings.longest + 1  # so that a sequence that is too long is recognised
+    limits = [limit for limit in (longest, positions) if limit is not None]
+    examples = cached_examples(
+        source,
+        tokenizer,
+        split=settings.split,
+        max_length=min(limits, default=None),
+        streaming=settings.streaming,
+        wanted=wanted,
+        announce=announce,
+        enable_thinking=settings.thinking,
+    )
+    if wanted is not None:
+        count = sum(map(wanted.takes, examples))
+        if count < wanted.samples:
+            announce(f"{source} has {count:,} usable rows, not {wanted.samples:,}.")
+    return examples
+
+
+def _usable(
+    source: str,
+    examples: Examples,
+    target: Source,
+    ready: Prepared,
+    settings: TrainingSettings,
+    announce: Announce,
+) -> Examples:
+    """The examples of a source that can be trained on; ValueError with its name for a row of another target."""
+    try:
+        if has_rejected(examples):
+            rows = islice(read_rows(source, settings.split, settings.streaming), len(examples))
+            check_trace(rows, target, ready.tokenizer, ready.target)
+        return usable(examples, ready.drafter, ready.target, announce)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _mixed(
+    tables: Sequence[Examples], weights: Sequence[float | None], settings: TrainingSettings, announce: Announce
+) -> Examples:
+    examples, left_out = mixed(tables, weights, settings)
+    if left_out:
+        announce(f"Left out: {in_words(left_out)}.")
+    return examples
 
 
 def _starting_drafter(settings: TrainingSettings) -> DFlashDraftModel | None:
@@ -202,25 +235,18 @@ def _load_target(target: Source, settings: TrainingSettings) -> PreTrainedModel:
         )
 
 
-def _hold_out(
-    models: Prepared, sources: str, settings: TrainingSettings, announce: Announce, needs_held_out: bool
-) -> None:
-    """Takes the held-out prompts out of the examples of `models`; `announce` is told if they are fewer than asked for."""
-    count, wanted = len(models.examples), settings.held_out
+def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce) -> None:
+    """Takes the held-out prompts out of the examples; `announce` is told if they are fewer than asked for."""
+    count, wanted = len(ready.examples), settings.held_out
     most = count // 10
-    if needs_held_out and not min(wanted, most):
-        raise ValueError(
-            f"{sources} has {count} usable sequences, and none is held out to see what accepts more: give ten or more, and a "
-            "held_out above 0."
-        )
     subject = f"data has {count} usable sequences, of which a tenth may be held out:"
     if wanted > count:
         raise ValueError(f"held_out={wanted}: the {subject} give at most {most}.")
-    models.examples, models.held_out = hold_out(models.examples, wanted, settings.seed)
-    if not models.held_out and wanted:
-        announce(f"The {subject} true acceptance is not measured, and the last weights are kept.")
-    elif most < wanted:
-        announce(f"The {subject} {most} are, not {wanted}.")
+    ready.examples, ready.held_out = hold_out(ready.examples, wanted, settings.seed)
+    if most >= wanted:
+        return
+    result = f"{most} are, not {wanted}" if most else "true acceptance is not measured, and the last weights are kept"
+    announce(f"The {subject} {result}.")
 
 
 def _check_device_map(device_map: str | None) -> None:
@@ -276,9 +302,8 @@ def make_drafter(
     target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
     """A new drafter of the shape that the settings ask for, or `start`, the one of `init`, with what they change; in fp32."""
-    values: Facts = {name: value for name, value in vars(settings).items() if value is not None}
-    shape = {name: value for name, value in values.items() if name in SHAPE}
-    changes = {name: value for name, value in values.items() if name in CHANGEABLE}
+    shape = settings.chosen(SHAPE)
+    changes = settings.chosen(CHANGEABLE)
     if "gru_hidden_dim" in shape:
         shape.setdefault("pure_draft_prefix_len", 1)
     if start is not None:
@@ -310,7 +335,8 @@ def _changed_drafter(
 ) -> DFlashDraftModel:
     """`start` with the `changes` and with parts of `shape` that it has not; ValueError for any other shape."""
     config = copy.deepcopy(start.config)
-    added = {name: shape.pop(name) for name in ADDABLE if name in shape and not getattr(config, name)}
+    missing = [name for name in ADDABLE if not getattr(config, name)]
+    added = {name: shape.pop(name) for name in missing if name in shape}
     if shape:
         raise ValueError(
             f"init={settings.init!r} has weights of its own shape: leave out {', '.join(shape)}, or leave out init to begin "
@@ -359,12 +385,16 @@ def _changed_drafter(
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
     """The examples to train on, and the prompts of `count` others, but of no more than a tenth of all."""
     total = len(examples)
-    drawn = random.Random(f"held-out-{seed}").sample(range(total), min(count, total // 10))
+    generator = random.Random(f"held-out-{seed}")
+    drawn = sorted(generator.sample(range(total), min(count, total // 10)))
     kept = sorted(set(range(total)) - set(drawn))
-    return selected(examples, kept), [prompt_of(examples[place]) for place in sorted(drawn)]
+    prompts = [prompt_of(examples[place]) for place in drawn]
+    return selected(examples, kept), prompts
 
 
 def prompt_of(example: Example) -> list[int]:
     """The prompt of an example: all before its first supervised token, or the beginning of a text."""
-    begin = example.mask_array.index(1) if 1 in example.mask_array else len(example)
-    return example.input_ids[: max(begin, min(SHORTEST_PROMPT, len(example) // 2), 1)]
+    length = len(example)
+    first = example.mask_array.index(1) if 1 in example.mask_array else length
+    shortest = min(SHORTEST_PROMPT, length // 2)
+    return example.input_ids[: max(first, shortest, 1)]

@@ -249,6 +249,8 @@ class DraftCounts:
             "loss": (self.loss_sum / self.weight_sum.clamp(min=1e-9)).item(),
             "accuracy": [round(value, 4) for value in (self.correct / self.rows.clamp(min=1)).tolist()],
             "accepted_per_block": (self.accepted / self.blocks.clamp(min=1)).item(),
+            "accepted": int(self.accepted),
+            "blocks": int(self.blocks),
         }
 
 

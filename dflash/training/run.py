@@ -134,11 +134,11 @@ def train_drafter(
         ready = prepare(target, data, settings, run_options.announce)
         parts = parts_of(data)
         manifests = [answers_of(source, ready.target, run_options.announce) for source, _ in parts]
-        names = [f"{public_name(source)}:{weight:g}" if weight else public_name(source) for source, weight in parts]
+        names = [str(public_name(source)) + (f":{weight:g}" if weight else "") for source, weight in parts]
         run_options = run_options.with_facts(
             target_name=public_name(target),
             target_is_local=os.path.exists(target),
-            data_name=", ".join(map(str, names)),
+            data_name=", ".join(names),
             answers=manifests[0] if len(manifests) == 1 else None,
         )
         return train_prepared(ready, settings, claim, run_options)
@@ -273,7 +273,8 @@ class _Run:
         record.curve.append(point)
         self.display.show_point(point, record.curve)
         if is_better:
-            record.best_step, record.best_tau = point["step"], point.get("tau", math.nan)
+            record.best_step = point["step"]
+            record.best_tau = point.get("tau", math.nan)
             self._checkpointer.save_checkpoint()
         since_best = sum(point["step"] > record.best_step for point in record.curve)
         return self._settings.patience is not None and since_best >= self._settings.patience
@@ -361,12 +362,14 @@ def _noted_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)} if is_main else {}
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handlers[number] = signal.signal(number, note)
     try:
         yield noted
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -403,8 +406,8 @@ class _Display:
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
         """Logs the newest point of the curve, and announces once that tau stays low."""
         taus = [point["tau"] for point in curve[-FLAT_POINTS:] if "tau" in point]
-        is_flat = len(taus) == FLAT_POINTS and max(taus) < LEARNED_TAU and max(taus) - min(taus) < FLAT_TAU
-        if is_flat and not self._is_warned:
+        is_flat = len(taus) == FLAT_POINTS and max(taus) - min(taus) < FLAT_TAU
+        if is_flat and max(taus) < LEARNED_TAU and not self._is_warned:
             self._is_warned = True
             settings = self._trainer.settings
             recipe = "" if settings.recipe == "short" else "--recipe short, "
@@ -416,7 +419,8 @@ class _Display:
         if self._on_point is not None:
             self._on_point(point)
         self._trainer.accelerator.log(_flat(point, "eval/"), step=point["step"])
-        self.steps.set_postfix({name: f"{value:.3f}" for name, value in point.items() if isinstance(value, float)})
+        floats = {name: value for name, value in point.items() if isinstance(value, float)}
+        self.steps.set_postfix(floats)  # the bar rounds them
 
     def close(self) -> None:
         """Ends the bar and the trackers. `end_training` of accelerate would leave the caller's process group too."""
@@ -443,8 +447,8 @@ def _flat(values: Facts, prefix: str = "") -> Facts:
     flat: Facts = {}
     for name, value in values.items():
         if isinstance(value, list):
-            value = {f"{name}_{place}": item for place, item in enumerate(value, start=1)}
-            flat |= _flat(value, prefix)
+            for place, item in enumerate(value, start=1):
+                flat[f"{prefix}{name}_{place}"] = item
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{name}/")
         elif value is not None and name != "step":

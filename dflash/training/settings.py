@@ -9,6 +9,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dflash.common.messages import first_line
+
 
 Facts = dict[str, Any]  # names and values, as JSON holds them
 
@@ -201,8 +203,10 @@ class TrainingSettings:
 
     def _check(self, setting: Field[Any], hint: Any) -> None:
         """Raises ValueError for an empty text, a value of another type, or one below the least value."""
-        name, help, least = setting.name, setting.metadata["help"], setting.metadata["least"]
-        value, options = getattr(self, name), _options(hint)
+        name, help = setting.name, setting.metadata["help"]
+        least = setting.metadata["least"]
+        value = getattr(self, name)
+        options = _options(hint)
         if type(value) is int and float in options:
             value = float(value)
         if value is False and Precision in options:  # YAML 1.1 reads `no` as false
@@ -303,11 +307,15 @@ class TrainingSettings:
         """`eval_every` or `save_every` of a run of `steps` steps."""
         return getattr(self, name) or max(1, min(500, steps // 10))
 
+    def chosen(self, names: Collection[str]) -> Facts:
+        """The settings of these names that are not `None`."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
     def decisive(self) -> Facts:
         """The settings that decide what is learned."""
-        return {
-            setting.name: getattr(self, setting.name) for setting in fields(self) if not setting.metadata["is_free"]
-        }
+        names = [setting.name for setting in fields(self) if not setting.metadata["is_free"]]
+        return {name: getattr(self, name) for name in names}
 
 
 LINE_FORM = "write one `name: value` a line"
@@ -329,19 +337,24 @@ def read_yaml(path: Path, others: Collection[str] = ()) -> Facts:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: save the file in UTF-8.") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML ({str(error).splitlines()[0]}): {LINE_FORM}.") from error
+        raise ValueError(f"{path} is not YAML ({first_line(error)}): {LINE_FORM}.") from error
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply to be read: {LINE_FORM}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings: {LINE_FORM}.")
-    keys = [str(key.value).replace("-", "_") for key, _ in yaml.compose(text).value]  # repeated ones too
-    repeated = sorted({name for name in keys if keys.count(name) > 1})
+    names = [_field_name(key.value) for key, _ in yaml.compose(text).value]  # repeated ones too
+    repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"{path} gives {', '.join(repeated)} more than once: keep one line of each.")
-    unknown = sorted({*keys} - {setting.name for setting in fields(TrainingSettings)} - {*others})
+    known = {setting.name for setting in fields(TrainingSettings)}
+    unknown = sorted({*names} - known - {*others})
     if unknown:
         raise ValueError(f"{path} holds {', '.join(unknown)}: `dflash train --help` lists what there is.")
-    return {str(name).replace("-", "_"): _number_of(value) for name, value in values.items()}
+    return {_field_name(key): _number_of(value) for key, value in values.items()}
+
+
+def _field_name(key: Any) -> str:
+    return str(key).replace("-", "_")
 
 
 def _number_of(value: Any) -> Any:

@@ -82,7 +82,8 @@ def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
     config = trainer.drafter.config
     features = len(config.target_layer_ids or ()) * config.hidden_size
     keys = config.hidden_size + 4 * config.num_key_value_heads * config.head_dim
-    return size.columns * (features + _layers_at_once(trainer) * keys) * _value_bytes(trainer)
+    width = features + _layers_at_once(trainer) * keys
+    return size.columns * width * _value_bytes(trainer)
 
 
 def _copied_bytes(trainer: Trainer) -> int:
@@ -153,13 +154,21 @@ def oversize(drafter: DFlashDraftModel, target: PreTrainedModel, is_trained: boo
 
 def widest(trainer: Trainer) -> BatchSize:
     """The largest share of a batch in the first epoch."""
-    block_size, num_anchors = trainer.drafter.config.block_size, trainer.settings.num_anchors
+    block_size = trainer.drafter.config.block_size
+    num_anchors = trainer.plan.num_anchors
     lengths = lengths_of(trainer.examples)
-    blocks = [min(num_anchors, len(valid_anchors(example.mask_array))) for example in trainer.examples]
+    anchors = [len(valid_anchors(example.mask_array)) for example in trainer.examples]
+    blocks = [min(num_anchors, count) for count in anchors]
     sizes = []
     for batch in epoch_sequences(lengths, 0, trainer.plan):
-        sequences = -(-len(batch) // trainer.num_shares)
-        width = max(sum(lengths[number] for number in sequence) for sequence in batch)
-        queries = sequences * block_size * max(sum(blocks[number] for number in sequence) for sequence in batch)
-        sizes.append(BatchSize(sequences * width, queries, queries * (width + block_size)))
+        num_sequences = -(-len(batch) // trainer.num_shares)
+        width = _largest_sum(lengths, batch)
+        queries = num_sequences * _largest_sum(blocks, batch) * block_size
+        pairs = queries * (width + block_size)
+        sizes.append((num_sequences * width, queries, pairs))
     return BatchSize(*map(max, zip(*sizes, strict=True)))
+
+
+def _largest_sum(values: list[int], batch: list[list[int]]) -> int:
+    """The largest sum over the documents of a sequence."""
+    return max(sum(values[number] for number in sequence) for sequence in batch)

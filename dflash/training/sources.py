@@ -72,7 +72,9 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
         return _of_table(_split(saved, split, source) if isinstance(saved, dict) else saved)
     if path.suffix in (".jsonl", ".json", *FILE_FORMATS) and not path.exists():
         raise FileNotFoundError(f"{source} does not exist: give a file, a folder, or the id of a data set on the Hub.")
-    name, _, configuration = (source, "", "") if path.exists() else source.partition(":")
+    name, configuration = source, ""
+    if not path.exists():
+        name, _, configuration = source.partition(":")
     try:
         return _opened(datasets.load_dataset_builder(name, configuration or None), split, streaming, source)
     except (FileNotFoundError, ConnectionError) as error:
@@ -99,7 +101,8 @@ def _prepare(builder: Any, source: str) -> None:
     try:
         builder.download_and_prepare()
     except (RecursionError, datasets.exceptions.DatasetGenerationError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[-1].rstrip(".")  # before it stand all columns
+        lines = str(error.__cause__ or error).strip().splitlines()
+        reason = lines[-1].rstrip(".")  # after the names of all columns
         raise ValueError(
             f"{source} cannot be read as one table ({reason}): give files of one kind with the same columns, or one of them."
         ) from error

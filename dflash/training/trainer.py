@@ -164,7 +164,8 @@ class Trainer:
     def rates(self) -> str:
         """The peak rates, as they are given: `learning_rate=0.002, muon_learning_rate=0.02`."""
         rates = {"learning_rate": self.settings.learning_rate, "muon_learning_rate": self.muon_rate}
-        return ", ".join(f"{name}={rate:.4g}" for name, rate in rates.items() if rate)
+        texts = [f"{name}={rate:.4g}" for name, rate in rates.items() if rate]
+        return ", ".join(texts)
 
     @property
     def attention(self) -> str:
@@ -216,16 +217,18 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.counts = counts if self.counts is None else self.counts + counts
         self.next_place = Place(place.epoch, place.number + 1)
-        rates = {name: group["lr"] for name, group in zip(group_names(self.optimizers), self._groups, strict=True)}
-        return StepFigures(loss, norm.item(), rates, is_stopping)
+        rates = [group["lr"] for group in self._groups]
+        named_rates = dict(zip(group_names(self.optimizers), rates, strict=True))
+        return StepFigures(loss, norm.item(), named_rates, is_stopping)
 
     def _backward(self, batch: Batch) -> DraftCounts:
         """Adds the gradients of this process's share of `batch`, and gives its counts."""
-        autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        device = self.accelerator.device
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
         all_counts = []
         for part in self._parts(batch):
             with autocast:
-                loss_sum, counts = self._loss_of(part.to(self.accelerator.device))
+                loss_sum, counts = self._loss_of(part.to(device))
             if is_sharded(self.drafter):  # FSDP takes the mean of the gradients over the processes
                 loss_sum = loss_sum * self.accelerator.num_processes
             self.accelerator.backward(loss_sum)
@@ -234,12 +237,15 @@ class Trainer:
 
     def _check_finite(self, loss: float, norm: float, place: Place, batch: Batch) -> None:
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"The {name} of step {self.step_number + 1} is {value}, on batch {place.number} of epoch {place.epoch} "
-                    f"({len(batch.input_ids)} sequences, the first of which begins with the ids "
-                    f"{batch.input_ids[0, :8].tolist()}): lower {self.rates}, set mixed_precision='no', or look at that batch."
-                )
+            if math.isfinite(value):
+                continue
+            step, num_sequences = self.step_number + 1, len(batch.input_ids)
+            first_ids = batch.input_ids[0, :8].tolist()
+            raise FloatingPointError(
+                f"The {name} of step {step} is {value}, on batch {place.number} of epoch {place.epoch} "
+                f"({num_sequences} sequences, the first of which begins with the ids {first_ids}): "
+                f"lower {self.rates}, set mixed_precision='no', or look at that batch."
+            )
 
     def measure(self, held_out: Prompts) -> Facts:
         """A point of the curve: the counts since the last one, if any, and true acceptance on the `held_out` prompts."""
@@ -247,7 +253,7 @@ class Trainer:
         point: Facts = {"step": self.step_number}
         if self.counts is not None:
             counts, self.counts = join_counts(accelerator, self.counts), None
-            point |= counts.summary() | {"accepted": int(counts.accepted), "blocks": int(counts.blocks)}
+            point |= counts.summary()
         if held_out:
             acceptance = self.acceptance(held_out)
             point |= {"tau": acceptance.tau, "tokens_per_step": acceptance.tokens_per_step}
@@ -260,7 +266,8 @@ class Trainer:
         if is_sharded(self.target):  # it runs only where all processes run it, so each decodes all prompts
             index, count = 0, 1
         try:
-            acceptance = measure_acceptance(drafter, self.target, prompts[index::count], self.settings.eval_new_tokens)
+            own_prompts = prompts[index::count]
+            acceptance = measure_acceptance(drafter, self.target, own_prompts, self.settings.eval_new_tokens)
         except ValueError as error:
             if not self.step_number or "drafter's logits" not in str(error):
                 raise
@@ -306,6 +313,7 @@ class Trainer:
         """Every batch from `next_place` on, with its place."""
         epoch, first = self.next_place
         while True:
-            for index, batch in enumerate(epoch_batches(self.examples, epoch, self.plan, first), start=first):
-                yield Place(epoch, index), batch
+            batches = epoch_batches(self.examples, epoch, self.plan, first)
+            for number, batch in enumerate(batches, start=first):
+                yield Place(epoch, number), batch
             epoch, first = epoch + 1, 0

@@ -129,13 +129,18 @@ def _read_json(path: Path) -> Facts | None:
 
 def public_settings(settings: TrainingSettings) -> TrainingSettings:
     """The settings without paths of this machine."""
-    init, features, eval_data = map(public_name, (settings.init, settings.features, settings.eval_data))
-    return replace(settings, init=init, features=features, eval_data=eval_data)
+    return replace(
+        settings,
+        init=public_name(settings.init),
+        features=public_name(settings.features),
+        eval_data=public_name(settings.eval_data),
+    )
 
 
 def _refuse_other_settings(settings: TrainingSettings, saved: Facts) -> None:
-    defaults = TrainingSettings().decisive()
-    refuse_changes({name: saved.get(name, default) for name, default in defaults.items()}, settings.decisive())
+    before = TrainingSettings().decisive()  # a setting that is newer than the run had its default
+    before |= {name: value for name, value in saved.items() if name in before}
+    refuse_changes(before, settings.decisive())
 
 
 def refuse_changes(before: Facts, now: Facts) -> None:

@@ -47,7 +47,8 @@ class Uploads:
         """Uploads the checkpoint of `step` in one commit, if it is new or the run's last; a new repository is private."""
         from huggingface_hub import HfApi
 
-        if self.repo_id is None or not step or (step == self.step and not is_last):
+        is_old = step == self.step and not is_last
+        if self.repo_id is None or not step or is_old:
             return
         try:
             plan = plan_publication(self.folder, self.repo_id)
