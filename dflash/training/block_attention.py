@@ -36,41 +36,42 @@ def blockwise_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, R, H, E]
     """The same output as attention with the dense mask [B, 1, R, S + R], up to rounding."""
-    (batch, heads, num_rows, size), groups = query.shape, key.shape[1]
+    batch, heads, num_rows, size = query.shape
+    groups = key.shape[1]
     length = key.shape[2] - num_rows
     block_size = attention_mask.shape[-1] - length
     blocks, shared = num_rows // block_size, heads // groups
     query = query * (size**-0.5 if scaling is None else scaling)
+    query = query.view(batch, groups, shared, blocks, block_size, size)
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
+
+    def by_block(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(2, (blocks, block_size))
+
     if is_fused(query.device, dropout):
-        of_context, own = attention_mask.split([length, block_size], dim=-1)
-        of_block = [one.unflatten(2, (blocks, block_size)) for one in (block_key, block_value, own)]
+        context_mask, own_mask = attention_mask.split([length, block_size], dim=-1)
+        own = [by_block(block_key), by_block(block_value), by_block(own_mask)]
         # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E]. Of strided
         # turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
-        turns = [one.contiguous() for one in query.view(batch, groups, shared, blocks, block_size, size).unbind(2)]
-        outputs = [FusedBlocks.apply(context_key, context_value, of_context, turn, *of_block) for turn in turns]
-        output = torch.stack([one.permute(0, 2, 3, 1, 4) for one in outputs], dim=4)  # [B, A, N, G, H / G, E]
-        return output.view(batch, num_rows, heads, size), None
-    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
-    rows = query.view(batch, groups, shared, blocks, block_size, size).transpose(2, 3).flatten(3, 4)
-    of_blocks = (
-        rows,
-        block_key.unflatten(2, (blocks, block_size)),
-        block_value.unflatten(2, (blocks, block_size)),
-        attention_mask.unflatten(2, (blocks, block_size)),
-    )
-    at_a_time = max(1, MOST_SCORES // (batch * heads * block_size * (length + block_size)))
-    if at_a_time >= blocks:
-        output = _attend(*of_blocks, context_key, context_value, dropout)
-    else:  # the backward pass computes the scores again, so that they are never held whole
-        parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
-        context = context_key, context_value, dropout
-        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in parts]
-        output = torch.cat(outputs, dim=2)
-    # [B, G, A, H / G, N, E] -> [B, A, N, G, H / G, E]
-    output = output.unflatten(3, (shared, block_size)).permute(0, 2, 4, 1, 3, 5)
-    return output.reshape(batch, num_rows, heads, size), None
+        turns = [turn.contiguous() for turn in query.unbind(2)]
+        outputs = [FusedBlocks.apply(context_key, context_value, context_mask, turn, *own) for turn in turns]
+        output = torch.stack(outputs, dim=2)  # [B, G, H / G, A, N, E]
+    else:
+        # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
+        rows = query.transpose(2, 3).flatten(3, 4)
+        of_blocks = (rows, by_block(block_key), by_block(block_value), by_block(attention_mask))
+        context = (context_key, context_value, dropout)
+        scores_of_block = batch * heads * block_size * (length + block_size)
+        at_a_time = max(1, MOST_SCORES // scores_of_block)
+        if at_a_time >= blocks:
+            output = _attend(*of_blocks, *context)
+        else:  # the backward pass computes the scores again, so that they are never held whole
+            parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
+            outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in parts]
+            output = torch.cat(outputs, dim=2)
+        output = output.unflatten(3, (shared, block_size)).transpose(2, 3)  # [B, G, H / G, A, N, E]
+    return output.permute(0, 3, 4, 1, 2, 5).reshape(batch, num_rows, heads, size), None
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:
@@ -89,19 +90,18 @@ def _attend(
 ) -> Tensor:  # of the shape of rows
     """The attention output of some blocks."""
     length, block_size = context_key.shape[2], block_key.shape[3]
-    scores = torch.cat(
-        [
-            (rows.flatten(2, 3) @ context_key.transpose(2, 3)).view(*rows.shape[:4], length),
-            rows @ block_key.transpose(3, 4),
-        ],
-        dim=-1,
-    )  # [B, G, A, H / G * N, S + N]
+    flat = rows.flatten(2, 3)
+    context_scores = (flat @ context_key.mT).view(*rows.shape[:4], length)
+    own_scores = rows @ block_key.mT
+    scores = torch.cat([context_scores, own_scores], dim=-1)  # [B, G, A, H / G * N, S + N]
     mask = attention_mask.to(scores.dtype)[:, :, :, None]
-    weights = (scores.unflatten(3, (-1, block_size)) + mask).flatten(3, 4).softmax(dim=-1).to(block_value.dtype)
+    masked = (scores.unflatten(3, (-1, block_size)) + mask).flatten(3, 4)
+    weights = masked.softmax(dim=-1).to(block_value.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)
-    seen, own = weights.split([length, block_size], dim=-1)
-    return (seen.flatten(2, 3) @ context_value).view_as(rows) + own @ block_value
+    context_weights, own_weights = weights.split([length, block_size], dim=-1)
+    from_context = context_weights.flatten(2, 3) @ context_value
+    return from_context.view_as(rows) + own_weights @ block_value
 
 
 ALL_ATTENTION_FUNCTIONS.register(BLOCKWISE, blockwise_attention)

@@ -37,7 +37,8 @@ class FusedBlocks(torch.autograd.Function):
         scores = _own_scores(query, block_key, block_mask)
         joint = torch.logaddexp(denominator, scores.logsumexp(dim=-1, keepdim=True))
         own = (scores - joint).exp().to(query.dtype) @ block_value
-        output = output.view_as(query) * (denominator - joint).exp().to(query.dtype) + own
+        context_share = (denominator - joint).exp().to(query.dtype)
+        output = output.view_as(query) * context_share + own
         ctx.save_for_backward(
             context_key, context_value, context_mask, query, block_key, block_value, block_mask, output, joint
         )
@@ -64,9 +65,11 @@ class FusedBlocks(torch.autograd.Function):
         )
         weights = (_own_scores(query, block_key, block_mask) - joint).exp()
         mean = _wide(gradient * output).sum(dim=-1, keepdim=True)
-        of_scores = (weights * (_wide(gradient @ block_value.mT) - mean)).to(query.dtype)
+        of_weights = _wide(gradient @ block_value.mT)
+        of_scores = (weights * (of_weights - mean)).to(query.dtype)
         of_query = of_query.view_as(query) + of_scores @ block_key
-        of_block_key, of_block_value = of_scores.mT @ query, weights.to(query.dtype).mT @ gradient
+        of_block_key = of_scores.mT @ query
+        of_block_value = weights.to(query.dtype).mT @ gradient
         return of_context_key, of_context_value, None, of_query, of_block_key, of_block_value, None
 
 

@@ -46,7 +46,8 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Each token's distance to the first token of its document, [B, S] of document_ids [B, S]."""
     columns = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # [B, S]
     begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    document, before = document_ids[:, 1:], document_ids[:, :-1]
+    begins[:, 1:] = document != before
     return columns - torch.where(begins, columns, 0).cummax(dim=1).values
 
 
@@ -58,7 +59,8 @@ def packed_causal_mask(document_ids: Tensor, window: int | None, dtype: torch.dt
     length, device = document_ids.shape[1], document_ids.device
     sees_key = target_sees(torch.arange(length, device=device)[None], None, window)
     visible = written_out(sees_key, 1, length, length, device)
-    return additive_mask((visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None], dtype)
+    is_same_document = document_ids[:, :, None] == document_ids[:, None, :]
+    return additive_mask((visible & is_same_document)[:, None], dtype)
 
 
 def lay_out_blocks(
@@ -88,7 +90,8 @@ def lay_out_blocks(
 
     anchor_documents = document_ids.gather(1, first)  # [B, A]
     # A block ends with its anchor's response: tokens after that belong to a next turn or a next document.
-    is_response = in_sequence & at(loss_mask) & (at(document_ids) == anchor_documents[:, :, None]) & exists[:, :, None]
+    is_same_document = at(document_ids) == anchor_documents[:, :, None]
+    is_response = in_sequence & at(loss_mask) & is_same_document & exists[:, :, None]
     is_learned = is_response.long().cumprod(dim=2).bool()
     if not ahead:
         is_learned[:, :, 0] = False  # the anchor is given
@@ -97,10 +100,10 @@ def lay_out_blocks(
     token_ids[:, :, 0] = input_ids.gather(1, first)
 
     positions = positions_in_documents(document_ids)  # [B, S]
-    anchor_positions = positions.gather(1, first)[:, :, None].expand_as(columns).flatten(1)  # [B, R]
+    anchor_positions = positions.gather(1, first).repeat_interleave(block_size, 1)  # [B, R]
     query_positions = anchor_positions + offsets.repeat(anchors.shape[1])
-    query_blocks = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
-    query_blocks = query_blocks.expand(batch, -1)  # [B, R]
+    blocks = torch.arange(anchors.shape[1], device=anchors.device).expand_as(anchors)
+    query_blocks = blocks.repeat_interleave(block_size, 1)  # [B, R]
     query_documents = torch.where(exists, anchor_documents, NO_DOCUMENT).repeat_interleave(block_size, 1)
 
     position_ids = torch.cat([positions, query_positions], dim=1)
@@ -109,9 +112,11 @@ def lay_out_blocks(
 
     def visibility(is_causal: bool, window: int | None) -> Visibility:
         def visible(b: Any, h: Any, q: Any, k: Any) -> Tensor:
-            query, key = (query_positions[b, q], query_blocks[b, q]), (position_ids[b, k], key_blocks[b, k])
+            query = (query_positions[b, q], query_blocks[b, q])
+            key = (position_ids[b, k], key_blocks[b, k])
             seen = sees(query, key, anchor_positions[b, q], is_causal, window)
-            return seen & (query_documents[b, q] == key_documents[b, k])
+            is_same_document = query_documents[b, q] == key_documents[b, k]
+            return seen & is_same_document
 
         return visible
 
@@ -139,19 +144,24 @@ def lay_out_blocks(
 def _dense_mask(
     visible: Visibility, shape: tuple[int, int, int], device: torch.device, keys: Tensor | None = None
 ) -> Tensor:
-    """Bool [B, 1, Q, K] for all keys, or for the given ones, [1 or Q, K]."""
-    b, q, k = (torch.arange(size, device=device) for size in shape)
-    return visible(b[:, None, None], None, q[None, :, None], k[None, None] if keys is None else keys[None])[:, None]
+    """Bool [B, 1, Q, K] for `keys` [1 or Q, K], by default for all keys."""
+    batch, queries, num_keys = shape
+    b = torch.arange(batch, device=device)[:, None, None]
+    q = torch.arange(queries, device=device)[:, None]
+    if keys is None:
+        keys = torch.arange(num_keys, device=device)[None]
+    return visible(b, None, q, keys)[:, None]
 
 
 def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device, block_size: int) -> Tensor:
     """The keys that a query's block may see: the context's and its own, bool [B, 1, Q, S + N]."""
     _, queries, keys = shape
     length = keys - queries
+    own_keys = torch.arange(length, keys, device=device).view(-1, 1, block_size)  # [A, 1, N]
+    own_keys = own_keys.expand(-1, block_size, -1).flatten(0, 1)  # [Q, N]
     context = _dense_mask(visible, shape, device, torch.arange(length, device=device)[None])
-    begins = torch.arange(0, queries, block_size, device=device).repeat_interleave(block_size)
-    own = length + begins[:, None] + torch.arange(block_size, device=device)
-    return torch.cat([context, _dense_mask(visible, shape, device, own)], dim=-1)
+    own = _dense_mask(visible, shape, device, own_keys)
+    return torch.cat([context, own], dim=-1)
 
 
 def _block_mask(visible: Visibility, shape: tuple[int, int, int], device: torch.device) -> Any:

@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from .settings import Facts
+
 
 # Logits of a chunk: 256 MiB in fp32.
 CHUNK_LOGITS = 2**26
@@ -45,7 +47,8 @@ def decay_weights(gamma: float) -> PositionWeights:
     """exp(-(k - 1) / gamma) for the k-th proposal, as in the paper: a wrong early token wastes all later ones."""
 
     def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
-        return torch.exp(-torch.arange(is_learned.shape[1], device=is_learned.device) / gamma) * is_learned
+        places = torch.arange(is_learned.shape[1], device=is_learned.device)
+        return torch.exp(-places / gamma) * is_learned
 
     return weights
 
@@ -60,7 +63,8 @@ def dpace_weights(alpha: float) -> PositionWeights:
 
     def weights(confidences: Tensor, is_learned: Tensor) -> Tensor:
         # A position that is not learned ends its block: nothing from there on can be accepted.
-        accepted = (((1.0 - alpha) * confidences.detach() + alpha) * is_learned).cumprod(dim=1)
+        chances = (1.0 - alpha) * confidences.detach() + alpha
+        accepted = (chances * is_learned).cumprod(dim=1)
         return accepted.flip(1).cumsum(dim=1).flip(1)
 
     return weights
@@ -135,16 +139,26 @@ def chunked_loss(
         if teacher_states is None or teacher_head is None:
             return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
         with torch.no_grad():
-            theirs = _wide(teacher_head(teacher_states[rows])).to(logits.device).log_softmax(-1)
-        divergence = functional.kl_div(logits.log_softmax(-1), theirs, reduction="none", log_target=True)
+            teacher_logits = _wide(teacher_head(teacher_states[rows])).to(logits.device)
+            teacher = teacher_logits.log_softmax(-1)
+        student = logits.log_softmax(-1)
+        divergence = functional.kl_div(student, teacher, reduction="none", log_target=True)
         return divergence.sum(-1), logits, wanted
 
+    if chunk_rows is None:
+        chunk_rows = rows_of_chunk(no_logits.shape[-1])
     losses, log_probs, is_correct, *candidates = _ChunkedRows.apply(
-        hidden_states, compute, chunk_rows or rows_of_chunk(no_logits.shape[-1]), loss == "ce", num_candidates
+        hidden_states, compute, chunk_rows, loss == "ce", num_candidates
     )
-    chosen = weights(log_probs) if callable(weights) else weights
-    found = Candidates(*candidates) if num_candidates else None
-    return RowLosses((losses * chosen).sum(), chosen.sum(), is_correct, chosen, found)
+    if callable(weights):
+        weights = weights(log_probs)
+    return RowLosses(
+        loss_sum=(losses * weights).sum(),
+        weight_sum=weights.sum(),
+        is_correct=is_correct,
+        weights=weights,
+        candidates=Candidates(*candidates) if num_candidates else None,
+    )
 
 
 class _ChunkedRows(torch.autograd.Function):
@@ -165,11 +179,14 @@ class _ChunkedRows(torch.autograd.Function):
                 if wants_gradient:
                     gradients[rows] = torch.autograd.grad(losses.sum(), states)[0]
             losses, logits = losses.detach(), logits.detach()
-            log_probs = -losses if is_ce else -functional.cross_entropy(logits, wanted, reduction="none")
-            found = losses, log_probs, logits.argmax(dim=-1) == wanted, *logits.topk(num_candidates, dim=-1)
-            return tuple(part.to(hidden_states.device) for part in found)
+            cross_entropy = losses if is_ce else functional.cross_entropy(logits, wanted, reduction="none")
+            is_correct = logits.argmax(dim=-1) == wanted
+            candidates = logits.topk(num_candidates, dim=-1)
+            results = (losses, -cross_entropy, is_correct, *candidates)
+            return tuple(result.to(hidden_states.device) for result in results)
 
-        parts = [run(begin) for begin in range(0, len(hidden_states), chunk_rows)] or [run(0)]
+        num_rows = max(1, len(hidden_states))  # of no rows, the chunk is empty
+        parts = [run(begin) for begin in range(0, num_rows, chunk_rows)]
         results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(*results[1:])
@@ -179,7 +196,8 @@ class _ChunkedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
-        return gradients * upstream[0][:, None].to(gradients.dtype), *[None] * 4
+        scales = upstream[0][:, None].to(gradients.dtype)
+        return gradients * scales, None, None, None, None
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -205,16 +223,19 @@ def head_loss(
     def chunk(*parts: Tensor) -> Tensor:
         hidden, state, position, logits, token_ids, wanted, weight = parts
         features = head.features(hidden)
-        scores = _wide(head.scores(position[:, None], features, logits.to(hidden.dtype), token_ids, state))
+        scores = head.scores(position[:, None], features, logits.to(hidden.dtype), token_ids, state)
         hits = token_ids == wanted[:, None]  # [m, K]
-        losses = functional.cross_entropy(scores, hits.int().argmax(dim=1), reduction="none")
+        choices = hits.int().argmax(dim=1)
+        losses = functional.cross_entropy(_wide(scores), choices, reduction="none")
         return (losses * weight * hits.any(dim=1)).sum()
 
     columns = hidden_states.detach(), states, positions, candidates.logits, candidates.token_ids, labels, weights
     total = hidden_states.new_zeros((), dtype=torch.float32)
-    rank, num_candidates = head.rows.shape[1], candidates.token_ids.shape[1]
+    rank = head.rows.shape[1]
+    num_candidates = candidates.token_ids.shape[1]
     chunk_rows = max(1, CHUNK_LOGITS // (rank * num_candidates))
-    for parts in zip(*(column.split(chunk_rows) for column in columns), strict=True):
+    chunks = [column.split(chunk_rows) for column in columns]
+    for parts in zip(*chunks, strict=True):
         # [m, K, rank] is not kept for the backward pass.
         total = total + checkpoint(chunk, *parts, use_reentrant=False)
     return total
@@ -243,12 +264,15 @@ class DraftCounts:
         """The counts after `change`, each by itself."""
         return DraftCounts(*map(change, vars(self).values()))
 
-    def summary(self) -> dict[str, float | list[float]]:
-        """The means: loss, accuracy of each proposal, and accepted proposals per block."""
+    def summary(self) -> Facts:
+        """The means: loss, accuracy of each proposal, and accepted proposals per block, with the counts of the latter."""
+        loss = self.loss_sum / self.weight_sum.clamp(min=1e-9)
+        accuracy = self.correct / self.rows.clamp(min=1)
+        accepted_per_block = self.accepted / self.blocks.clamp(min=1)
         return {
-            "loss": (self.loss_sum / self.weight_sum.clamp(min=1e-9)).item(),
-            "accuracy": [round(value, 4) for value in (self.correct / self.rows.clamp(min=1)).tolist()],
-            "accepted_per_block": (self.accepted / self.blocks.clamp(min=1)).item(),
+            "loss": loss.item(),
+            "accuracy": [round(share, 4) for share in accuracy.tolist()],
+            "accepted_per_block": accepted_per_block.item(),
             "accepted": int(self.accepted),
             "blocks": int(self.blocks),
         }

@@ -89,11 +89,14 @@ class DrafterLoss:
         learned = _Learned(layout.is_learned.view(-1, block_size))
         proposals = learned.is_learned[:, first:]  # [G, P]
         length = batch.input_ids.shape[1]
-        begins = torch.arange(len(batch.input_ids), device=layout.previous.device)[:, None] * length
-        labels, previous = learned.gather(layout.labels), learned.gather(layout.previous + begins)
+        sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
+        flat_previous = layout.previous + sequences[:, None] * length  # places in the flattened batch
+        labels = learned.gather(layout.labels)
+        previous = learned.gather(flat_previous)
 
         def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
-            weights = self.weights(learned.scatter(log_probs.exp())[:, first:], proposals)
+            confidences = learned.scatter(log_probs.exp())[:, first:]
+            weights = self.weights(confidences, proposals)
             return learned.gather(functional.pad(weights, (first, 0))) * learned.is_real
 
         teacher = states.last_hidden_state
@@ -112,8 +115,9 @@ class DrafterLoss:
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            tokens = batch.input_ids.flatten()[layout.previous + begins].view(-1, block_size)[:, first:]  # [G, P]
-            head_states = functional.pad(_states_after(causal_head, tokens), (0, 0, first, 0)).flatten(0, 1)
+            tokens = batch.input_ids.flatten()[flat_previous].view(-1, block_size)  # [G, N]
+            after = _states_after(causal_head, tokens[:, first:])  # [G, P, H]
+            head_states = functional.pad(after, (0, 0, first, 0)).flatten(0, 1)
             loss_sum = loss_sum + self.settings.selector_weight * head_loss(
                 causal_head,
                 learned_states,
@@ -128,8 +132,8 @@ class DrafterLoss:
 
     def attention(self, device: torch.device) -> str:
         """The attention that skips unseen keys on `device`; flex attention's kernels take no dropout and no narrow heads."""
-        has_kernels = device.type == "cuda" and not self.config.attention_dropout and self.config.head_dim >= 16
-        return "flex_attention" if has_kernels else BLOCKWISE
+        has_kernels = not self.config.attention_dropout and self.config.head_dim >= 16
+        return "flex_attention" if device.type == "cuda" and has_kernels else BLOCKWISE
 
 
 def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
@@ -148,8 +152,9 @@ class _Learned:
     def __init__(self, is_learned: Tensor) -> None:
         self.is_learned = is_learned  # bool [G, N]
         index = is_learned.flatten().nonzero().flatten()
-        self.is_real = torch.arange(len(index) + -len(index) % ROW_STEP, device=index.device) < len(index)  # [M]
-        self.index = functional.pad(index, (0, len(self.is_real) - len(index)))  # [M], places in the flat grid
+        num_filled = -len(index) % ROW_STEP
+        self.is_real = functional.pad(torch.ones_like(index, dtype=torch.bool), (0, num_filled))  # [M]
+        self.index = functional.pad(index, (0, num_filled))  # [M], places in the flat grid
 
     def gather(self, values: Tensor) -> Tensor:
         """The learned positions' values [M], out of values of all positions in any shape."""
