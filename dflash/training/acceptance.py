@@ -23,7 +23,7 @@ class Acceptance:
         steps: Verify steps.
         committed: Accepted proposals and one token of the target's own per step, before stop and length cuts.
         kept: Tokens kept after these cuts.
-        accepted: Of each position of a draft, in how many steps it was accepted.
+        accepted: For each position of a draft, the number of steps in which it was accepted.
     """
 
     steps: int
@@ -61,7 +61,7 @@ class Acceptance:
 def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, max_new_tokens: int) -> Acceptance:
     """Greedy acceptance over `prompts`, each decoded by `generate_blocks`.
 
-    A drafter of which nothing is accepted gives no warning here: that is the state in which training begins.
+    The engine's warning about a drafter of which nothing is accepted is hidden: training begins in that state.
     """
     total = Acceptance(0, 0, 0, (0,) * drafter.config.num_proposals)
     logger = drafting_dflash.logger

@@ -27,13 +27,13 @@ FORGOTTEN = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationGoal(Goal):
-    """The highest mean tau of the `domains` but the `general` one, while that of none falls by more than `FORGOTTEN`."""
+    """The highest mean tau of the `domains` without the `general` one. The tau of no domain may fall by more than `FORGOTTEN`."""
 
     domains: Mapping[str, Prompts]  # held-out prompts
     general: str | None = None  # the domain that is to be kept and not to be adapted to
 
     def measure(self, trainer: Trainer) -> Facts:
-        """A point of the curve with the acceptance on each domain; before the first step without a loss."""
+        """A point of the curve with the acceptance on each domain. Before the first step it has no loss."""
         point = trainer.measure(())
         domains = {}
         for name, prompts in self.domains.items():
@@ -43,7 +43,7 @@ class AdaptationGoal(Goal):
         return point
 
     def is_better(self, point: Facts, record: TrainingRecord) -> bool:
-        """Whether more is accepted than at the best point, and no domain was forgotten."""
+        """Whether tau is higher than at the best point, and no domain was forgotten."""
         first = record.curve[0]["domains"] if record.curve else {}
         for name, figures in first.items():
             tau = point["domains"][name]["tau"]
@@ -120,7 +120,7 @@ def adaptation_sources(
     general: Source | None = None,
     general_share: float = 0.3,
 ) -> dict[str, str]:
-    """`data` and, last, `general` by the names by which they are reported: without folder and ending.
+    """The files of `data` and, last, of `general`. The key of each is its name in reports, without folder and ending.
 
     Raises:
         ValueError: for arguments that [`adapt`] refuses, before anything is read.
@@ -149,7 +149,7 @@ def adaptation_sources(
 def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
-    """Each domain's examples and held-out prompts, with the models, which all share."""
+    """The examples and held-out prompts of each domain. All domains share the models."""
     ready, tables = load(target, list(sources.values()), settings, announce)
     domains = {}
     for (name, source), table in zip(sources.items(), tables, strict=True):

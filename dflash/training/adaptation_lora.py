@@ -1,6 +1,7 @@
-"""A change of low rank to each matrix of a drafter (LoRA, https://arxiv.org/abs/2106.09685), merged where it decodes or is saved.
+"""A change of low rank to each matrix of a drafter (LoRA, https://arxiv.org/abs/2106.09685).
 
-As a parametrisation of torch's it is seen by every reader of `weight`, also by compiled forwards and other optimisers.
+It is a parametrisation of torch, so compiled forwards and optimisers read the changed `weight`. It is merged into the weights
+where the drafter decodes or is saved.
 """
 
 import copy

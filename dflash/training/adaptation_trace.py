@@ -1,4 +1,4 @@
-"""Where verification rejected a draft, recorded while a pair decodes, as rows to train on: the text and the anchors in it."""
+"""Records texts while a pair decodes them, with the anchors of the drafts that verification rejected, as rows to train on."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,15 +24,15 @@ BEGINNING = b'{"target":'
 
 
 class Trace:
-    """A file of rows, one a text: its ids, and the anchors of the drafts of which a token was `rejected`.
+    """A file with a row for each text: its ids, and the anchors of the drafts of which a token was `rejected`.
 
-    Each row also says which target wrote it with which tokenizer, so that files can be joined.
+    Each row also names the target that wrote it and the tokenizer, so that files can be joined.
 
     Args:
         path: A `.jsonl` file, to which rows are added.
-        target: The target, whose weights are known again by their fingerprint.
+        target: The target. Rows hold the fingerprint of its weights.
         tokenizer: Its tokenizer.
-        name: The target's name; of a path its last part is written.
+        name: The target's name. Only the last part of a path is written.
         rank: Number of this process; every process but the first writes a file of its own beside `path`.
         begin: Delete what the file holds.
 
@@ -72,12 +72,12 @@ class Trace:
             raise ValueError(f"The trace {path} must be a file that ends in .jsonl, which is how training reads it.")
 
     def append(self, prompt_ids: Sequence[int], response_ids: Sequence[int], rejected: Sequence[int]) -> None:
-        """Adds a text; `rejected` are places in prompt and response together."""
+        """Adds a text. `rejected` counts places from the beginning of the prompt."""
         text = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "rejected": list(rejected)}
         self._lines.append([self._origin | text])
 
     def join(self) -> None:
-        """Puts what other processes wrote into the file; for the first process, when all are done."""
+        """Adds the rows of the other processes to the file. The first process calls it when all are done."""
         parts = self._lines.parts()
         if len(parts) > 1:
             numbered = chain.from_iterable(map(whole_lines, parts))
@@ -85,12 +85,12 @@ class Trace:
 
 
 def was_rejected(block: Block) -> bool:
-    """Whether verification rejected a draft of the drafter's own; of what a lookup proposed it learns nothing."""
+    """Whether verification rejected a draft of the drafter. A drafter learns nothing from the proposals of a lookup."""
     return block.num_accepted < block.num_proposals and not block.is_lookup
 
 
 def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterator[Block]:
-    """The blocks of `generate_blocks`, unchanged; at the end, also an early one, the texts of `prompts` are added to `trace`."""
+    """The blocks of `generate_blocks`, unchanged. When they end, or are not read further, their texts are added to `trace`."""
     texts = [list(prompt) for prompt in prompts]
     rejected: list[list[int]] = [[] for _ in prompts]
     try:
@@ -106,7 +106,7 @@ def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterato
 
 
 def _rows_of(path: Path) -> Iterator[Facts]:
-    """The rows of a trace, but half a line at its end, of a process that was killed; ValueError for any other line."""
+    """The rows of a trace. Half a row at its end, which a killed process left, is skipped; ValueError for any other line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             is_whole = line.endswith(b"\n")

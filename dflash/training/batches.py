@@ -1,4 +1,4 @@
-"""Batches of examples with the anchors of their blocks: a sequence holds one document, padded, or several. It knows no model."""
+"""Batches of examples with the anchors of their blocks. A sequence holds one padded document, or several. It knows no model."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,9 +14,9 @@ from .examples import Example, Examples, lengths_of
 
 PADDING_DOCUMENT = -1
 NO_ANCHOR = -1
-# Widths are multiples of this, so that there are few shapes: kernels are chosen (and on a CPU compiled) anew for each.
+# Widths are multiples of this, so that there are few shapes: each new shape has its kernels chosen, and on a CPU compiled.
 WIDTH_STEP = 16
-# Number of sequences among which neighbours are chosen.
+# Sequences that are sorted by length together.
 POOL = 2048
 
 
@@ -212,7 +212,7 @@ def pack_examples(lengths: Sequence[int], width: int, rng: random.Random, pool: 
 
 
 def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list[list[list[int]]]:
-    """One epoch's batches as sequences of document numbers. The same plan and epoch give the same."""
+    """The batches of an epoch as sequences of document numbers. The same plan and epoch give the same batches."""
     rng = random.Random(f"batches-{plan.seed}-{epoch}")
     if plan.pack_length is None:
         batches = batch_indices(list(map(_padded, lengths)), plan.batch_tokens, rng)

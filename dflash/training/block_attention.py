@@ -1,7 +1,7 @@
 """Attention of many blocks to one context and of each block to itself, without the scores that a dense mask would discard.
 
-All blocks of a sequence are in one forward, and a query sees the context and its own block alone. Dense scores grow with the
-square of the number of blocks, these with the number; on a CPU those of the context are not held at all.
+All blocks of a sequence are in one forward, and a query sees the context and its own block alone. The memory of dense scores
+grows with the square of the number of blocks. Here it grows with the number, and on a CPU scores of the context are not held.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from .fused_attention import FusedBlocks
 # Its name in a forward. Its masks are [B, 1, R, S + N]: the context's keys, then those of the query's own block.
 BLOCKWISE = "blockwise"
 
-# Scores that are held at a time: 64 MiB in fp32. Blocks with more than that are computed one part after another.
+# Scores that are held at a time: 64 MiB in fp32. More blocks than that are computed one part after another.
 MOST_SCORES = 2**24
 
 # Devices with a fused kernel whose output can be joined with the block's own.

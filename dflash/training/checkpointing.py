@@ -1,4 +1,4 @@
-"""Writes what a run leaves: the best checkpoint with its facts and card and, until the run is complete, its state.
+"""Writes the files of a run: the best checkpoint with its facts and card and, until the run is complete, the training state.
 
 The facts are the curve, and what a reader needs to repeat the run: models, data and versions by name and fingerprint.
 """
@@ -31,14 +31,14 @@ from .training_state import public_settings, remove_state, save_state, saving, s
 
 @dataclass
 class TrainingRecord:
-    """What came of a run: one point of the curve per measurement.
+    """The result of a run: one point of the curve per measurement.
 
     Attributes:
         curve: Points in order.
         best_step: Step of the checkpoint that was kept.
         best_tau: Its acceptance on the held-out prompts, NaN if there were none.
-        seconds: From start to end with measurements and saving, without loading; of a resumed run, over all starts, each up to
-            where the next one went on.
+        seconds: From start to end with measurements and saving, without loading. A resumed run counts each start up to the
+            state from which the next one went on.
         stopped_at: The step at which a signal ended the run; `None` if it is complete.
         signal: That signal's number.
         was_complete: Whether the run was complete before, so that there was nothing to resume.
@@ -101,7 +101,7 @@ def describe_run(trainer: Trainer, inputs: Facts, record: TrainingRecord) -> Fac
 
 @dataclass
 class Checkpointer:
-    """Writes, on the first process, what a run leaves; all processes must call."""
+    """Writes the files of a run on the first process. All processes must call its methods."""
 
     trainer: Trainer
     output: Path  # folder of the checkpoint
@@ -121,7 +121,7 @@ class Checkpointer:
                 save_drafter(whole, self.output, self._facts())
 
     def save_state(self, is_beginning: bool = False) -> None:
-        """What the run needs to go on; at the beginning only that it has begun, which tells its checkpoint from a finished one."""
+        """Writes the training state. At the beginning it holds no tensors: it marks the output as that of an unfinished run."""
         tensors = None if is_beginning else self.trainer.state()
         if self.trainer.is_first:
             self._read_clock()
@@ -141,7 +141,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Writes the whole curve beside the best checkpoint and deletes the training state."""
         if self.trainer.is_first:
-            # Beside the checkpoint, which a kill must leave without half-written files.
+            # A kill must not leave half-written files in the checkpoint.
             aside = self.output.with_name(f".{self.output.name}.partial-{os.getpid()}")
             with saving("checkpoint", self.output):
                 texts = _texts(self.trainer.drafter.config, self.output.name, self._facts())
@@ -159,13 +159,13 @@ class Checkpointer:
 
 
 def save_drafter(drafter: DFlashDraftModel, folder: Path, facts: Facts, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes the checkpoint in `dtype` with `facts` as `training.json`; a full disk or a kill leaves the older one."""
+    """Writes the checkpoint in `dtype` with `facts` as `training.json`. After a kill or on a full disk the older one stays."""
     rounded: Any = copy.deepcopy(drafter)
     texts = _texts(drafter.config, folder.name, facts)
     save_checkpoint(rounded.to(dtype), folder, files=texts)
 
 
 def _texts(config: Any, name: str, facts: Facts) -> dict[str, str]:
-    """The files beside the weights: the facts and, if they are those of a run, the card that they fill."""
+    """The texts of the files beside the weights: the facts and, for the facts of a run, the card."""
     card = {"README.md": model_card(config, name, facts)} if "curve" in facts else {}
     return {"training.json": json.dumps(facts, indent=2) + "\n", **card}

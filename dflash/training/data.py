@@ -31,7 +31,7 @@ from .sources import FORMS, Source, read_rows
 
 # What ShareGPT calls the roles.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# Rows among which at least one has to be usable: a stream without any would be read to its end.
+# One of this many rows has to be usable. A stream without a usable row would be read to its end.
 SEARCHED_ROWS = 10_000
 
 
@@ -190,10 +190,10 @@ def load_examples(
     Args:
         source: A file of JSON lines; a parquet, csv, arrow or text file, a folder of `Dataset.save_to_disk` or an id on the
             Hub (`name` or `name:configuration`), which `datasets` reads; or rows, such as a `Dataset`.
-        tokenizer: The target's; rows of ids need none.
-        split: Of a data set that has several.
+        tokenizer: That of the target. Rows of ids need none.
+        split: The split of a data set that has several.
         max_length: Longer sequences are cut to this number of tokens.
-        streaming: Read a data set only as far as is `wanted`, without downloading it whole.
+        streaming: Read a data set only as far as `wanted` asks, without downloading it whole.
         wanted: Read to this number of usable examples; those before them that are not usable are returned too.
         template_kwargs: For the chat template, such as `enable_thinking=False`.
 
@@ -331,7 +331,7 @@ def _reason(part: Examples, place: int, length: int, settings: TrainingSettings,
 
 @contextmanager
 def named_row(number: int, name: str) -> Iterator[None]:
-    """Raises an error of the body over a row as a ValueError of one sentence that begins with the row's number."""
+    """Turns an error in the body, which reads a row, into a ValueError of one sentence with the number of the row."""
     try:
         yield
     except ValueError as error:

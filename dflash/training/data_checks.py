@@ -1,4 +1,4 @@
-"""Refuses data and tokens that cannot be trained on, before anything is computed: one sentence with the value and the remedy."""
+"""Refuses data and tokens that cannot be trained on, in one sentence with the value and the remedy, before anything is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .examples import Examples, Prompts, lengths_of, selected
 def usable(
     examples: Examples, drafter: DFlashDraftModel, target: PreTrainedModel, announce: Announce = say_nothing
 ) -> Examples:
-    """The examples of a block's length or more with a valid anchor; `announce` is told how many others there are.
+    """The examples that are as long as a block and have a valid anchor; `announce` is told how many are left out.
 
     Raises:
         ValueError: if nothing is left, for a mask token that means something to the target, or if a token id is unknown to the

@@ -30,9 +30,9 @@ from .settings import Facts
 
 
 def asked_sharding(accelerator: Accelerator) -> Facts | None:
-    """What accelerate's own configuration asks of `fully_shard`; `None` if it asks for whole models.
+    """The options of `fully_shard` in the configuration of accelerate; `None` if it asks for whole models.
 
-    Precision and activation checkpointing are the trainer's own settings.
+    Its precision and activation checkpointing are not read: the trainer has settings of its own for them.
 
     Raises:
         ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
@@ -55,14 +55,14 @@ def asked_sharding(accelerator: Accelerator) -> Facts | None:
 def shard_drafter(drafter: DFlashDraftModel, **options: Any) -> None:
     """Shards a drafter in place: each layer is gathered when it runs, the rest when the forward begins.
 
-    `options` of `fully_shard` are the layers' alone: weights outside them are read after the forward too.
+    The `options` of `fully_shard` apply to the layers alone, because other weights are read after the forward too.
     """
     shard_layers(drafter.layers, **options)
     fully_shard(drafter)
 
 
 def shard_layers(layers: Iterable[nn.Module], **options: Any) -> None:
-    """Shards layers alone: a target's embedding and head, which the drafter calls too, stay whole."""
+    """Shards layers alone. The embedding and head of a target stay whole, because the drafter calls them too."""
     for layer in layers:
         fully_shard(layer, **options)
 
@@ -73,7 +73,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
-    """Weights and optimiser states by the parameters' names; if sharded, on the first process alone, but all must call."""
+    """Weights and optimiser states by the names of parameters. All processes must call it; the first one has the sharded tensors."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=is_sharded(drafter))
     return {
         "drafter": get_model_state_dict(drafter, options=options),
@@ -82,14 +82,14 @@ def full_state(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Facts:
 
 
 def load_full_state(drafter: nn.Module, optimizers: Sequence[Optimizer], state: Facts) -> None:
-    """Puts the optimisers' part of a `full_state` back; the weights are loaded before the drafter is sharded."""
+    """Loads the optimisers of a `full_state`. Its weights must be loaded earlier, before the drafter is sharded."""
     options = StateDictOptions(full_state_dict=True)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=options)
 
 
 def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
-    """The drafter as it decodes and is saved: itself, or of one that is sharded or changed in low rank a copy in each process."""
+    """The drafter as it decodes and is saved. A sharded one, or one with changes of low rank, is copied in each process."""
     if is_changed(drafter):
         return merged(drafter)
     if not is_sharded(drafter):
@@ -102,7 +102,7 @@ def whole_copy(drafter: DFlashDraftModel) -> DFlashDraftModel:
 def join_gradients(
     accelerator: Accelerator, drafter: DFlashDraftModel, counts: DraftCounts, stop: bool
 ) -> tuple[float, bool]:
-    """Divides the gradients of all processes' loss sums by the sum of the weights; gives the mean loss, and if any process stops.
+    """Divides the gradients of all processes' loss sums by the sum of the weights; gives the mean loss, and whether a process stops.
 
     All are summed in one message, because the sum of many small tensors is mostly latency. FSDP has already summed the
     gradients of a sharded drafter.
@@ -132,12 +132,12 @@ def join_counts(accelerator: Accelerator, counts: DraftCounts) -> DraftCounts:
 
 
 def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
-    """The counts of each process, in order: joined now and added to later, they would round another way."""
+    """The counts of each process, in order. Their sum would round another way when a resumed run adds to it."""
     return vars(counts.each(lambda count: accelerator.gather(count[None]).cpu()))
 
 
 def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
-    """The part of `counts_of_each`, saved by any number of processes, that this process goes on from."""
+    """The share of this process in the counts that `counts_of_each` saved, on any number of processes."""
     index, count = accelerator.process_index, accelerator.num_processes
     share = DraftCounts(**saved).each(lambda values: values[index::count].sum(dim=0))
     return share.each(lambda values: values.to(accelerator.device))

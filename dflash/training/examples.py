@@ -1,4 +1,4 @@
-"""Sequences to train on: in a list, or in a table of `datasets` that may be larger than memory. It knows no text and no model."""
+"""Sequences to train on, in a list or in a table of `datasets`, which may be larger than memory. It knows no text and no model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Example:
 
 
 class ExampleTable(Sequence[Example]):
-    """The examples of a table of `datasets`. An example is read from the mapped file at each access; lengths are not."""
+    """The examples of a table of `datasets`. Each access reads an example from the mapped file; lengths are read from a column."""
 
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
@@ -133,7 +133,7 @@ def has_rejected(examples: Examples) -> bool:
 
 
 def selected(examples: Examples, places: Iterable[int]) -> Examples:
-    """The examples at `places`: a list of a list, and a table that copies nothing of a table."""
+    """The examples at `places`, as a list or a table. A table copies no example."""
     if isinstance(examples, ExampleTable):
         return ExampleTable(examples.table.select(places))
     return [examples[place] for place in places]
@@ -158,7 +158,7 @@ def _table(part: Examples) -> Any:
 
 
 def described(examples: Examples) -> Facts:
-    """How much the examples are, and a short hash of them to tell one version of the data from another; each is read once."""
+    """The amount of data, and a short hash that tells one version of it from another. Each example is read once."""
     answers = []  # supervised tokens of each example
     digest = hashlib.sha256()
     for example in examples:

@@ -1,4 +1,4 @@
-"""The target's features of the data, written once: sharded safetensors, and a manifest that says what they belong to.
+"""Features of the target for the data, written once: sharded safetensors, and a manifest with the facts of target and data.
 
 A document's features depend on its own tokens alone, so its tokens are their key, whatever the batch. The manifest is
 written last: a folder without one is unfinished and is written again.
@@ -38,7 +38,7 @@ class CachedFeatures:
     """Reads the target's states of a batch from a folder of `write_features`.
 
     Raises:
-        ValueError: if the manifest does not say what is `expected`, of `facts_of`, naming what differs.
+        ValueError: if the manifest differs from the `expected` facts, of `facts_of`. The error names what differs.
     """
 
     def __init__(self, folder: Path, expected: Facts) -> None:
@@ -69,7 +69,7 @@ class CachedFeatures:
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
-    """What features belong to: target, layers, precision and data; and whether the last hidden states are there."""
+    """The facts that features depend on: target, layers, precision and data; and whether the last hidden states are there."""
     return {
         "target": model_fingerprint(target.target),
         "target_layer_ids": list(target.drafter.config.target_layer_ids),
@@ -99,7 +99,7 @@ def write_features(
 ) -> None:
     """Writes the features of `examples` to `folder`, which is new, empty, or left unfinished by another write.
 
-    `facts`, of `facts_of`, say whether the target's last hidden states are written too, and in which precision the target
+    `facts`, of `facts_of`, decide whether the last hidden states of the target are written too, and its precision. The target
     reads `batch_tokens` at a time. `announce` is told how much will be written; with it, a bar shows the progress.
 
     Raises:
@@ -150,7 +150,7 @@ class _ShardWriter:
         self._waiting: dict[str, list[Tensor]] = {}
 
     def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Adds the states of a document by name, [S, …], of which the first are the document's and the rest is padding."""
+        """Adds the states of a document by name, [S, …]; what follows the length of the document is padding."""
         key, length = key_of(document.token_array), len(document)
         if key in self.documents:
             return
@@ -163,7 +163,7 @@ class _ShardWriter:
             self.close_shard()
 
     def close_shard(self) -> None:
-        """Writes what is waiting, if anything is."""
+        """Writes the states that are waiting, if there are any."""
         if not self._waiting:
             return
         self.shards.append(f"features-{len(self.shards):05d}.safetensors")

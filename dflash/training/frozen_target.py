@@ -1,4 +1,4 @@
-"""The frozen target's answer to a batch: the features that the drafter reads and, for some losses, the last hidden states.
+"""The forward of the frozen target over a batch: features for the drafter and, for some losses, the last hidden states.
 
 The target runs without a cache and computes at most one column of logits.
 """
@@ -29,7 +29,7 @@ from .layout import packed_causal_mask, positions_in_documents
 from .settings import Facts
 
 
-# Attention that takes a 4-D mask, and so documents side by side.
+# Attention that takes a 4-D mask, which keeps documents apart.
 PACKING_ATTENTION = ("eager", "sdpa")
 
 
@@ -42,7 +42,7 @@ class TargetStates:
 
 
 def can_pack(target: PreTrainedModel) -> bool:
-    """Whether documents may stand side by side: a recurrent state and some attentions would go on into the next one."""
+    """Whether documents may stand side by side. Recurrent states, and attention without 4-D masks, would mix them."""
     is_attention = {*layer_types(target)} <= {"full_attention", "sliding_attention"}
     return is_attention and text_config(target)._attn_implementation in PACKING_ATTENTION
 
@@ -108,7 +108,7 @@ class FrozenTarget:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _masks(self, document_ids: Tensor) -> Facts:
-        """Positions and masks of documents side by side; none where each stands alone, for padding follows it."""
+        """Positions and masks of documents side by side. A document alone needs none, because padding follows it."""
         if not (document_ids > 0).any():
             return {}
         types = {*layer_types(self.target)}
@@ -130,7 +130,7 @@ class FrozenTarget:
         return {"position_ids": positions_in_documents(document_ids), "attention_mask": mask}
 
     def _check_head(self, states: Tensor, logits: Tensor) -> None:
-        """Refuses, once, a family whose forward does more to its logits: its drafters would learn something else."""
+        """Raises ValueError for a family whose forward changes its logits in another way: drafters would learn wrong ones."""
         if self._is_head_known:
             return
         expected = logits.float()
@@ -146,7 +146,7 @@ class FrozenTarget:
 
 @contextmanager
 def _outputs_of(modules: list[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """The first output of each of `modules` in the forward inside the `with`."""
+    """The first output of each of `modules` in the forward in the body."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:

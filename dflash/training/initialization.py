@@ -14,7 +14,7 @@ from dflash.model.targets_dflash import decoder_layers, text_config
 from .settings import Facts
 
 
-# What a drafter takes over from its target unless told otherwise.
+# Fields that a drafter takes from its target unless told otherwise.
 SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -34,22 +34,22 @@ SHARED_FIELDS = (
     "rope_parameters",
 )
 
-# Width of the heads of the published drafters, whose largest scores narrower heads are given too.
+# Width of the heads of the published drafters. Narrower heads begin with scores as large as theirs.
 HEAD_DIM = 128
 # Tokens of a block with its anchor, unless told otherwise.
 BLOCK_SIZE = 16
 
-# Standard deviation of the table of Domino's head at first: of 0.1 and 0.3, which learned alike.
+# Standard deviation of the table of Domino's head at first; 0.1 learned as well.
 TABLE_STD = 0.3
 
-# What a mask token is called in vocabularies that have one.
+# Names of mask tokens in vocabularies.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
 
 def spread_taps(num_target_layers: int, num_taps: int = 5) -> list[int]:
-    """The paper's spread of tapped layers; over all layers but the last where that gives fewer than `num_taps`.
+    """The tapped layers, spread as in the paper.
 
-    A target with fewer layers than `num_taps` gives as many as it has.
+    Where the paper gives fewer than `num_taps`, they are spread over all layers but the last. Small targets give fewer.
 
     Example:
         >>> spread_taps(36), spread_taps(5)
@@ -113,10 +113,10 @@ def new_drafter(
 
 
 def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Gives the drafter the weights of layers of the target, from its first to its last, wherever name and shape agree.
+    """Copies weights of the target's layers to the drafter, wherever name and shape agree.
 
-    The layers are spread evenly, from the first on, as in DistilBERT (arXiv 1910.01108): a block's input is embeddings, which
-    the first layer was trained to read. The mean of the tapped layers is added to the random `fc`, so that the copied keys and
+    The copied layers are spread evenly from the first to the last, as in DistilBERT (arXiv 1910.01108): the input of a block is
+    embeddings, which the first layer was trained to read. The mean of the tapped layers is added to the random `fc`, so that the copied keys and
     values read the residual stream that they were trained on. Where the target norms no queries and keys, narrow heads get norms that let their scores be as large as
     those of heads of `HEAD_DIM`: with weights of 1 the largest score is the root of a head's size.
     """
@@ -138,7 +138,7 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
-    """Copies the target's weight of that name, if there is one of the same shape, and tells whether it did."""
+    """Copies the weight of that name in `source` if it has the same shape; gives whether it did."""
     value = _target_weight(source, name)
     if value is None or value.shape != weight.shape:
         return False
@@ -148,10 +148,10 @@ def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
 
 @torch.no_grad()
 def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
-    """Lets Domino's head begin without effect, with a row for each token that knows what the target's head knows of it.
+    """Lets Domino's head begin without effect, with the knowledge of the target's head in its table of tokens.
 
-    The rows are the target's head on its strongest directions, which a table of random rows would first have to learn. A
-    quantised head leaves them random.
+    The rows of the table are the rows of the target's head, projected on its strongest directions. Random rows would first have
+    to learn them. Where the target's head is quantised the rows stay random.
     """
     mix, _, table = drafter.get_submodule("embed_proj").children()
     mix.get_parameter("weight").zero_()
@@ -170,7 +170,7 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
 
 
 def _target_weight(module: nn.Module, name: str) -> Tensor | None:
-    """A weight of the target under the drafter's `name`, fetched if it is offloaded; `None` if there is none, or a quantised one."""
+    """The weight of a target's module by the drafter's `name` for it, fetched if offloaded; `None` if it is missing or quantised."""
     path, _, leaf = name.rpartition(".")
     if path == "post_attention_layernorm" and hasattr(module, "pre_feedforward_layernorm"):
         path = "pre_feedforward_layernorm"  # Gemma's name of that place
@@ -188,11 +188,11 @@ def _target_weight(module: nn.Module, name: str) -> Tensor | None:
             return weight.clone()
         if "RMSNorm" not in type(owner).__name__:
             return None
-        return owner(torch.ones_like(weight)[None])[0]  # what the norm multiplies by: some store it less 1
+        return owner(torch.ones_like(weight)[None])[0]  # the factor of the norm: some families store it less 1
 
 
 def window_fields(num_hidden_layers: int, sliding_window: int | None) -> Facts:
-    """The config's fields for a window over all layers, or for none."""
+    """The fields of a config for a window in all layers, or in none."""
     if sliding_window is None:
         return {"layer_types": ["full_attention"] * num_hidden_layers}
     types = ["sliding_attention"] * num_hidden_layers
@@ -203,7 +203,7 @@ def find_mask_token(tokenizer: Any, vocab_size: int) -> int:
     """An id that fills blocks: the tokenizer's mask token, else the first row that no token has, else its unknown token.
 
     Raises:
-        ValueError: if there is none of them.
+        ValueError: if the tokenizer has none of them.
     """
     vocabulary = tokenizer.get_vocab()
     names = (vocabulary.get(name) for name in MASK_TOKENS)

@@ -28,7 +28,7 @@ Visibility = Callable[[Any, Any, Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What the drafter reads and what it should propose; query r is position `r % N` of block `r // N`."""
+    """The queries of a forward and what the drafter should propose at each; query r is position `r % N` of block `r // N`."""
 
     token_ids: Tensor  # [B, R], the anchor's token, then mask tokens
     # [B, R], the token at the query's own position, or the next one if `sample_from_anchor`; undefined where none is learned.

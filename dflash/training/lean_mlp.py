@@ -1,4 +1,4 @@
-"""MLPs that keep less for the backward pass: their two projections, not the activation and the product made of them."""
+"""MLPs that keep two tensors for the backward pass, their projections, and compute the activation and the product again."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 def lean_mlps(drafter: Any) -> Iterator[None]:
     """Inside the `with`, the drafter's MLPs keep two tensors of their width for the backward pass, not four.
 
-    It computes the other two again, elementwise: recomputation stops before the matrix product that follows, whose weight is
-    made again too if it has a change of low rank. Layers that are computed again as a whole are left alone, and so are MLPs
-    whose forward something else has replaced.
+    The other two are computed again, elementwise. Recomputation stops before the matrix product that follows, but makes its
+    weight again if that has a change of low rank. Layers with gradient checkpointing are left alone, and so are MLPs whose
+    forward was replaced already.
     """
     layers = [layer for layer in drafter.layers if not layer.gradient_checkpointing]
     mlps: list[Any] = [layer.mlp for layer in layers if "forward" not in vars(layer.mlp)]

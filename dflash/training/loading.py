@@ -1,4 +1,4 @@
-"""From names to models and data: the target, its tokenizer, the data and the drafter, loaded and checked against each other."""
+"""Loads the target, its tokenizer, the data and the drafter by their names, and checks them against each other."""
 
 import copy
 import os
@@ -33,7 +33,7 @@ from .settings import DRAFTER, PARTS, Facts, TrainingSettings
 from .sources import Source, read_rows
 
 
-# Where acceptance is measured, a text without a prompt is continued after this many of its tokens.
+# Acceptance on a text without a prompt is measured after this many of its tokens.
 SHORTEST_PROMPT = 8
 
 # Settings that change a drafter of `init`, and settings that add a part to it. A part begins without effect (convolutions,
@@ -61,7 +61,7 @@ DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass
 class Prepared:
-    """The models, the data to train on, and prompts that nothing is trained on."""
+    """The models, the data to train on, and held-out prompts."""
 
     target: PreTrainedModel
     tokenizer: Any
@@ -278,7 +278,7 @@ def _named_target(target: Source) -> Iterator[None]:
 
 
 def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_nothing) -> Facts | None:
-    """The manifest of `dflash regenerate` beside one source of the data; `None` for data that it did not write.
+    """The manifest of `dflash regenerate` beside a source of the data; `None` for other data.
 
     `announce` is told if answers are missing, or if another target wrote them.
     """
@@ -301,7 +301,7 @@ def answers_of(data: Source, target: PreTrainedModel, announce: Announce = say_n
 def make_drafter(
     target: PreTrainedModel, tokenizer: Any, settings: TrainingSettings, start: DFlashDraftModel | None = None
 ) -> DFlashDraftModel:
-    """A new drafter of the shape that the settings ask for, or `start`, the one of `init`, with what they change; in fp32."""
+    """A new drafter of the shape in the settings, or `start`, the drafter of `init`, with their changes; in fp32."""
     shape = settings.chosen(SHAPE)
     changes = settings.chosen(CHANGEABLE)
     if "gru_hidden_dim" in shape:
@@ -333,7 +333,7 @@ def _changed_drafter(
     shape: Facts,
     changes: Facts,
 ) -> DFlashDraftModel:
-    """`start` with the `changes` and with parts of `shape` that it has not; ValueError for any other shape."""
+    """`start` with the `changes` and with the parts in `shape` that it does not have; ValueError for any other shape."""
     config = copy.deepcopy(start.config)
     missing = [name for name in ADDABLE if not getattr(config, name)]
     added = {name: shape.pop(name) for name in missing if name in shape}
@@ -383,7 +383,7 @@ def _changed_drafter(
 
 
 def hold_out(examples: Examples, count: int, seed: int) -> tuple[Examples, list[list[int]]]:
-    """The examples to train on, and the prompts of `count` others, but of no more than a tenth of all."""
+    """The examples to train on, and the prompts of `count` other examples, which are at most a tenth of all."""
     total = len(examples)
     generator = random.Random(f"held-out-{seed}")
     drawn = sorted(generator.sample(range(total), min(count, total // 10)))

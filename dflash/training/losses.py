@@ -1,7 +1,7 @@
 """The losses of a drafter, their weights, and what is counted beside them. It knows tensors, no model and no data.
 
 Dimensions: M rows, D hidden size, V vocabulary, G blocks, P positions of a block that propose, K candidates.
-Figures travel as sum and count, so that batches, processes and steps add up to the same figure however they were cut.
+Figures are kept as sum and count, so that they do not depend on how data was cut into batches, processes and steps.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,16 @@ CHUNK_LOGITS = 2**26
 # The paper's decay for its block sizes.
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 
-# ce: -log q(token of the data), the paper's. forward_kl: KL(p || q) of the target's distribution p and the drafter's q (JetSpec).
+# ce, as in the paper: -log q(token of the data). forward_kl, as in JetSpec: KL(p || q) of the target's p and the drafter's q.
 LOSSES = ("ce", "forward_kl")
 
 Head = Callable[[Tensor], Tensor]
-# From how sure the drafter is of each label [G, P] and the rows that are learned [G, P] to the rows' weights [G, P].
+# From the drafter's probability of each label [G, P] and whether it is learned [G, P] to its weight [G, P].
 PositionWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 def reads_target(loss: str) -> bool:
-    """Whether the loss needs the target's logits; ValueError for a name that is none of `LOSSES`."""
+    """Whether the loss needs the target's logits; ValueError for a name that is not in `LOSSES`."""
     if loss not in LOSSES:
         raise ValueError(f"loss={loss!r} is unknown: choose one of {', '.join(LOSSES)}.")
     return loss != "ce"
@@ -201,7 +201,7 @@ class _ChunkedRows(torch.autograd.Function):
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In fp32 at least, before argmax too, which is slow in bf16."""
+    """Values in fp32 at least. Argmax needs it too: it is slow in bf16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -26,7 +26,8 @@ from .losses import (
 from .settings import TrainingSettings
 
 
-# The number of positions that the head gets is a multiple of this: few shapes, because kernels are chosen (and on a CPU compiled) anew for each.
+# The number of positions that the head gets is a multiple of this, so that there are few shapes: each new shape has its kernels
+# chosen, and on a CPU compiled.
 ROW_STEP = 256
 
 
@@ -35,7 +36,7 @@ class DrafterLoss:
 
     Args:
         pair: The target, frozen, and its drafter.
-        settings: The recipe; what it says of the loss is read. Default: short.
+        settings: The recipe, of which the settings of the loss are read. Default: short.
         network: Computes the drafter's forward, such as a compiled one. Default: the drafter.
         states_of: Gives the target's states of a batch, such as those on disk. Default: the target's forward.
 

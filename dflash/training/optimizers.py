@@ -1,4 +1,4 @@
-"""Which optimiser trains which weights, and the warm-up and cosine that all their rates follow."""
+"""The optimisers of a drafter's weights, and the warm-up and cosine that all their rates follow."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TABLES = ("codebook", "embed_proj.2.weight")
 def build_optimizers(
     drafter: nn.Module, learning_rate: float, weight_decay: float, muon_learning_rate: float | None = None
 ) -> list[Optimizer]:
-    """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW for the rest, with groups of their own.
+    """The optimisers of all weights: Muon for the matrices if it has a rate, and AdamW, in groups, for the rest.
 
     - Matrices: Muon, scaled so that its updates are as large as AdamW's, or AdamW at `learning_rate`.
     - Codebooks and Domino's table, which are looked up by token: AdamW at the matrices' rate. Muon would mix the rows of

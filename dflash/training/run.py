@@ -1,4 +1,4 @@
-"""A run from its first step to its last: what is shown, measured and saved meanwhile, and how it goes on after a stop."""
+"""A run from its first step to its last. It shows, measures and saves, and goes on after a stop."""
 
 import math
 import os
@@ -42,13 +42,13 @@ from .uploading import Uploads, check_upload
 
 logger = logging.get_logger(__name__)
 
-# Tau is called flat if the last `FLAT_POINTS` points are below `LEARNED_TAU` and differ by less than `FLAT_TAU`.
+# Tau is flat if the last `FLAT_POINTS` points are below `LEARNED_TAU` and differ by less than `FLAT_TAU`.
 FLAT_POINTS, FLAT_TAU, LEARNED_TAU = 4, 0.02, 1.5
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a run measures, and which point is the best: that of the highest tau on the `held_out` prompts, or the last one."""
+    """What a run measures, and which point is the best: the highest tau on the `held_out` prompts, or without prompts the last."""
 
     held_out: Prompts
 
@@ -63,7 +63,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run's folder, and the facts of the unfinished run in it to go on from, or of a finished one."""
+    """The folder of a run, and the facts of an unfinished run in it to go on from, or of a finished one."""
 
     output: Path
     saved: Facts | None
@@ -102,7 +102,7 @@ class RunOptions:
         return claimed(output, settings, self.resume, self.overwrite)
 
     def with_facts(self, **facts: Any) -> "RunOptions":
-        """These options with more `provenance`; what it says already stays."""
+        """These options with more `provenance`; facts of the caller are kept."""
         return replace(self, provenance=facts | self.provenance)
 
 
@@ -188,7 +188,7 @@ def train(
 
 
 def train_prepared(ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> TrainingRecord:
-    """Trains on data that can be trained on, in a folder that is claimed; otherwise as [`train`]."""
+    """[`train`] on examples that are known to be usable, in a folder that is claimed."""
     run = _Run(ready, settings, claim, options)
     with _named_divergence(run.record, claim.output), _noted_signals() as signals:
         run.measure_start()
@@ -230,7 +230,7 @@ class _Run:
                 "the same, but sums round another way."
             )
         self.display = _Display(self.trainer, options)
-        # Where nobody is told, the log tells of an upload that failed.
+        # Without `announce`, uploads are logged.
         tell_upload = logger.warning if announce is say_nothing else announce
         self._uploads = Uploads(output, settings.publish_to if self.trainer.is_first else None, tell_upload)
 
@@ -240,7 +240,7 @@ class _Run:
             self._measure()
 
     def take_steps(self, signals: Sequence[int]) -> None:
-        """The steps that are left, until the last one, a signal, or the end of the patience."""
+        """Takes the steps that are left, until the last one, a signal, or the end of the patience."""
         settings, record, trainer = self._settings, self.record, self.trainer
         last = trainer.num_steps
         eval_every = settings.interval("eval_every", last)
@@ -266,7 +266,7 @@ class _Run:
         self._uploads.add(record.best_step, is_last=True)
 
     def _measure(self) -> bool:
-        """Adds a point to the curve and keeps the weights if they are the best; tells whether the patience is at its end."""
+        """Adds a point to the curve and keeps the weights if they are the best; gives whether the patience has ended."""
         record = self.record
         point = self._goal.measure(self.trainer)
         is_better = self._goal.is_better(point, record)
@@ -374,7 +374,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 class _Display:
-    """What is seen of a run: a progress bar over `steps`, those that are left, the trackers, and the points of the curve."""
+    """Shows a run: a progress bar over the `steps` that are left, the trackers, and the points of the curve."""
 
     def __init__(self, trainer: Trainer, options: RunOptions) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF009 (every field is made by `_setting`, which calls `field`)
+# ruff: noqa: RUF009 (`_setting` makes every field with `field`)
 """The recipe of a run as one dataclass, which a YAML file and the command's flags also spell. It imports no torch."""
 
 import math
@@ -21,7 +21,7 @@ Precision = Literal["bf16", "no"]
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # Defaults that differ between recipes. The Muon rate is that of a drafter with `RECIPE_WIDTH` hidden channels.
-# short: for runs of hundreds or thousands of steps. paper: DFlash, appendix A.1, for 800 K samples and 6 epochs.
+# short: for runs of hundreds or thousands of steps. paper: appendix A.1 of DFlash, for 800 K samples and 6 epochs.
 RECIPES: dict[str, Facts] = {
     "short": {"learning_rate": 2e-3, "muon_learning_rate": 2e-2, "position_weights": "dpace", "from_target": True},
     "paper": {"learning_rate": 6e-4, "muon_learning_rate": 0.0, "position_weights": "decay", "from_target": False},
@@ -41,7 +41,7 @@ KEPT = "What is measured and kept"
 
 
 def _setting(default: Any, topic: str, help: str, least: int | None = None, is_free: bool = False) -> Any:
-    """A field with topic, help text and least value; a free one may differ from one start of a run to the next."""
+    """A field with its topic, help text and least value. A free setting may change when a run is resumed."""
     return field(default=default, metadata={"topic": topic, "help": help, "least": least, "is_free": is_free})
 
 
@@ -49,8 +49,8 @@ def _setting(default: Any, topic: str, help: str, least: int | None = None, is_f
 class TrainingSettings:
     """The settings of a run. `recipe` decides the defaults of some; a value that is set wins over the recipe.
 
-    The `help` of each field says what it means and what `None` leads to. What a recipe decides is filled in at once, so
-    `dataclasses.replace(settings, recipe=…)` keeps the values of the recipe before: `changed(recipe=…)` does not.
+    The `help` of each field says what it means and what `None` leads to. The values of the recipe are filled in at once, so
+    `dataclasses.replace(settings, recipe=…)` keeps those of the recipe before. `changed(recipe=…)` replaces them.
 
     Raises:
         ValueError: for a value of another type, or out of range.
@@ -224,7 +224,7 @@ class TrainingSettings:
             raise ValueError(f"{name}={value}: give a number above 0.")
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """What is wrong with values that have the right type, each with the sentence that says so."""
+        """Whether each combination that cannot be trained was asked for, with the sentence that refuses it."""
         lora = f"lora_rank={self.lora_rank}"
         has_lora = self.lora_rank is not None
         has_init = self.init is not None

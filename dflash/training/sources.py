@@ -19,7 +19,7 @@ Source = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Version:
-    """What tells this version of a source from another, and its number of rows; `None` for one that is streamed."""
+    """A fingerprint of what a source holds, and its number of rows; `None` for a stream."""
 
     fingerprint: str
     num_rows: int | None
@@ -27,7 +27,7 @@ class Version:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that was found: `rows` reads it from its beginning, `version` looks at what it holds now."""
+    """A source that exists: `rows` reads it from its beginning, `version` looks at what it holds now."""
 
     rows: Callable[[], Iterable[Mapping[str, Any]]]
     version: Callable[[], Version]
@@ -46,7 +46,7 @@ def check_split(sources: Iterable[Source], split: str) -> None:
 def read_rows(source: str, split: str, streaming: bool = False) -> Iterable[Mapping[str, Any]]:
     """The rows of a source by its name, as [`load_examples`] takes it.
 
-    With `streaming`, what `datasets` reads is neither downloaded whole nor converted: rows come as they are asked for.
+    With `streaming`, `datasets` neither downloads nor converts a whole data set: it reads rows when they are asked for.
 
     Raises:
         ValueError: for an empty name, a split that does not exist, or a line that is no row.
@@ -85,17 +85,17 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
 
 
 def _opened(builder: Any, split: str, streaming: bool, source: str) -> OpenSource:
-    """What a builder of `datasets` reads, streamed or from the files that it prepares."""
+    """The source that a builder of `datasets` reads: a stream, or the table that it prepares."""
     if not streaming:
         _prepare(builder, source)
         return _of_table(_split(builder.as_dataset(), split, source))
     rows = _split(builder.as_streaming_dataset(), split, source)
-    # By commit on the Hub and by time of change elsewhere, as `datasets` knows its own files again.
+    # The name of the folder of the cache changes with the commit on the Hub, and elsewhere with the time of a change.
     return OpenSource(lambda: rows, lambda: Version(f"{builder.cache_dir} {split}", None))
 
 
 def _prepare(builder: Any, source: str) -> None:
-    """Makes the table of a source; ValueError if its files do not make one."""
+    """Downloads a source and makes its table; ValueError if its files do not make one table."""
     import datasets
 
     try:

@@ -93,7 +93,7 @@ class Trainer:
         self.target = target
         self.drafter = drafter
         self.accelerator = Accelerator(mixed_precision="no", cpu=is_cpu_alone(), **trackers)
-        # Not accelerate's, which is one for all runs of a process.
+        # The precision of accelerate would be the same for all runs of a process.
         self.precision = settings.mixed_precision or ("bf16" if computes_in_bf16() else "no")
         self.muon_rate = settings.muon_rate(drafter.config.hidden_size)
         self.num_shares = self.accelerator.num_processes * settings.gradient_accumulation_steps
@@ -162,7 +162,7 @@ class Trainer:
 
     @property
     def rates(self) -> str:
-        """The peak rates, as they are given: `learning_rate=0.002, muon_learning_rate=0.02`."""
+        """The peak rates in the form of settings: `learning_rate=0.002, muon_learning_rate=0.02`."""
         rates = {"learning_rate": self.settings.learning_rate, "muon_learning_rate": self.muon_rate}
         texts = [f"{name}={rate:.4g}" for name, rate in rates.items() if rate]
         return ", ".join(texts)
@@ -177,7 +177,7 @@ class Trainer:
         return feature_bytes(self._frozen, self.examples, reads_target(self.settings.loss))
 
     def _cached_features(self, announce: Announce) -> CachedFeatures | None:
-        """The features in the folder that the settings name, written first if it holds none; `None` is online."""
+        """The features in the folder that the settings name, written first if it holds none; `None` without such a folder."""
         settings = self.settings
         if settings.features is None:
             return None
@@ -277,11 +277,11 @@ class Trainer:
         return join_acceptances(self.accelerator, acceptance) if count > 1 else acceptance
 
     def whole_drafter(self) -> DFlashDraftModel:
-        """The drafter as it decodes and is saved, changes of low rank merged; of a sharded one all processes must call."""
+        """The drafter as it decodes and is saved, with changes of low rank merged. All processes must call it."""
         return whole_copy(self.drafter)
 
     def state(self) -> Facts:
-        """All that the next step depends on; of a sharded drafter on the first process alone, but all must call."""
+        """All that the next step depends on. All processes must call it; the first one has the tensors of a sharded drafter."""
         return full_state(self.drafter, self.optimizers) | {
             "step": self.step_number,
             "place": list(self.next_place),

@@ -1,7 +1,7 @@
-"""Where a run stands, on disk beside its output: written aside and renamed, so that a kill at any moment leaves a whole one.
+"""The training state of a run, on disk. It is written aside and renamed, so that a kill at any moment leaves a whole state.
 
-The output itself is a checkpoint that anyone loads, so the training state has a folder of its own, `OUTPUT.state`, which is
-deleted when the run is complete.
+The output itself is a checkpoint that users load. The training state is therefore in a folder of its own, `OUTPUT.state`, which
+is deleted when the run is complete.
 """
 
 import json
@@ -45,7 +45,7 @@ def save_state(folder: Path, facts: Facts, tensors: Facts | None) -> None:
 
 @contextmanager
 def saving(what: str, folder: Path) -> Iterator[None]:
-    """Turns what a full disk raises, in any of the libraries that write, into one OSError with the remedy."""
+    """Turns the errors of a full disk, which differ between the libraries that write, into one OSError with the remedy."""
     try:
         yield
     except Exception as error:
@@ -58,7 +58,7 @@ def saving(what: str, folder: Path) -> Iterator[None]:
 
 
 def read_tensors(folder: Path) -> Facts | None:
-    """Weights, optimisers and counts of a training state, on the CPU; `None` of a run that was stopped before it saved any."""
+    """Weights, optimisers and counts of a training state, on the CPU; `None` if the run was stopped before it saved them."""
     if not folder.is_dir():
         remedy = "give an output on a disk that all machines share"
         raise ValueError(f"The training state {folder} is not on this machine: {remedy}.")
@@ -67,7 +67,7 @@ def read_tensors(folder: Path) -> Facts | None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Takes away what a killed process left half-written beside `folder`, and puts back what it had moved aside."""
+    """Deletes what a killed process left half-written beside `folder`, and puts back a folder that it had moved aside."""
     for old in sorted(folder.parent.glob(f".{folder.name}.replaced-*")):
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -90,7 +90,7 @@ def remove_state(folder: Path) -> None:
 def find_run(
     output: Path, settings: TrainingSettings, resume: bool, overwrite: bool
 ) -> tuple[Facts | None, Facts | None]:
-    """The facts of the unfinished run in `output` to go on from, and those of a finished one; neither, to begin.
+    """The facts of an unfinished run in `output`, and those of a finished one; `None` for what is not there or not wanted.
 
     Raises:
         ValueError: if `output` holds another run and neither `resume` nor `overwrite` is given, or if the run to resume has
@@ -123,7 +123,7 @@ def find_run(
 
 
 def _read_json(path: Path) -> Facts | None:
-    """The facts in a file of ours, `None` if there is no file."""
+    """The facts in a JSON file, `None` if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -144,7 +144,7 @@ def _refuse_other_settings(settings: TrainingSettings, saved: Facts) -> None:
 
 
 def refuse_changes(before: Facts, now: Facts) -> None:
-    """Raises ValueError if something that a run to resume depends on has changed."""
+    """Raises ValueError if a fact that the run to resume depends on has changed."""
     if changed := changes(before, now):
         remedy = "give the same, or pass overwrite (--overwrite) to begin anew"
         raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
