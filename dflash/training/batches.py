@@ -49,14 +49,15 @@ def sample_anchors(
         >>> sample_anchors([0, 0, 1, 1, 1], 8, seed=0, epoch=0, index=0)
         [2, 3]
     """
-    candidates = valid_anchors(loss_mask)
+    candidates = set(valid_anchors(loss_mask))
     generator = random.Random(f"{seed}-{epoch}-{index}")
     count = min(num_anchors, len(candidates))
-    recorded = sorted(set(rejected).intersection(candidates))
+    recorded = sorted(candidates.intersection(rejected))
     num_recorded = min(round(rejected_share * count), len(recorded))
     anchors = generator.sample(recorded, num_recorded)
-    others = sorted(set(candidates) - set(anchors))
-    return sorted(anchors + generator.sample(others, count - num_recorded))
+    others = sorted(candidates.difference(anchors))
+    anchors += generator.sample(others, count - num_recorded)
+    return sorted(anchors)
 
 
 class Batch(NamedTuple):
@@ -131,12 +132,14 @@ def collate(
         sequences = [[number] for number in range(len(examples))]
     rows = [_side_by_side(examples, anchors, sequence) for sequence in sequences]
     token_ids, loss_masks, documents, columns = zip(*rows, strict=True)
-    width = max(width, _padded(max(map(len, token_ids))))
+    longest = max(map(len, token_ids))
+    width = max(width, _padded(longest))
+    most_anchors = max(map(len, columns))
     return Batch(
-        _filled(token_ids, width, pad_token_id),
-        _filled(loss_masks, width, 0).bool(),
-        _filled(documents, width, PADDING_DOCUMENT),
-        _filled(columns, max(1, *map(len, columns)), NO_ANCHOR),
+        input_ids=_filled(token_ids, width, pad_token_id),
+        loss_mask=_filled(loss_masks, width, 0).bool(),
+        document_ids=_filled(documents, width, PADDING_DOCUMENT),
+        anchors=_filled(columns, max(1, most_anchors), NO_ANCHOR),
     )
 
 
@@ -147,10 +150,11 @@ def _side_by_side(examples: Any, anchors: Any, sequence: Sequence[int]) -> tuple
     documents: list[int] = []
     columns: list[int] = []
     for document, number in enumerate(sequence):
-        columns += [len(token_ids) + anchor for anchor in anchors[number]]
-        token_ids += examples[number].token_array
-        loss_mask += examples[number].mask_array
-        documents += [document] * len(examples[number])
+        example, begin = examples[number], len(token_ids)
+        columns += [begin + anchor for anchor in anchors[number]]
+        token_ids += example.token_array
+        loss_mask += example.mask_array
+        documents += [document] * len(example)
     return token_ids, loss_mask, documents, columns
 
 
@@ -179,7 +183,8 @@ def batch_indices(lengths: Sequence[int], batch_tokens: int, rng: random.Random,
     for numbers in _pools(len(lengths), rng, pool):
         batch: list[int] = []
         for number in sorted(numbers, key=lengths.__getitem__):
-            if batch and (len(batch) + 1) * lengths[number] > batch_tokens:
+            num_tokens = (len(batch) + 1) * lengths[number]
+            if batch and num_tokens > batch_tokens:
                 batches.append(batch)
                 batch = []
             batch.append(number)
@@ -219,7 +224,8 @@ def epoch_sequences(lengths: Sequence[int], epoch: int, plan: BatchPlan) -> list
         return [[[number] for number in batch] for batch in batches]
     packed = pack_examples(lengths, plan.pack_length, rng)
     count = max(1, plan.batch_tokens // plan.pack_length)
-    return [packed[begin : begin + count] for begin in range(0, len(packed), count)]
+    begins = range(0, len(packed), count)
+    return [packed[begin : begin + count] for begin in begins]
 
 
 def epoch_batches(examples: Examples, epoch: int, plan: BatchPlan, first: int = 0) -> Iterator[Batch]:

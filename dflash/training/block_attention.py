@@ -40,8 +40,11 @@ def blockwise_attention(
     groups = key.shape[1]
     length = key.shape[2] - num_rows
     block_size = attention_mask.shape[-1] - length
-    blocks, shared = num_rows // block_size, heads // groups
-    query = query * (size**-0.5 if scaling is None else scaling)
+    blocks = num_rows // block_size
+    shared = heads // groups
+    if scaling is None:
+        scaling = size**-0.5
+    query = query * scaling
     query = query.view(batch, groups, shared, blocks, block_size, size)
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
@@ -51,7 +54,7 @@ def blockwise_attention(
 
     if is_fused(query.device, dropout):
         context_mask, own_mask = attention_mask.split([length, block_size], dim=-1)
-        own = [by_block(block_key), by_block(block_value), by_block(own_mask)]
+        own = (by_block(block_key), by_block(block_value), by_block(own_mask))
         # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E]. Of strided
         # turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
         turns = [turn.contiguous() for turn in query.unbind(2)]
@@ -60,18 +63,20 @@ def blockwise_attention(
     else:
         # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
         rows = query.transpose(2, 3).flatten(3, 4)
-        of_blocks = (rows, by_block(block_key), by_block(block_value), by_block(attention_mask))
+        own = (by_block(block_key), by_block(block_value), by_block(attention_mask))
         context = (context_key, context_value, dropout)
-        scores_of_block = batch * heads * block_size * (length + block_size)
+        num_keys = length + block_size
+        scores_of_block = batch * heads * block_size * num_keys
         at_a_time = max(1, MOST_SCORES // scores_of_block)
         if at_a_time >= blocks:
-            output = _attend(*of_blocks, *context)
+            output = _attend(rows, *own, *context)
         else:  # the backward pass computes the scores again, so that they are never held whole
-            parts = zip(*(tensor.split(at_a_time, dim=2) for tensor in of_blocks), strict=True)
-            outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in parts]
+            split = [tensor.split(at_a_time, dim=2) for tensor in (rows, *own)]
+            outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in zip(*split, strict=True)]
             output = torch.cat(outputs, dim=2)
         output = output.unflatten(3, (shared, block_size)).transpose(2, 3)  # [B, G, H / G, A, N, E]
-    return output.permute(0, 3, 4, 1, 2, 5).reshape(batch, num_rows, heads, size), None
+    output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
+    return output.reshape(batch, num_rows, heads, size), None
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:
@@ -89,14 +94,17 @@ def _attend(
     dropout: float,
 ) -> Tensor:  # of the shape of rows
     """The attention output of some blocks."""
-    length, block_size = context_key.shape[2], block_key.shape[3]
+    length = context_key.shape[2]
+    block_size = block_key.shape[3]
     flat = rows.flatten(2, 3)
-    context_scores = (flat @ context_key.mT).view(*rows.shape[:4], length)
+    context_scores = flat @ context_key.mT
+    context_scores = context_scores.unflatten(2, rows.shape[2:4])
     own_scores = rows @ block_key.mT
     scores = torch.cat([context_scores, own_scores], dim=-1)  # [B, G, A, H / G * N, S + N]
     mask = attention_mask.to(scores.dtype)[:, :, :, None]
-    masked = (scores.unflatten(3, (-1, block_size)) + mask).flatten(3, 4)
-    weights = masked.softmax(dim=-1).to(block_value.dtype)
+    by_head = scores.unflatten(3, (-1, block_size)) + mask
+    weights = by_head.flatten(3, 4).softmax(dim=-1)
+    weights = weights.to(block_value.dtype)
     if dropout:
         weights = functional.dropout(weights, dropout)
     context_weights, own_weights = weights.split([length, block_size], dim=-1)

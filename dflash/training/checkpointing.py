@@ -5,6 +5,7 @@ The facts are the curve, and what a reader needs to repeat the run: models, data
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -55,9 +56,11 @@ class TrainingRecord:
     @classmethod
     def of_finished(cls, facts: Facts) -> "TrainingRecord":
         """The record of a complete run, by its `training.json`."""
-        curve, best_step = facts["curve"], facts["best_step"]
-        taus = {point["step"]: point.get("tau", float("nan")) for point in curve}
-        return cls(curve, best_step, taus.get(best_step, float("nan")), facts["seconds"], was_complete=True)
+        best_step, best_tau = facts["best_step"], math.nan
+        for point in facts["curve"]:
+            if point["step"] == best_step:
+                best_tau = point.get("tau", math.nan)
+        return cls(facts["curve"], best_step, best_tau, facts["seconds"], was_complete=True)
 
 
 def describe_inputs(
@@ -65,7 +68,8 @@ def describe_inputs(
 ) -> Facts:
     """Models, data and prompts by size and fingerprint, without a path of the machine."""
     shape = drafter.config.to_diff_dict()
-    for name in [name for name, value in shape.items() if value is None or name in NOT_THE_MODEL]:
+    shape = {name: value for name, value in shape.items() if value is not None}
+    for name in NOT_THE_MODEL & shape.keys():
         del shape[name]
     return {
         "target": {

@@ -66,7 +66,8 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
 
 def chat_messages(messages: Any) -> list[Facts]:
     """The messages of a row in new dictionaries; ValueError unless they are a list of objects."""
-    is_list = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
+    is_text_or_object = isinstance(messages, (str, Mapping))
+    is_list = isinstance(messages, Iterable) and not is_text_or_object
     if not is_list or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(f"its messages are {reprlib.repr(messages)}: give a list of objects with role and content.")
     for message in messages:
@@ -78,10 +79,11 @@ def chat_messages(messages: Any) -> list[Facts]:
 
 def sharegpt_messages(turns: Any) -> list[Facts]:
     """ShareGPT's turns as chat messages."""
-    return [
-        {"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-        for turn in chat_messages(turns)
-    ]
+    messages = []
+    for turn in chat_messages(turns):
+        role = turn["from"]
+        messages.append({"role": SHAREGPT_ROLES.get(role, role), "content": turn["value"]})
+    return messages
 
 
 def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Facts) -> Example:
@@ -203,8 +205,10 @@ def load_examples(
     """
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
-        return list(encoded(read_rows(name, split, streaming), name, tokenizer, max_length, wanted, template_kwargs))
-    return list(encoded(source, "the data", tokenizer, max_length, wanted, template_kwargs))
+        source = read_rows(name, split, streaming)
+    else:
+        name = "the data"
+    return list(encoded(source, name, tokenizer, max_length, wanted, template_kwargs))
 
 
 def encoded(
@@ -322,7 +326,8 @@ def _reason(part: Examples, place: int, length: int, settings: TrainingSettings,
         return f"longer than {settings.longest} tokens"
     if not settings.deduplicate:
         return None
-    digest = hashlib.blake2b(part[place].token_array.tobytes(), digest_size=16).digest()
+    tokens = part[place].token_array.tobytes()
+    digest = hashlib.blake2b(tokens, digest_size=16).digest()
     if digest in digests:
         return "repeats of another one"
     digests.add(digest)

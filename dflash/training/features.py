@@ -58,14 +58,16 @@ class CachedFeatures:
         return TargetStates(features, self._read("last_hidden_state", batch) if wants_states else None)
 
     def _read(self, name: str, batch: Batch) -> Tensor:
-        width = self._shards[0].get_slice(name).get_shape()[-1]
-        states = torch.zeros(*batch.input_ids.shape, width)
+        input_ids = batch.input_ids
+        _, width = self._shards[0].get_slice(name).get_shape()
+        states = torch.zeros(*input_ids.shape, width)
         for sequence, columns in documents_of(batch):
-            key = key_of(batch.input_ids[sequence, columns].tolist())
+            key = key_of(input_ids[sequence, columns].tolist())
             shard, begin, length = self._documents[key]
+            end = begin + length
             rows = self._shards[shard].get_slice(name)
-            states[sequence, columns] = rows[begin : begin + length].float()
-        return states.to(batch.input_ids.device)
+            states[sequence, columns] = rows[begin:end].float()
+        return states.to(input_ids.device)
 
 
 def facts_of(target: FrozenTarget, examples: Examples, wants_states: bool, precision: str = "no") -> Facts:
@@ -118,7 +120,8 @@ def write_features(
     writer = _ShardWriter(folder, shard_bytes)
     is_bf16 = facts["mixed_precision"] == "bf16"
     autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=is_bf16)
-    bar = tqdm(total=len(examples), desc="features", disable=announce is say_nothing, dynamic_ncols=True)
+    is_hidden = announce is say_nothing
+    bar = tqdm(total=len(examples), desc="features", disable=is_hidden, dynamic_ncols=True)
     with saving("features", folder), bar:
         for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
             documents = [examples[number] for number in numbers]
@@ -151,24 +154,27 @@ class _ShardWriter:
 
     def add(self, document: Example, rows: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Adds the states of a document by name, [S, …]; what follows the length of the document is padding."""
-        key, length = key_of(document.token_array), len(document)
+        key = key_of(document.token_array)
         if key in self.documents:
             return
+        length = len(document)
         begin = sum(map(len, self._waiting.get("features", ())))
-        self.documents[key] = len(self.shards), begin, length
+        self.documents[key] = (len(self.shards), begin, length)
         for name, values in rows.items():
             own = values[:length].to("cpu", dtype, copy=True)
             self._waiting.setdefault(name, []).append(own)
-        if sum(values.nbytes for values in self._waiting["features"]) >= self._shard_bytes:
+        num_bytes = sum(values.nbytes for values in self._waiting["features"])
+        if num_bytes >= self._shard_bytes:
             self.close_shard()
 
     def close_shard(self) -> None:
         """Writes the states that are waiting, if there are any."""
         if not self._waiting:
             return
-        self.shards.append(f"features-{len(self.shards):05d}.safetensors")
+        name = f"features-{len(self.shards):05d}.safetensors"
         tensors = {name: torch.cat(parts) for name, parts in self._waiting.items()}
-        save_file(tensors, str(self._folder / self.shards[-1]))
+        save_file(tensors, str(self._folder / name))
+        self.shards.append(name)
         self._waiting.clear()
 
 
@@ -193,4 +199,5 @@ def documents_of(batch: Batch) -> Iterator[tuple[int, slice]]:
     for sequence, document_ids in enumerate(batch.document_ids.tolist()):
         for document in sorted({*document_ids} - {PADDING_DOCUMENT}):
             begin = document_ids.index(document)
-            yield sequence, slice(begin, begin + document_ids.count(document))
+            end = begin + document_ids.count(document)
+            yield sequence, slice(begin, end)

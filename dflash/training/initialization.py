@@ -42,6 +42,9 @@ BLOCK_SIZE = 16
 # Standard deviation of the table of Domino's head at first; 0.1 learned as well.
 TABLE_STD = 0.3
 
+# Ends of the names of the norms of queries and keys.
+NORMS_OF_SCORES = ("q_norm.weight", "k_norm.weight")
+
 # Names of mask tokens in vocabularies.
 MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
 
@@ -123,18 +126,21 @@ def begin_at_target(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     config = drafter.config
     layers = decoder_layers(target)
     gain = max(1.0, (HEAD_DIM / config.head_dim) ** 0.25)
-    last, num_strides = len(layers) - 1, max(1, len(drafter.layers) - 1)
+    last = len(layers) - 1
+    num_strides = max(1, len(drafter.layers) - 1)
     with torch.no_grad():
         for place, layer in enumerate(drafter.layers):
-            source = layers[round(place * last / num_strides)]
+            number = round(place * last / num_strides)
             for name, weight in layer.named_parameters():
-                if not _copy(source, name, weight) and name.endswith(("q_norm.weight", "k_norm.weight")):
+                is_copied = _copy(layers[number], name, weight)
+                if not is_copied and name.endswith(NORMS_OF_SCORES):
                     weight.fill_(gain)
         _copy(target.get_decoder(), "norm.weight", drafter.norm.weight)
         _copy(layers[-1], "input_layernorm.weight", drafter.hidden_norm.weight)
         size = config.hidden_size
         taps = drafter.fc.weight.view(size, -1, size)  # [D, taps, D]
-        taps += torch.eye(size)[:, None] / taps.shape[1]
+        num_taps = taps.shape[1]
+        taps += torch.eye(size)[:, None] / num_taps
 
 
 def _copy(source: nn.Module, name: str, weight: Tensor) -> bool:
@@ -158,7 +164,9 @@ def begin_domino(drafter: DFlashDraftModel, target: PreTrainedModel) -> None:
     rows = table.get_parameter("weight")
     num_tokens, size = rows.shape
     head = _target_weight(target.get_output_embeddings(), "weight")
-    if head is None or len(head) != num_tokens or head.shape[1] < size:
+    if head is None:
+        return
+    if len(head) != num_tokens or head.shape[1] < size:
         return
     head = head.float()
     directions = torch.linalg.eigh(head.T @ head).eigenvectors

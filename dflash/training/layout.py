@@ -6,8 +6,7 @@ uses the same predicate (`attention_dflash.sees`), so a training forward is many
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ def lay_out_blocks(
     A query sees the context of its own document strictly before its anchor, and its own block. It sees no other block, even
     one that overlaps its own. Queries of an absent anchor keep the shape: they are not learned and no other query sees them.
     """
-    (batch, length), block_size = input_ids.shape, config.block_size
+    length, block_size = input_ids.shape[1], config.block_size
     ahead = int(config.sample_from_anchor)  # distance from a query's position to its label's
     offsets = torch.arange(block_size, device=input_ids.device)  # [N]
     exists = anchors >= 0  # [B, A]
@@ -94,51 +93,76 @@ def lay_out_blocks(
     is_response = in_sequence & at(loss_mask) & is_same_document & exists[:, :, None]
     is_learned = is_response.long().cumprod(dim=2).bool()
     if not ahead:
-        is_learned[:, :, 0] = False  # the anchor is given
+        is_learned[:, :, 0] = False  # the anchor is known
 
     token_ids = torch.full_like(columns, config.mask_token_id)
     token_ids[:, :, 0] = input_ids.gather(1, first)
 
+    def of_queries(values: Tensor) -> Tensor:  # [B, A] -> [B, R]
+        return values.repeat_interleave(block_size, 1)
+
     positions = positions_in_documents(document_ids)  # [B, S]
-    anchor_positions = positions.gather(1, first).repeat_interleave(block_size, 1)  # [B, R]
-    query_positions = anchor_positions + offsets.repeat(anchors.shape[1])
-    blocks = torch.arange(anchors.shape[1], device=anchors.device).expand_as(anchors)
-    query_blocks = blocks.repeat_interleave(block_size, 1)  # [B, R]
-    query_documents = torch.where(exists, anchor_documents, NO_DOCUMENT).repeat_interleave(block_size, 1)
+    anchor_positions = of_queries(positions.gather(1, first))
+    num_anchors = anchors.shape[1]
+    blocks = torch.arange(num_anchors, device=anchors.device).expand_as(anchors)
+    queries = _Places(
+        anchor_positions + offsets.repeat(num_anchors),
+        of_queries(blocks),
+        of_queries(torch.where(exists, anchor_documents, NO_DOCUMENT)),
+    )
+    context = _Places(positions, torch.full_like(document_ids, -1), document_ids)
+    keys = _Places(*(torch.cat(pair, dim=1) for pair in zip(context, queries, strict=True)))
 
-    position_ids = torch.cat([positions, query_positions], dim=1)
-    key_blocks = torch.cat([torch.full_like(document_ids, -1), query_blocks], dim=1)
-    key_documents = torch.cat([document_ids, query_documents], dim=1)
-
-    def visibility(is_causal: bool, window: int | None) -> Visibility:
-        def visible(b: Any, h: Any, q: Any, k: Any) -> Tensor:
-            query = (query_positions[b, q], query_blocks[b, q])
-            key = (position_ids[b, k], key_blocks[b, k])
-            seen = sees(query, key, anchor_positions[b, q], is_causal, window)
-            is_same_document = query_documents[b, q] == key_documents[b, k]
-            return seen & is_same_document
-
-        return visible
-
-    shape = batch, query_positions.shape[1], position_ids.shape[1]
-    makers: Facts = {
-        "flex_attention": _block_mask,
-        BLOCKWISE: partial(_blockwise_mask, block_size=block_size),
-    }
-    make_mask = makers.get(attention, _dense_mask)
     masks: Facts = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:
-            visible = visibility(config.is_layer_causal(layer), config.layer_window(layer))
-            masks[layer_type] = make_mask(visible, shape, input_ids.device)
+            is_causal, window = config.is_layer_causal(layer), config.layer_window(layer)
+            visible = _visibility(queries, keys, anchor_positions, is_causal, window)
+            masks[layer_type] = _mask(visible, queries, keys, block_size, attention)
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
         is_learned.flatten(1),
         (columns - 1).clamp(min=0).flatten(1),
-        position_ids,
+        keys.positions,
         masks,
     )
+
+
+class _Places(NamedTuple):
+    """Where tokens are: each [B, R] for queries, [B, S + R] for keys."""
+
+    positions: Tensor  # in their documents
+    blocks: Tensor  # -1 for the context
+    documents: Tensor
+
+
+def _visibility(
+    queries: _Places, keys: _Places, anchor_positions: Tensor, is_causal: bool, window: int | None
+) -> Visibility:
+    query_positions, query_blocks, query_documents = queries
+    key_positions, key_blocks, key_documents = keys
+
+    def visible(b: Any, h: Any, q: Any, k: Any) -> Tensor:
+        query = (query_positions[b, q], query_blocks[b, q])
+        key = (key_positions[b, k], key_blocks[b, k])
+        seen = sees(query, key, anchor_positions[b, q], is_causal, window)
+        is_same_document = query_documents[b, q] == key_documents[b, k]
+        return seen & is_same_document
+
+    return visible
+
+
+def _mask(visible: Visibility, queries: _Places, keys: _Places, block_size: int, attention: str) -> Any:
+    """The mask in the form that `attention` takes."""
+    batch, num_queries = queries.positions.shape
+    shape = batch, num_queries, keys.positions.shape[1]
+    device = queries.positions.device
+    if attention == "flex_attention":
+        return _block_mask(visible, shape, device)
+    if attention == BLOCKWISE:
+        return _blockwise_mask(visible, shape, device, block_size)
+    return _dense_mask(visible, shape, device)
 
 
 def _dense_mask(

@@ -71,6 +71,14 @@ def dpace_weights(alpha: float) -> PositionWeights:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """The target, for losses that read its logits."""
+
+    states: Tensor  # [M, D of the target], its last hidden states at the columns before the labels
+    logits: Head  # from states to logits [m, V]
+
+
+@dataclass(frozen=True)
 class Candidates:
     """Each row's most probable tokens, without gradient."""
 
@@ -97,8 +105,7 @@ def chunked_loss(
     chunk_rows: int | None = None,
     *,
     loss: str = "ce",
-    teacher_states: Tensor | None = None,  # [M, D of the target]
-    teacher_head: Head | None = None,
+    teacher: Teacher | None = None,
     num_candidates: int = 0,
 ) -> RowLosses:
     """Weighted loss of `head(hidden_states)`, of whose logits at most `chunk_rows` rows exist at a time.
@@ -113,17 +120,16 @@ def chunked_loss(
         head: From [m, D] to logits [m, V]. It is frozen: the gradient goes to `hidden_states` alone.
         chunk_rows: Rows at a time. Default: as many as have `CHUNK_LOGITS` logits, so that memory does not grow with V.
         loss: One of `LOSSES`.
-        teacher_states: The target's last hidden states at the columns before the labels, for losses that read them.
-        teacher_head: From them to the target's logits [m, V].
+        teacher: The target, for losses that read it.
         num_candidates: K of the `Candidates` to give back; 0 gives none.
 
     Raises:
         ValueError: for an unknown loss, one that lacks the target's states, or a head with trainable weights.
     """
     if not reads_target(loss):
-        teacher_states = None
-    elif teacher_states is None or teacher_head is None:
-        raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher_states and teacher_head.")
+        teacher = None
+    elif teacher is None:
+        raise ValueError(f"loss={loss!r} reads the target's logits: pass teacher.")
     with torch.enable_grad():
         no_logits = head(hidden_states[:0].detach())
     if no_logits.requires_grad:
@@ -136,13 +142,13 @@ def chunked_loss(
         """The losses [m], logits [m, V] and labels [m] of some rows, where the head is."""
         logits = _wide(head(states))
         wanted = labels[rows].to(logits.device)
-        if teacher_states is None or teacher_head is None:
+        if teacher is None:
             return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
         with torch.no_grad():
-            teacher_logits = _wide(teacher_head(teacher_states[rows])).to(logits.device)
-            teacher = teacher_logits.log_softmax(-1)
-        student = logits.log_softmax(-1)
-        divergence = functional.kl_div(student, teacher, reduction="none", log_target=True)
+            wide = _wide(teacher.logits(teacher.states[rows])).to(logits.device)
+            log_p = wide.log_softmax(-1)
+        log_q = logits.log_softmax(-1)
+        divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
         return divergence.sum(-1), logits, wanted
 
     if chunk_rows is None:
@@ -229,7 +235,15 @@ def head_loss(
         losses = functional.cross_entropy(_wide(scores), choices, reduction="none")
         return (losses * weight * hits.any(dim=1)).sum()
 
-    columns = hidden_states.detach(), states, positions, candidates.logits, candidates.token_ids, labels, weights
+    columns = (
+        hidden_states.detach(),
+        states,
+        positions,
+        candidates.logits,
+        candidates.token_ids,
+        labels,
+        weights,
+    )
     total = hidden_states.new_zeros((), dtype=torch.float32)
     rank = head.rows.shape[1]
     num_candidates = candidates.token_ids.shape[1]

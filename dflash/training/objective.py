@@ -11,10 +11,11 @@ from torch.nn import functional
 from .batches import Batch
 from .block_attention import BLOCKWISE
 from .frozen_target import FrozenTarget, TargetStates
-from .layout import lay_out_blocks
+from .layout import BlockLayout, lay_out_blocks
 from .lean_mlp import lean_mlps
 from .losses import (
     DraftCounts,
+    Teacher,
     chunked_loss,
     count_drafts,
     decay_weights,
@@ -69,38 +70,24 @@ class DrafterLoss:
     def __call__(self, batch: Batch) -> tuple[Tensor, DraftCounts]:
         """The loss, summed over the batch's blocks, and its counts."""
         attention = self.attention(batch.input_ids.device)
-        layout = lay_out_blocks(
-            batch.input_ids, batch.loss_mask, batch.document_ids, batch.anchors, self.drafter.config, attention
-        )
+        layout = lay_out_blocks(*batch, self.config, attention)
         states = self.states_of(batch, reads_target(self.settings.loss))
-        with torch.no_grad():
-            noise_embeds = self.pair.embed(layout.token_ids)
-        # A compiled network chooses itself what to keep.
-        with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
-            hidden_states = self.network(
-                noise_embeds=noise_embeds,
-                context_hidden_states=states.features,
-                position_ids=layout.position_ids,
-                attention_mask=layout.attention_mask,
-                attn_implementation=attention,
-            ).last_hidden_state.flatten(0, 1)  # [B * R, D]
+        hidden_states = self._forward(layout, states.features, attention)  # [B * R, D]
 
-        block_size = self.config.block_size
-        first = block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
-        learned = _Learned(layout.is_learned.view(-1, block_size))
-        proposals = learned.is_learned[:, first:]  # [G, P]
-        length = batch.input_ids.shape[1]
+        first = self.config.block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
+        learned = _Learned(layout.is_learned.view(-1, self.config.block_size), first)
         sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
-        flat_previous = layout.previous + sequences[:, None] * length  # places in the flattened batch
+        previous = layout.previous + sequences[:, None] * batch.input_ids.shape[1]  # places in the flattened batch
         labels = learned.gather(layout.labels)
-        previous = learned.gather(flat_previous)
 
         def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
-            confidences = learned.scatter(log_probs.exp())[:, first:]
-            weights = self.weights(confidences, proposals)
+            weights = self.weights(learned.scatter(log_probs.exp()), learned.proposals)
             return learned.gather(functional.pad(weights, (first, 0))) * learned.is_real
 
-        teacher = states.last_hidden_state
+        teacher = None
+        if states.last_hidden_state is not None:
+            teacher_states = states.last_hidden_state.flatten(0, 1)
+            teacher = Teacher(teacher_states[learned.gather(previous)], self.pair.logits)
         causal_head = self.drafter.causal_head(self.pair.embed)
         learned_states = hidden_states.index_select(0, learned.index)
         losses = chunked_loss(
@@ -110,26 +97,40 @@ class DrafterLoss:
             lambda states: self.drafter.compute_logits(states, self.pair.head),
             self.settings.chunk_rows,
             loss=self.settings.loss,
-            teacher_states=None if teacher is None else teacher.flatten(0, 1)[previous],
-            teacher_head=self.pair.logits,
+            teacher=teacher,
             num_candidates=0 if causal_head is None else causal_head.top_k,
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            tokens = batch.input_ids.flatten()[flat_previous].view(-1, block_size)  # [G, N]
+            tokens = batch.input_ids.flatten()[previous].view(-1, self.config.block_size)  # [G, N]
             after = _states_after(causal_head, tokens[:, first:])  # [G, P, H]
             head_states = functional.pad(after, (0, 0, first, 0)).flatten(0, 1)
             loss_sum = loss_sum + self.settings.selector_weight * head_loss(
                 causal_head,
                 learned_states,
                 head_states.index_select(0, learned.index),
-                learned.index % block_size - first,
+                learned.index % self.config.block_size - first,
                 losses.candidates,
                 labels,
                 losses.weights,
             )
-        is_correct = learned.scatter(losses.is_correct)[:, first:]
-        return loss_sum, count_drafts(is_correct, proposals, loss_sum, losses.weight_sum)
+        is_correct = learned.scatter(losses.is_correct)
+        return loss_sum, count_drafts(is_correct, learned.proposals, loss_sum, losses.weight_sum)
+
+    def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:
+        """The drafter's hidden states of all queries, [B * R, D]."""
+        with torch.no_grad():
+            noise_embeds = self.pair.embed(layout.token_ids)
+        # A compiled network chooses itself what to keep.
+        with lean_mlps(self.drafter) if self.network is self.drafter else nullcontext():
+            output = self.network(
+                noise_embeds=noise_embeds,
+                context_hidden_states=features,
+                position_ids=layout.position_ids,
+                attention_mask=layout.attention_mask,
+                attn_implementation=attention,
+            )
+        return output.last_hidden_state.flatten(0, 1)
 
     def attention(self, device: torch.device) -> str:
         """The attention that skips unseen keys on `device`; flex attention's kernels take no dropout and no narrow heads."""
@@ -150,8 +151,9 @@ def _states_after(causal_head: Any, token_ids: Tensor) -> Tensor:
 class _Learned:
     """The learned positions of all blocks [G, N] as one list of M, filled up to a multiple of `ROW_STEP` with any position."""
 
-    def __init__(self, is_learned: Tensor) -> None:
-        self.is_learned = is_learned  # bool [G, N]
+    def __init__(self, is_learned: Tensor, first: int) -> None:  # bool [G, N], and the first position that proposes
+        self.shape, self.first = is_learned.shape, first
+        self.proposals = is_learned[:, first:]  # [G, P]
         index = is_learned.flatten().nonzero().flatten()
         num_filled = -len(index) % ROW_STEP
         self.is_real = functional.pad(torch.ones_like(index, dtype=torch.bool), (0, num_filled))  # [M]
@@ -162,7 +164,7 @@ class _Learned:
         return values.flatten()[self.index]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Values [M] at their places in [G, N], and zero elsewhere."""
-        grid = values.new_zeros(self.is_learned.numel())
-        grid[self.index[self.is_real]] = values[self.is_real]
-        return grid.view_as(self.is_learned)
+        """Values [M] at their places among the proposals [G, P], and zero elsewhere."""
+        grid = values.new_zeros(self.shape)
+        grid.view(-1)[self.index[self.is_real]] = values[self.is_real]
+        return grid[:, self.first :]

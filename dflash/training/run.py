@@ -134,7 +134,7 @@ def train_drafter(
         ready = prepare(target, data, settings, run_options.announce)
         parts = parts_of(data)
         manifests = [answers_of(source, ready.target, run_options.announce) for source, _ in parts]
-        names = [str(public_name(source)) + (f":{weight:g}" if weight else "") for source, weight in parts]
+        names = [_name_of(*part) for part in parts]
         run_options = run_options.with_facts(
             target_name=public_name(target),
             target_is_local=os.path.exists(target),
@@ -142,6 +142,11 @@ def train_drafter(
             answers=manifests[0] if len(manifests) == 1 else None,
         )
         return train_prepared(ready, settings, claim, run_options)
+
+
+def _name_of(source: str, weight: float | None) -> str:
+    name = str(public_name(source))
+    return f"{name}:{weight:g}" if weight else name
 
 
 def train(
@@ -203,7 +208,8 @@ class _Run:
 
     def __init__(self, ready: Prepared, settings: TrainingSettings, claim: Claim, options: RunOptions) -> None:
         elapsed = stopwatch()
-        announce, saved, output = options.announce, claim.saved, claim.output
+        announce, saved = options.announce, claim.saved
+        output = claim.output
         self._settings = settings
         self._goal = options.goal or Goal(ready.held_out)
         state = None if saved is None else read_tensors(state_folder(output))
@@ -214,8 +220,15 @@ class _Run:
         if saved is not None:
             refuse_changes(_fingerprints(saved["inputs"]), _fingerprints(inputs))
         _announce_sizes(ready, settings, inputs["data"]["longest_answer"], announce)
-        trackers = tracker_options(settings, output)
-        self.trainer = Trainer(ready.drafter, ready.target, ready.examples, settings, state, announce, **trackers)
+        self.trainer = Trainer(
+            ready.drafter,
+            ready.target,
+            ready.examples,
+            settings,
+            state,
+            announce,
+            **tracker_options(settings, output),
+        )
         if saved is not None:  # the default depends on the machine
             refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": self.trainer.precision})
         self.record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
@@ -232,16 +245,19 @@ class _Run:
         self.display = _Display(self.trainer, options)
         # Without `announce`, uploads are logged.
         tell_upload = logger.warning if announce is say_nothing else announce
-        self._uploads = Uploads(output, settings.publish_to if self.trainer.is_first else None, tell_upload)
+        repo_id = settings.publish_to if self.trainer.is_first else None
+        self._uploads = Uploads(output, repo_id, tell_upload)
 
     def measure_start(self) -> None:
         """Measures a drafter of `init` before its first step: it may stay the best."""
-        if self._settings.init is not None and self._goal.held_out and not self.record.curve:
+        has_point = bool(self.record.curve)
+        if self._settings.init is not None and self._goal.held_out and not has_point:
             self._measure()
 
     def take_steps(self, signals: Sequence[int]) -> None:
         """Takes the steps that are left, until the last one, a signal, or the end of the patience."""
-        settings, record, trainer = self._settings, self.record, self.trainer
+        settings = self._settings
+        record, trainer = self.record, self.trainer
         last = trainer.num_steps
         eval_every = settings.interval("eval_every", last)
         save_every = settings.interval("save_every", last)
@@ -276,8 +292,10 @@ class _Run:
             record.best_step = point["step"]
             record.best_tau = point.get("tau", math.nan)
             self._checkpointer.save_checkpoint()
-        since_best = sum(point["step"] > record.best_step for point in record.curve)
-        return self._settings.patience is not None and since_best >= self._settings.patience
+        steps = [point["step"] for point in record.curve]
+        since_best = sum(step > record.best_step for step in steps)
+        patience = self._settings.patience
+        return patience is not None and since_best >= patience
 
 
 def _fingerprints(inputs: Facts) -> dict[str, str]:
@@ -401,13 +419,13 @@ class _Display:
             self._trainer.accelerator.log(_flat(shown, "train/"), step=step)
         if self.steps.disable and self._since_line() >= LINE_SECONDS:
             self._since_line = stopwatch()
-            self._announce(f"step {step:,} of {self._trainer.num_steps:,}: loss {figures.loss:.3f}")
+            num_steps = self._trainer.num_steps
+            self._announce(f"step {step:,} of {num_steps:,}: loss {figures.loss:.3f}")
 
     def show_point(self, point: Facts, curve: Sequence[Facts]) -> None:
         """Logs the newest point of the curve, and announces once that tau stays low."""
         taus = [point["tau"] for point in curve[-FLAT_POINTS:] if "tau" in point]
-        is_flat = len(taus) == FLAT_POINTS and max(taus) - min(taus) < FLAT_TAU
-        if is_flat and max(taus) < LEARNED_TAU and not self._is_warned:
+        if not self._is_warned and _is_flat(taus):
             self._is_warned = True
             settings = self._trainer.settings
             recipe = "" if settings.recipe == "short" else "--recipe short, "
@@ -429,6 +447,14 @@ class _Display:
             tracker.finish()
 
 
+def _is_flat(taus: list[float]) -> bool:
+    """Whether the last points are low, and alike."""
+    if len(taus) < FLAT_POINTS:
+        return False
+    highest = max(taus)
+    return highest < LEARNED_TAU and highest - min(taus) < FLAT_TAU
+
+
 def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
     """The arguments of `Accelerator` that ask for a tracker; ValueError for one that is not installed."""
     if settings.log_with is None:
@@ -439,7 +465,8 @@ def tracker_options(settings: TrainingSettings, output: Path) -> Facts:
             f"log_with={settings.log_with!r} is not one of the trackers installed here ({', '.join(known) or 'none'}): "
             f"pip install {settings.log_with}, or leave it out."
         )
-    return {"log_with": settings.log_with, "project_dir": str(output.with_name(f"{output.name}.logs"))}
+    folder = output.with_name(f"{output.name}.logs")
+    return {"log_with": settings.log_with, "project_dir": str(folder)}
 
 
 def _flat(values: Facts, prefix: str = "") -> Facts:

@@ -132,7 +132,8 @@ class Trainer:
     def _check_settings(self) -> None:
         """Raises ValueError for settings that ask for parts which the drafter or the data has not."""
         settings = self.settings
-        if settings.freeze_init and all(parameter.requires_grad for parameter in self.drafter.parameters()):
+        is_trained = [parameter.requires_grad for parameter in self.drafter.parameters()]
+        if settings.freeze_init and all(is_trained):
             raise ValueError(
                 "freeze_init, and all weights of the drafter would be trained: begin with `train_drafter`, or set "
                 "requires_grad of those that stay to False."
@@ -164,8 +165,8 @@ class Trainer:
     def rates(self) -> str:
         """The peak rates in the form of settings: `learning_rate=0.002, muon_learning_rate=0.02`."""
         rates = {"learning_rate": self.settings.learning_rate, "muon_learning_rate": self.muon_rate}
-        texts = [f"{name}={rate:.4g}" for name, rate in rates.items() if rate]
-        return ", ".join(texts)
+        used = {name: rate for name, rate in rates.items() if rate}
+        return ", ".join(f"{name}={rate:.4g}" for name, rate in used.items())
 
     @property
     def attention(self) -> str:
@@ -239,7 +240,8 @@ class Trainer:
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
             if math.isfinite(value):
                 continue
-            step, num_sequences = self.step_number + 1, len(batch.input_ids)
+            step = self.step_number + 1
+            num_sequences = len(batch.input_ids)
             first_ids = batch.input_ids[0, :8].tolist()
             raise FloatingPointError(
                 f"The {name} of step {step} is {value}, on batch {place.number} of epoch {place.epoch} "
