@@ -14,8 +14,7 @@ from test_training_resume import SETTINGS, examples, run
 from tiny_models import make_drafter, make_target
 
 from dflash.common.files import only_writer
-from dflash.training import FrozenTarget, epoch_batches
-from dflash.training.batches import BatchPlan
+from dflash.training import BatchPlan, FrozenTarget, epoch_batches
 from dflash.training.features import CachedFeatures, documents_of, facts_of, feature_bytes, write_features
 
 

@@ -63,7 +63,12 @@ def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, 
 
     The engine's warning about a drafter of which nothing is accepted is hidden: training begins in that state.
     """
-    total = Acceptance(0, 0, 0, (0,) * drafter.config.num_proposals)
+    total = Acceptance(
+        0,
+        0,
+        0,
+        (0,) * drafter.config.num_proposals,
+    )
     logger = drafting_dflash.logger
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -82,7 +87,12 @@ def measure_acceptance(drafter: Any, target: PreTrainedModel, prompts: Prompts, 
                 if block.is_prefill:
                     continue
                 accepted = (1,) * block.num_accepted
-                total += Acceptance(1, block.acceptance_length, len(block.token_ids), accepted)
+                total += Acceptance(
+                    1,
+                    block.acceptance_length,
+                    len(block.token_ids),
+                    accepted,
+                )
     finally:
         logger.setLevel(level)
     return total

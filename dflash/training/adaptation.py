@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +30,7 @@ class AdaptationGoal(Goal):
     """The highest mean tau of the `domains` without the `general` one. The tau of no domain may fall by more than `FORGOTTEN`."""
 
     domains: Mapping[str, Prompts]  # held-out prompts
-    general: str | None = None  # the domain that is to be kept and not to be adapted to
+    general: str = ""  # the domain that is to be kept and not to be adapted to, if there is one
 
     def measure(self, trainer: Trainer) -> Facts:
         """A point of the curve with the acceptance on each domain. Before the first step it has no loss."""
@@ -38,7 +38,9 @@ class AdaptationGoal(Goal):
         domains = {}
         for name, prompts in self.domains.items():
             domains[name] = trainer.acceptance(prompts).figures()
-        point["tau"] = fmean(domains[name]["tau"] for name in domains if name != self.general)
+        taus = {name: figures["tau"] for name, figures in domains.items()}
+        taus.pop(self.general, None)
+        point["tau"] = fmean(taus.values())
         point["domains"] = domains
         return point
 
@@ -88,7 +90,7 @@ def adapt(
         >>> print(record.best_step, record.best_tau)
     """
     sources = adaptation_sources(data, settings, general, general_share)
-    general_name = None if general is None else next(reversed(sources))
+    general_name = "" if general is None else next(reversed(sources))
     settings = replace(settings, init=os.fspath(drafter))
     run_options = RunOptions(**options)
     with run_options.claimed(output, settings) as claim:  # before anything is loaded
@@ -103,10 +105,10 @@ def adapt(
             adapted={"name": public_name(drafter), "weights": ready.init_weights},
         )
         prompts = {name: domain.held_out for name, domain in domains.items()}
-        held_out = [prompt for domain in domains.values() for prompt in domain.held_out]
+        held_out = list(chain.from_iterable(prompts.values()))
         goal = AdaptationGoal(held_out=held_out, domains=prompts, general=general_name)
         parts = [domain.examples for name, domain in domains.items() if name != general_name]
-        if general_name is not None:
+        if general_name:
             num_tokens = sum(lengths_of(joined(parts)))
             room = num_tokens * general_share / (1 - general_share)
             parts.append(_some(domains[general_name].examples, room, settings.seed))
@@ -150,10 +152,21 @@ def _domains(
     sources: Mapping[str, str], target: Source, settings: TrainingSettings, announce: Announce
 ) -> dict[str, Prepared]:
     """The examples and held-out prompts of each domain. All domains share the models."""
-    ready, tables = load(target, list(sources.values()), settings, announce)
+    ready, tables = load(
+        target,
+        list(sources.values()),
+        settings,
+        announce,
+    )
     domains = {}
     for (name, source), table in zip(sources.items(), tables, strict=True):
-        domains[name] = prepare_domain(ready, source, table, settings, announce)
+        domains[name] = prepare_domain(
+            ready,
+            source,
+            table,
+            settings,
+            announce,
+        )
         answers_of(source, ready.target, announce)  # for what it announces
     return domains
 

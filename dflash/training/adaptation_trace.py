@@ -60,7 +60,14 @@ class Trace:
         self._origin = {"target": public_name(name), **_fingerprints(target, tokenizer)}
         for part in self._lines.parts():
             if not begin:
-                check_trace(_rows_of(part), name or "this target", tokenizer, target, f"{part}: ", "name another file")
+                check_trace(
+                    _rows_of(part),
+                    name or "this target",
+                    tokenizer,
+                    target,
+                    f"{part}: ",
+                    "name another file",
+                )
             elif rank == 0:
                 part.unlink()
         self._lines.mend()
@@ -73,7 +80,11 @@ class Trace:
 
     def append(self, prompt_ids: Sequence[int], response_ids: Sequence[int], rejected: Sequence[int]) -> None:
         """Adds a text. `rejected` counts places from the beginning of the prompt."""
-        text = {"prompt_ids": list(prompt_ids), "response_ids": list(response_ids), "rejected": list(rejected)}
+        text = {
+            "prompt_ids": list(prompt_ids),
+            "response_ids": list(response_ids),
+            "rejected": list(rejected),
+        }
         self._lines.append([self._origin | text])
 
     def join(self) -> None:
@@ -101,7 +112,12 @@ def recorded(blocks: Iterable[Block], prompts: Prompts, trace: Trace) -> Iterato
             text += block.token_ids
             yield block
     finally:
-        for prompt, text, anchors in zip(prompts, texts, rejected, strict=True):
+        for prompt, text, anchors in zip(
+            prompts,
+            texts,
+            rejected,
+            strict=True,
+        ):
             trace.append(prompt, text[len(prompt) :], anchors)
 
 

@@ -77,7 +77,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        return Batch(*(tensor.to(device) for tensor in self))
+        tensors = [tensor.to(device) for tensor in self]
+        return Batch(*tensors)
 
     def share(self, index: int, num_shares: int) -> "Batch":
         """Share `index` of the batch, which is cut into `num_shares`, one for each part of each process.

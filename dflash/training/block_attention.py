@@ -45,7 +45,14 @@ def blockwise_attention(
     if scaling is None:
         scaling = size**-0.5
     query = query * scaling
-    query = query.view(batch, groups, shared, blocks, block_size, size)
+    query = query.view(
+        batch,
+        groups,
+        shared,
+        blocks,
+        block_size,
+        size,
+    )
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
 
@@ -58,7 +65,16 @@ def blockwise_attention(
         # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E]. Of strided
         # turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
         turns = [turn.contiguous() for turn in query.unbind(2)]
-        outputs = [FusedBlocks.apply(context_key, context_value, context_mask, turn, *own) for turn in turns]
+        outputs = [
+            FusedBlocks.apply(
+                context_key,
+                context_value,
+                context_mask,
+                turn,
+                *own,
+            )
+            for turn in turns
+        ]
         output = torch.stack(outputs, dim=2)  # [B, G, H / G, A, N, E]
     else:
         # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
@@ -72,7 +88,15 @@ def blockwise_attention(
             output = _attend(rows, *own, *context)
         else:  # the backward pass computes the scores again, so that they are never held whole
             split = [tensor.split(at_a_time, dim=2) for tensor in (rows, *own)]
-            outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in zip(*split, strict=True)]
+            outputs = [
+                checkpoint(
+                    _attend,
+                    *part,
+                    *context,
+                    use_reentrant=False,
+                )
+                for part in zip(*split, strict=True)
+            ]
             output = torch.cat(outputs, dim=2)
         output = output.unflatten(3, (shared, block_size)).transpose(2, 3)  # [B, G, H / G, A, N, E]
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]

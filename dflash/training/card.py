@@ -30,10 +30,13 @@ ANSWERS = """Its answers were written by {target} {manner}, thinking {thinking},
 
 def model_card(config: Any, name: str, facts: Facts) -> str:
     """The README.md of a trained drafter, filled from its `training.json`."""
-    answers, command, source = facts.get("answers"), facts.get("command"), facts.get("data_name")
+    answers = facts.get("answers")
+    command = facts.get("command")
+    source = facts.get("data_name")
     licence = facts["settings"]["license"]
-    if not licence and answers and "," not in (answers["data"]["license"] or ","):
-        licence = answers["data"]["license"]
+    if not licence and answers:
+        stated = answers["data"]["license"]
+        licence = stated if stated and "," not in stated else None
     card = drafter_card(config, name, facts.get("target_name"))
     if facts.get("target_is_local"):
         card = card.replace(f"base_model: {facts['target_name']}\n", "", 1)
@@ -58,14 +61,16 @@ def model_card(config: Any, name: str, facts: Facts) -> str:
 
 
 def _point_line(point: Facts) -> str:
-    loss = f"{point['loss']:.3f} | {point['accepted_per_block']:.2f}" if "loss" in point else "|"
-    tau = f" {point['tau']:.2f}" if "tau" in point else ""
-    return f"| {point['step']} | {loss} |{tau} |"
+    line = "| {step} | "
+    line += "{loss:.3f} | {accepted_per_block:.2f} |" if "loss" in point else "| |"
+    line += " {tau:.2f} |" if "tau" in point else " |"
+    return line.format_map(point)
 
 
 def adaptation_lines(facts: Facts) -> list[str]:
     """What was adapted, under which licence, and the acceptance before and after, by texts and by position."""
-    origin, curve, licence = facts["adapted"], facts["curve"], facts.get("init_licence")
+    origin, curve = facts["adapted"], facts["curve"]
+    licence = facts.get("init_licence")
     permission = " The licence allows no derivatives: who made this one stated to have permission."
     stated = f"whose licence is {licence}." if licence else "which states no licence."
     lines = [
@@ -78,10 +83,13 @@ def adaptation_lines(facts: Facts) -> list[str]:
     best = next(point for point in curve if point["step"] == facts["best_step"])
     for name, before in curve[0]["domains"].items():
         after = best["domains"][name]
-        cells = [name, f"{before['tau']:.2f}", f"{after['tau']:.2f}"]
-        cells += [" ".join(f"{share:.2f}" for share in figures["accepted"]) for figures in (before, after)]
-        lines.append(f"| {' | '.join(cells)} |")
+        taus = f"{before['tau']:.2f} | {after['tau']:.2f}"
+        lines.append(f"| {name} | {taus} | {_shares(before)} | {_shares(after)} |")
     return lines
+
+
+def _shares(figures: Facts) -> str:
+    return " ".join(f"{share:.2f}" for share in figures["accepted"])
 
 
 def _licence_text(stated: str | None, facts: Facts) -> str:

@@ -60,7 +60,13 @@ class TrainingRecord:
         for point in facts["curve"]:
             if point["step"] == best_step:
                 best_tau = point.get("tau", math.nan)
-        return cls(facts["curve"], best_step, best_tau, facts["seconds"], was_complete=True)
+        return cls(
+            facts["curve"],
+            best_step,
+            best_tau,
+            facts["seconds"],
+            was_complete=True,
+        )
 
 
 def describe_inputs(

@@ -59,7 +59,8 @@ def encode(row: Mapping[str, Any], tokenizer: Any, **template_kwargs: Any) -> Ex
     if "conversations" in row:
         return _encode_chat(sharegpt_messages(row["conversations"]), tokenizer, template_kwargs)
     if isinstance(row.get("text"), str):
-        input_ids = _token_ids(row["text"], tokenizer) + _end(tokenizer)
+        input_ids = _token_ids(row["text"], tokenizer)
+        input_ids += _end(tokenizer)
         return with_response(input_ids[:1], input_ids[1:])
     raise ValueError(f"A row with the columns {sorted(row)} cannot be trained on: give {FORMS}.")
 
@@ -208,7 +209,16 @@ def load_examples(
         source = read_rows(name, split, streaming)
     else:
         name = "the data"
-    return list(encoded(source, name, tokenizer, max_length, wanted, template_kwargs))
+    return list(
+        encoded(
+            source,
+            name,
+            tokenizer,
+            max_length,
+            wanted,
+            template_kwargs,
+        )
+    )
 
 
 def encoded(
@@ -299,7 +309,8 @@ def mixed(
         total = sum(map(len, places))
         places = _drawn(places, shares, settings.seed)
         left_out["beyond their weight in the mix"] = total - sum(map(len, places))
-    return joined(list(map(selected, parts, places))), +left_out
+    kept_parts = list(map(selected, parts, places))
+    return joined(kept_parts), +left_out
 
 
 def in_words(left_out: Counter[str]) -> str:

@@ -30,11 +30,21 @@ def usable(
     pad_token_id = getattr(target.generation_config, "pad_token_id", None)
     if pad_token_id is None:
         pad_token_id = config.pad_token_id
-    check_mask_token(mask_token_id, config.vocab_size, pad_token_id, sorted(stop_ids(target.generation_config)))
+    check_mask_token(
+        mask_token_id,
+        config.vocab_size,
+        pad_token_id,
+        sorted(stop_ids(target.generation_config)),
+    )
     places = []
     has_answer = False
     for place, example in enumerate(examples):
-        _check_tokens(example.token_array, f"Sequence {place + 1}", mask_token_id, config.vocab_size)
+        _check_tokens(
+            example.token_array,
+            f"Sequence {place + 1}",
+            mask_token_id,
+            config.vocab_size,
+        )
         has_answer = has_answer or 1 in example.mask_array
         if len(example) >= block_size and example.has_anchor:
             places.append(place)

@@ -133,7 +133,8 @@ def join_counts(accelerator: Accelerator, counts: DraftCounts) -> DraftCounts:
 
 def counts_of_each(accelerator: Accelerator, counts: DraftCounts) -> dict[str, Tensor]:
     """The counts of each process, in order. Their sum would round another way when a resumed run adds to it."""
-    return vars(counts.each(lambda count: accelerator.gather(count[None]).cpu()))
+    gathered = counts.each(lambda count: accelerator.gather(count[None]))
+    return vars(gathered.each(Tensor.cpu))
 
 
 def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> DraftCounts:
@@ -146,6 +147,7 @@ def counts_of_share(accelerator: Accelerator, saved: dict[str, Tensor]) -> Draft
 def join_acceptances(accelerator: Accelerator, acceptance: Acceptance) -> Acceptance:
     """The acceptance over the prompts of all processes."""
     counts = [acceptance.steps, acceptance.committed, acceptance.kept, *acceptance.accepted]
-    sums = accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum")
+    tensor = torch.tensor(counts, device=accelerator.device)
+    sums = accelerator.reduce(tensor, reduction="sum")
     steps, committed, kept, *accepted = sums.tolist()
     return Acceptance(steps, committed, kept, tuple(accepted))

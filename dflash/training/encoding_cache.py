@@ -49,7 +49,14 @@ def cached_examples(
     opened = open_source(source, split, streaming)
 
     def encode_all() -> Iterator[Example]:
-        return encoded(opened.rows(), source, tokenizer, max_length, wanted, template_kwargs)
+        return encoded(
+            opened.rows(),
+            source,
+            tokenizer,
+            max_length,
+            wanted,
+            template_kwargs,
+        )
 
     rules = tokenizer_rules(tokenizer)
     if rules is None or (wanted is not None and wanted.samples < CACHED_ROWS):

@@ -55,7 +55,8 @@ class Example:
         return len(self.token_array)
 
     def __hash__(self) -> int:
-        return hash((self.token_array.tobytes(), self.mask_array.tobytes()))
+        tokens, mask = self.token_array.tobytes(), self.mask_array.tobytes()
+        return hash((tokens, mask))
 
     def __repr__(self) -> str:
         return f"Example({self.input_ids}, {self.loss_mask})"
@@ -128,7 +129,8 @@ def has_rejected(examples: Examples) -> bool:
     """Whether an example has anchors of drafts that verification rejected; the examples of a table are not read."""
     if not isinstance(examples, ExampleTable):
         return any(example.rejected for example in examples)
-    counts = compute.list_value_length(examples.table.select_columns("rejected")[:].column("rejected"))
+    rejected = examples.table.select_columns("rejected")[:]
+    counts = compute.list_value_length(rejected.column("rejected"))
     return (compute.max(counts).as_py() or 0) > 0
 
 
@@ -164,7 +166,8 @@ def described(examples: Examples) -> Facts:
     for example in examples:
         answers.append(sum(example.mask_array))
         rejected = [example.rejected.tolist()] if example.rejected else []
-        digest.update(repr((example.input_ids, example.loss_mask, *rejected)).encode())
+        content = (example.input_ids, example.loss_mask, *rejected)
+        digest.update(repr(content).encode())
     return {
         "examples": len(examples),
         "tokens": sum(lengths_of(examples)),

@@ -121,7 +121,12 @@ def write_features(
     is_bf16 = facts["mixed_precision"] == "bf16"
     autocast = torch.autocast(target.target.device.type, torch.bfloat16, enabled=is_bf16)
     is_hidden = announce is say_nothing
-    bar = tqdm(total=len(examples), desc="features", disable=is_hidden, dynamic_ncols=True)
+    bar = tqdm(
+        total=len(examples),
+        desc="features",
+        disable=is_hidden,
+        dynamic_ncols=True,
+    )
     with saving("features", folder), bar:
         for numbers in batch_indices(lengths_of(examples), batch_tokens, random.Random(0)):
             documents = [examples[number] for number in numbers]

@@ -103,7 +103,9 @@ class FrozenTarget:
     def logits(self, states: Tensor) -> Tensor:
         """The target's logits [M, V] of its last states [M, D]."""
         logits, config = self.head(states), self.config
-        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        factor = getattr(config, "logit_scale", 1.0)
+        divisor = getattr(config, "logits_scaling", 1.0)
+        logits = logits * factor / divisor
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -134,8 +136,8 @@ class FrozenTarget:
         if self._is_head_known:
             return
         expected = logits.float()
-        differences = self.logits(states).float() - expected.to(states.device)
-        error = differences.abs().max()
+        computed = self.logits(states).float()
+        error = (computed - expected.to(states.device)).abs().max()
         if error > 0.05 * expected.std():
             raise ValueError(
                 f"The logits of {type(self.target).__name__} are not its head's over the last hidden state (they differ by "

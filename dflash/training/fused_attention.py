@@ -32,7 +32,15 @@ class FusedBlocks(torch.autograd.Function):
     ) -> Tensor:  # of the shape of query
         """The output of the joint softmax."""
         flat = query.flatten(2, 3)
-        output, denominator = _forward(flat, context_key, context_value, 0.0, False, attn_mask=context_mask, scale=1.0)
+        output, denominator = _forward(
+            flat,
+            context_key,
+            context_value,
+            0.0,
+            False,
+            attn_mask=context_mask,
+            scale=1.0,
+        )
         denominator = denominator.view(*query.shape[:4], 1)  # of the context; a logarithm in fp32
         scores = _own_scores(query, block_key, block_mask)
         joint = torch.logaddexp(denominator, scores.logsumexp(dim=-1, keepdim=True))

@@ -43,10 +43,11 @@ class BlockLayout:
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Each token's distance to the first token of its document, [B, S] of document_ids [B, S]."""
-    columns = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)  # [B, S]
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    columns = columns.expand_as(document_ids)  # [B, S]
     begins = torch.ones_like(document_ids, dtype=torch.bool)
-    document, before = document_ids[:, 1:], document_ids[:, :-1]
-    begins[:, 1:] = document != before
+    before = document_ids[:, :-1]
+    begins[:, 1:] = document_ids[:, 1:] != before
     return columns - torch.where(begins, columns, 0).cummax(dim=1).values
 
 
@@ -90,7 +91,8 @@ def lay_out_blocks(
     anchor_documents = document_ids.gather(1, first)  # [B, A]
     # A block ends with its anchor's response: tokens after that belong to a next turn or a next document.
     is_same_document = at(document_ids) == anchor_documents[:, :, None]
-    is_response = in_sequence & at(loss_mask) & is_same_document & exists[:, :, None]
+    is_response = at(loss_mask) & is_same_document
+    is_response &= in_sequence & exists[:, :, None]
     is_learned = is_response.long().cumprod(dim=2).bool()
     if not ahead:
         is_learned[:, :, 0] = False  # the anchor is known
@@ -111,14 +113,21 @@ def lay_out_blocks(
         of_queries(torch.where(exists, anchor_documents, NO_DOCUMENT)),
     )
     context = _Places(positions, torch.full_like(document_ids, -1), document_ids)
-    keys = _Places(*(torch.cat(pair, dim=1) for pair in zip(context, queries, strict=True)))
+    pairs = zip(context, queries, strict=True)
+    keys = _Places(*(torch.cat(pair, dim=1) for pair in pairs))
 
     masks: Facts = {}
     for layer, layer_type in enumerate(config.layer_types):
         if layer_type not in masks:
             is_causal, window = config.is_layer_causal(layer), config.layer_window(layer)
             visible = _visibility(queries, keys, anchor_positions, is_causal, window)
-            masks[layer_type] = _mask(visible, queries, keys, block_size, attention)
+            masks[layer_type] = _mask(
+                visible,
+                queries,
+                keys,
+                block_size,
+                attention,
+            )
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
@@ -146,7 +155,13 @@ def _visibility(
     def visible(b: Any, h: Any, q: Any, k: Any) -> Tensor:
         query = (query_positions[b, q], query_blocks[b, q])
         key = (key_positions[b, k], key_blocks[b, k])
-        seen = sees(query, key, anchor_positions[b, q], is_causal, window)
+        seen = sees(
+            query,
+            key,
+            anchor_positions[b, q],
+            is_causal,
+            window,
+        )
         is_same_document = query_documents[b, q] == key_documents[b, k]
         return seen & is_same_document
 
@@ -183,7 +198,12 @@ def _blockwise_mask(visible: Visibility, shape: tuple[int, int, int], device: to
     length = keys - queries
     own_keys = torch.arange(length, keys, device=device).view(-1, 1, block_size)  # [A, 1, N]
     own_keys = own_keys.expand(-1, block_size, -1).flatten(0, 1)  # [Q, N]
-    context = _dense_mask(visible, shape, device, torch.arange(length, device=device)[None])
+    context = _dense_mask(
+        visible,
+        shape,
+        device,
+        torch.arange(length, device=device)[None],
+    )
     own = _dense_mask(visible, shape, device, own_keys)
     return torch.cat([context, own], dim=-1)
 

@@ -15,9 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
+from dflash.common.devices import device_fault
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.manifest import manifest_path, read_manifest
-from dflash.common.messages import OWN_CODE, Announce, as_sentence, first_line, say_nothing, without_load_report
+from dflash.common.messages import OWN_CODE, Announce, as_sentence, say_nothing, without_load_report
 from dflash.common.remote_code import refuse_own_generate
 from dflash.drafter import DFlashDraftModel
 from dflash.model.targets_dflash import check_pair, max_positions, text_config
@@ -56,7 +57,7 @@ SHAPE = [
     if setting.metadata["topic"] in (DRAFTER, PARTS) and setting.name not in NOT_A_SHAPE
 ]
 # Ways to spread a model over devices.
-DEVICE_MAPS = (None, "auto", "balanced", "balanced_low_0", "sequential")
+WAYS_TO_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass
@@ -131,7 +132,17 @@ def load(
     bounds = [(source, wanted) for source in sources]
     if settings.eval_data is not None:  # read whole, unless it has no end
         bounds.append((settings.eval_data, wanted if settings.streaming else None))
-    tables = [_read(source, tokenizer, settings, positions, bound, announce) for source, bound in bounds]
+    tables = [
+        _read(
+            source,
+            tokenizer,
+            settings,
+            positions,
+            bound,
+            announce,
+        )
+        for source, bound in bounds
+    ]
     model = _load_target(target, settings)
     vocab_size = text_config(model).vocab_size
     check_tokenizer(tokenizer, vocab_size)
@@ -140,10 +151,22 @@ def load(
         drafter = make_drafter(model, tokenizer, settings, start)
     check_pair(model, drafter)
     ends = {tokenizer.eos_token_id} - {None}
-    check_mask_token(drafter.config.mask_token_id or 0, vocab_size, tokenizer.pad_token_id, ends)
+    check_mask_token(
+        drafter.config.mask_token_id or 0,
+        vocab_size,
+        tokenizer.pad_token_id,
+        ends,
+    )
     ready = Prepared(model, tokenizer, drafter, [], [], init_weights)
     for place, (source, _) in enumerate(bounds):
-        tables[place] = _usable(source, tables[place], target, ready, settings, announce)
+        tables[place] = _usable(
+            source,
+            tables[place],
+            target,
+            ready,
+            settings,
+            announce,
+        )
     return ready, tables
 
 
@@ -251,13 +274,11 @@ def take_prompts(ready: Prepared, settings: TrainingSettings, announce: Announce
 
 def _check_device_map(device_map: str | None) -> None:
     """Raises ValueError for a name that is neither a way of spreading a model nor a device of this machine."""
-    if device_map in DEVICE_MAPS:
+    if device_map is None or device_map in WAYS_TO_SPREAD:
         return
-    try:
-        torch.empty(0, device=device_map)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = first_line(error)
-        raise ValueError(f"device_map={device_map!r} cannot be used ({reason}): give auto, cpu or cuda:0.") from error
+    fault = device_fault(device_map)
+    if fault is not None:
+        raise ValueError(f"device_map={device_map!r} cannot be used ({fault}): give auto, cpu or cuda:0.")
 
 
 @contextmanager

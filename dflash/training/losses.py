@@ -145,8 +145,8 @@ def chunked_loss(
         if teacher is None:
             return functional.cross_entropy(logits, wanted, reduction="none"), logits, wanted
         with torch.no_grad():
-            wide = _wide(teacher.logits(teacher.states[rows])).to(logits.device)
-            log_p = wide.log_softmax(-1)
+            teacher_logits = _wide(teacher.logits(teacher.states[rows]))
+            log_p = teacher_logits.to(logits.device).log_softmax(-1)
         log_q = logits.log_softmax(-1)
         divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True)
         return divergence.sum(-1), logits, wanted
@@ -175,7 +175,7 @@ class _ChunkedRows(torch.autograd.Function):
         ctx: Any, hidden_states: Tensor, compute: Any, chunk_rows: int, is_ce: bool, num_candidates: int
     ) -> tuple[Tensor, ...]:
         wants_gradient = ctx.needs_input_grad[0]
-        gradients = torch.empty_like(hidden_states) if wants_gradient else hidden_states.new_zeros(0)
+        gradients = torch.empty_like(hidden_states if wants_gradient else hidden_states[:0])
 
         def run(begin: int) -> tuple[Tensor, ...]:  # a function, so that a chunk's logits die with it
             rows = slice(begin, begin + chunk_rows)
@@ -183,9 +183,12 @@ class _ChunkedRows(torch.autograd.Function):
                 states = hidden_states[rows].detach().requires_grad_(wants_gradient)
                 losses, logits, wanted = compute(rows, states)
                 if wants_gradient:
-                    gradients[rows] = torch.autograd.grad(losses.sum(), states)[0]
-            losses, logits = losses.detach(), logits.detach()
-            cross_entropy = losses if is_ce else functional.cross_entropy(logits, wanted, reduction="none")
+                    (gradients[rows],) = torch.autograd.grad(losses.sum(), states)
+            losses = losses.detach()
+            logits = logits.detach()
+            cross_entropy = losses
+            if not is_ce:
+                cross_entropy = functional.cross_entropy(logits, wanted, reduction="none")
             is_correct = logits.argmax(dim=-1) == wanted
             candidates = logits.topk(num_candidates, dim=-1)
             results = (losses, -cross_entropy, is_correct, *candidates)
@@ -229,7 +232,13 @@ def head_loss(
     def chunk(*parts: Tensor) -> Tensor:
         hidden, state, position, logits, token_ids, wanted, weight = parts
         features = head.features(hidden)
-        scores = head.scores(position[:, None], features, logits.to(hidden.dtype), token_ids, state)
+        scores = head.scores(
+            position[:, None],
+            features,
+            logits.to(hidden.dtype),
+            token_ids,
+            state,
+        )
         hits = token_ids == wanted[:, None]  # [m, K]
         choices = hits.int().argmax(dim=1)
         losses = functional.cross_entropy(_wide(scores), choices, reduction="none")
@@ -302,8 +311,8 @@ def count_drafts(
 
     A product of mean accuracies would be far too low, because the proposals of a block depend on each other.
     """
-    learned = is_learned.reshape(-1, is_learned.shape[-1])
-    right = is_correct.reshape(-1, is_correct.shape[-1]) & learned
+    learned = is_learned.flatten(0, -2)
+    right = is_correct.flatten(0, -2) & learned
     return DraftCounts(
         loss_sum=loss_sum.detach(),
         weight_sum=weight_sum.detach(),

@@ -77,12 +77,15 @@ class DrafterLoss:
         first = self.config.block_size - self.config.num_proposals  # 1, unless the anchor's position proposes too
         learned = _Learned(layout.is_learned.view(-1, self.config.block_size), first)
         sequences = torch.arange(len(batch.input_ids), device=layout.previous.device)
-        previous = layout.previous + sequences[:, None] * batch.input_ids.shape[1]  # places in the flattened batch
+        length = batch.input_ids.shape[1]
+        previous = layout.previous + sequences[:, None] * length  # places in the flattened batch
         labels = learned.gather(layout.labels)
 
         def weigh(log_probs: Tensor) -> Tensor:  # [M] -> [M]
-            weights = self.weights(learned.scatter(log_probs.exp()), learned.proposals)
-            return learned.gather(functional.pad(weights, (first, 0))) * learned.is_real
+            confidences = learned.scatter(log_probs.exp())
+            weights = self.weights(confidences, learned.proposals)
+            weights = functional.pad(weights, (first, 0))
+            return learned.gather(weights) * learned.is_real
 
         teacher = None
         if states.last_hidden_state is not None:
@@ -102,7 +105,8 @@ class DrafterLoss:
         )
         loss_sum = losses.loss_sum
         if losses.candidates is not None:
-            tokens = batch.input_ids.flatten()[previous].view(-1, self.config.block_size)  # [G, N]
+            tokens = batch.input_ids.flatten()[previous]
+            tokens = tokens.view(-1, self.config.block_size)  # [G, N]
             after = _states_after(causal_head, tokens[:, first:])  # [G, P, H]
             head_states = functional.pad(after, (0, 0, first, 0)).flatten(0, 1)
             loss_sum = loss_sum + self.settings.selector_weight * head_loss(
@@ -115,7 +119,12 @@ class DrafterLoss:
                 losses.weights,
             )
         is_correct = learned.scatter(losses.is_correct)
-        return loss_sum, count_drafts(is_correct, learned.proposals, loss_sum, losses.weight_sum)
+        return loss_sum, count_drafts(
+            is_correct,
+            learned.proposals,
+            loss_sum,
+            losses.weight_sum,
+        )
 
     def _forward(self, layout: BlockLayout, features: Tensor, attention: str) -> Tensor:
         """The drafter's hidden states of all queries, [B * R, D]."""
@@ -156,7 +165,8 @@ class _Learned:
         self.proposals = is_learned[:, first:]  # [G, P]
         index = is_learned.flatten().nonzero().flatten()
         num_filled = -len(index) % ROW_STEP
-        self.is_real = functional.pad(torch.ones_like(index, dtype=torch.bool), (0, num_filled))  # [M]
+        is_real = torch.ones_like(index, dtype=torch.bool)
+        self.is_real = functional.pad(is_real, (0, num_filled))  # [M]
         self.index = functional.pad(index, (0, num_filled))  # [M], places in the flat grid
 
     def gather(self, values: Tensor) -> Tensor:
@@ -166,5 +176,6 @@ class _Learned:
     def scatter(self, values: Tensor) -> Tensor:
         """Values [M] at their places among the proposals [G, P], and zero elsewhere."""
         grid = values.new_zeros(self.shape)
-        grid.view(-1)[self.index[self.is_real]] = values[self.is_real]
+        real = self.index[self.is_real]
+        grid.view(-1)[real] = values[self.is_real]
         return grid[:, self.first :]

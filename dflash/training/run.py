@@ -214,7 +214,12 @@ class _Run:
         self._goal = options.goal or Goal(ready.held_out)
         state = None if saved is None else read_tensors(state_folder(output))
         check_lengths(ready.examples, ready.held_out, max_positions(ready.target))
-        inputs = describe_inputs(ready.target, ready.drafter, ready.examples, ready.held_out)
+        inputs = describe_inputs(
+            ready.target,
+            ready.drafter,
+            ready.examples,
+            ready.held_out,
+        )
         if settings.init is not None:
             inputs["init"] = {"fingerprint": model_fingerprint(ready.drafter)}
         if saved is not None:
@@ -233,7 +238,14 @@ class _Run:
             refuse_changes({"mixed_precision": saved["precision"]}, {"mixed_precision": self.trainer.precision})
         self.record = TrainingRecord(**saved["record"]) if saved is not None else TrainingRecord()
         facts = _licence_of_init(settings) | options.provenance
-        self._checkpointer = Checkpointer(self.trainer, output, inputs, facts, self.record, elapsed)
+        self._checkpointer = Checkpointer(
+            self.trainer,
+            output,
+            inputs,
+            facts,
+            self.record,
+            elapsed,
+        )
         num_processes = self.trainer.accelerator.num_processes
         if saved is None:
             self._checkpointer.save_state(is_beginning=True)
@@ -343,7 +355,15 @@ def claimed(output: Source, settings: TrainingSettings, resume: bool, overwrite:
                 stack.enter_context(only_writer(folder))
                 clear_leftovers(folder)
                 clear_leftovers(state_folder(folder))
-                claim = Claim(folder, *find_run(folder, settings, resume, overwrite))
+                claim = Claim(
+                    folder,
+                    *find_run(
+                        folder,
+                        settings,
+                        resume,
+                        overwrite,
+                    ),
+                )
                 if claim.finished is None:
                     check_upload(settings)
                 answers = [claim]

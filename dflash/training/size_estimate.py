@@ -81,7 +81,8 @@ def _context_bytes(trainer: Trainer, size: BatchSize) -> int:
     """The target's features, and the keys and values that layers compute of them."""
     config = trainer.drafter.config
     features = len(config.target_layer_ids or ()) * config.hidden_size
-    keys = config.hidden_size + 4 * config.num_key_value_heads * config.head_dim
+    key_width = config.num_key_value_heads * config.head_dim
+    keys = config.hidden_size + 4 * key_width
     width = features + _layers_at_once(trainer) * keys
     return size.columns * width * _value_bytes(trainer)
 
@@ -102,7 +103,8 @@ def _copied_bytes(trainer: Trainer) -> int:
         for name, module in drafter.named_modules()
         if isinstance(module, nn.Linear) and not name.endswith("down_proj")  # which is made again
     ]
-    return sum(matrices) * value_bytes * _layers_at_once(trainer) // drafter.config.num_hidden_layers
+    copied = sum(matrices) * value_bytes
+    return copied * _layers_at_once(trainer) // drafter.config.num_hidden_layers
 
 
 def _layer_bytes(trainer: Trainer, size: BatchSize) -> int:

@@ -76,7 +76,12 @@ def open_source(source: str, split: str, streaming: bool = False) -> OpenSource:
     if not path.exists():
         name, _, configuration = source.partition(":")
     try:
-        return _opened(datasets.load_dataset_builder(name, configuration or None), split, streaming, source)
+        return _opened(
+            datasets.load_dataset_builder(name, configuration or None),
+            split,
+            streaming,
+            source,
+        )
     except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"{source} is neither a file nor a data set that can be reached ({str(error).splitlines()[0]}): give a file, a "

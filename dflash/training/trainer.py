@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,16 +102,25 @@ class Trainer:
         if settings.lora_rank is not None:
             change_in_low_rank(drafter, settings.lora_rank, settings.seed)
         self._place_models(state)
-        self.optimizers = build_optimizers(drafter, settings.learning_rate, settings.weight_decay, self.muon_rate)
-        self._groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self._peaks = [group["lr"] for group in self._groups]
+        self.optimizers = build_optimizers(
+            drafter,
+            settings.learning_rate,
+            settings.weight_decay,
+            self.muon_rate,
+        )
+        self._peaks = [group["lr"] for group in self._groups()]
         network: Any = torch.compile(drafter) if settings.compile else drafter
         if settings.gradient_checkpointing:
             # Its name changes in transformers 5, its default in 4 keeps gradients from arguments by name.
             enable = getattr(drafter, "activation_checkpointing_enable", drafter.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
         self._frozen = FrozenTarget(target, drafter)
-        self._loss_of = DrafterLoss(self._frozen, settings, network, self._cached_features(announce))
+        self._loss_of = DrafterLoss(
+            self._frozen,
+            settings,
+            network,
+            self._cached_features(announce),
+        )
         self.plan = BatchPlan(
             settings.num_anchors,
             settings.batch_tokens,
@@ -145,7 +155,8 @@ class Trainer:
             )
 
     def _place_models(self, state: Facts | None) -> None:
-        settings, device = self.settings, self.accelerator.device
+        settings = self.settings
+        device = self.accelerator.device
         target: Any = self.target.requires_grad_(False).eval()
         if settings.shard_target:  # before it is moved: as a whole it may be larger than a device
             shard_layers(decoder_layers(target))
@@ -160,6 +171,10 @@ class Trainer:
             shard_drafter(self.drafter, **(sharding or {}))
         # It is moved but not wrapped: a wrapped forward would stay in bf16 when the drafter decodes.
         self.drafter.to(device)
+
+    def _groups(self) -> list[Facts]:
+        """The groups of all optimisers, which a training state replaces."""
+        return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
     @property
     def rates(self) -> str:
@@ -183,10 +198,22 @@ class Trainer:
         if settings.features is None:
             return None
         folder = Path(settings.features).expanduser()
-        facts = facts_of(self._frozen, self.examples, reads_target(settings.loss), self.precision)
+        facts = facts_of(
+            self._frozen,
+            self.examples,
+            reads_target(settings.loss),
+            self.precision,
+        )
         if self.is_first and not (folder / MANIFEST).is_file():
             with only_writer(folder):
-                write_features(folder, self._frozen, self.examples, facts, settings.batch_tokens, announce)
+                write_features(
+                    folder,
+                    self._frozen,
+                    self.examples,
+                    facts,
+                    settings.batch_tokens,
+                    announce,
+                )
         self.accelerator.wait_for_everyone()
         return CachedFeatures(folder, facts)
 
@@ -204,21 +231,26 @@ class Trainer:
         self.drafter.train()
         place, batch = next(self._batches)
         counts = self._backward(batch)
-        loss, is_stopping = join_gradients(self.accelerator, self.drafter, counts, stop)
+        loss, is_stopping = join_gradients(
+            self.accelerator,
+            self.drafter,
+            counts,
+            stop,
+        )
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.max_grad_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self._check_finite(loss, norm.item(), place, batch)
         self.step_number += 1
         factor = rate_factor(self.step_number, self.num_steps, self.settings.warmup_ratio)
-        for group, peak in zip(self._groups, self._peaks, strict=True):
+        for group, peak in zip(self._groups(), self._peaks, strict=True):
             group["lr"] = peak * factor
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.counts = counts if self.counts is None else self.counts + counts
         self.next_place = Place(place.epoch, place.number + 1)
-        rates = [group["lr"] for group in self._groups]
+        rates = [group["lr"] for group in self._groups()]
         named_rates = dict(zip(group_names(self.optimizers), rates, strict=True))
         return StepFigures(loss, norm.item(), named_rates, is_stopping)
 
@@ -254,8 +286,8 @@ class Trainer:
         accelerator = self.accelerator
         point: Facts = {"step": self.step_number}
         if self.counts is not None:
-            counts, self.counts = join_counts(accelerator, self.counts), None
-            point |= counts.summary()
+            point |= join_counts(accelerator, self.counts).summary()
+            self.counts = None
         if held_out:
             acceptance = self.acceptance(held_out)
             point |= {"tau": acceptance.tau, "tokens_per_step": acceptance.tokens_per_step}
@@ -269,7 +301,12 @@ class Trainer:
             index, count = 0, 1
         try:
             own_prompts = prompts[index::count]
-            acceptance = measure_acceptance(drafter, self.target, own_prompts, self.settings.eval_new_tokens)
+            acceptance = measure_acceptance(
+                drafter,
+                self.target,
+                own_prompts,
+                self.settings.eval_new_tokens,
+            )
         except ValueError as error:
             if not self.step_number or "drafter's logits" not in str(error):
                 raise
