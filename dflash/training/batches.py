@@ -55,8 +55,8 @@ def sample_anchors(
     recorded = sorted(candidates.intersection(rejected))
     num_recorded = min(round(rejected_share * count), len(recorded))
     anchors = generator.sample(recorded, num_recorded)
-    others = sorted(candidates.difference(anchors))
-    anchors += generator.sample(others, count - num_recorded)
+    remaining = sorted(candidates.difference(anchors))
+    anchors += generator.sample(remaining, count - num_recorded)
     return sorted(anchors)
 
 

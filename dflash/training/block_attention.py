@@ -40,67 +40,73 @@ def blockwise_attention(
     groups = key.shape[1]
     length = key.shape[2] - num_rows
     block_size = attention_mask.shape[-1] - length
-    blocks = num_rows // block_size
-    shared = heads // groups
     if scaling is None:
         scaling = size**-0.5
     query = query * scaling
-    query = query.view(
-        batch,
-        groups,
-        shared,
-        blocks,
-        block_size,
-        size,
-    )
+    query = query.view(batch, groups, heads // groups, -1, block_size, size)  # [B, G, H / G, A, N, E]
     context_key, block_key = key.split([length, num_rows], dim=2)
     context_value, block_value = value.split([length, num_rows], dim=2)
-
-    def by_block(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(2, (blocks, block_size))
-
-    if is_fused(query.device, dropout):
-        context_mask, own_mask = attention_mask.split([length, block_size], dim=-1)
-        own = (by_block(block_key), by_block(block_value), by_block(own_mask))
-        # Heads that share keys take turns, so that keys and values are not repeated: H / G times [B, G, A, N, E]. Of strided
-        # turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
-        turns = [turn.contiguous() for turn in query.unbind(2)]
-        outputs = [
-            FusedBlocks.apply(
-                context_key,
-                context_value,
-                context_mask,
-                turn,
-                *own,
-            )
-            for turn in turns
-        ]
-        output = torch.stack(outputs, dim=2)  # [B, G, H / G, A, N, E]
-    else:
-        # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
-        rows = query.transpose(2, 3).flatten(3, 4)
-        own = (by_block(block_key), by_block(block_value), by_block(attention_mask))
-        context = (context_key, context_value, dropout)
-        num_keys = length + block_size
-        scores_of_block = batch * heads * block_size * num_keys
-        at_a_time = max(1, MOST_SCORES // scores_of_block)
-        if at_a_time >= blocks:
-            output = _attend(rows, *own, *context)
-        else:  # the backward pass computes the scores again, so that they are never held whole
-            split = [tensor.split(at_a_time, dim=2) for tensor in (rows, *own)]
-            outputs = [
-                checkpoint(
-                    _attend,
-                    *part,
-                    *context,
-                    use_reentrant=False,
-                )
-                for part in zip(*split, strict=True)
-            ]
-            output = torch.cat(outputs, dim=2)
-        output = output.unflatten(3, (shared, block_size)).transpose(2, 3)  # [B, G, H / G, A, N, E]
+    by_block = [tensor.unflatten(2, (-1, block_size)) for tensor in (block_key, block_value, attention_mask)]
+    block_key, block_value, attention_mask = by_block
+    attend = _fused if is_fused(query.device, dropout) else _in_parts
+    output = attend(query, context_key, context_value, block_key, block_value, attention_mask, dropout)
     output = output.permute(0, 3, 4, 1, 2, 5)  # [B, A, N, G, H / G, E]
     return output.reshape(batch, num_rows, heads, size), None
+
+
+def _fused(
+    query: Tensor,  # [B, G, H / G, A, N, E]
+    context_key: Tensor,  # [B, G, S, E]
+    context_value: Tensor,  # likewise
+    block_key: Tensor,  # [B, G, A, N, E]
+    block_value: Tensor,  # likewise
+    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    dropout: float,
+) -> Tensor:  # of the shape of query
+    """The output by a kernel that holds no scores of the context.
+
+    Heads that share keys take turns, so that keys and values are not repeated.
+    """
+    sizes = [context_key.shape[2], block_key.shape[3]]
+    context_mask, block_mask = attention_mask.split(sizes, dim=-1)
+    context_mask = context_mask.flatten(2, 3)
+    outputs = []
+    for turn in query.unbind(2):
+        # Of strided turns Inductor takes the kernel's strides for constants, and another number of blocks raises.
+        turn = turn.contiguous()
+        output = FusedBlocks.apply(context_key, context_value, context_mask, turn, block_key, block_value, block_mask)
+        outputs.append(output)
+    return torch.stack(outputs, dim=2)
+
+
+def _in_parts(
+    query: Tensor,  # [B, G, H / G, A, N, E]
+    context_key: Tensor,  # [B, G, S, E]
+    context_value: Tensor,  # likewise
+    block_key: Tensor,  # [B, G, A, N, E]
+    block_value: Tensor,  # likewise
+    attention_mask: Tensor,  # [B, 1, A, N, S + N]
+    dropout: float,
+) -> Tensor:  # of the shape of query
+    """The output of all blocks, or of some after others where their scores would be more than `MOST_SCORES`.
+
+    The backward pass of the latter computes the scores again, so that they are never held whole.
+    """
+    # Queries that share a head's keys are adjacent, block by block: [B, G, A, H / G * N, E].
+    rows = query.transpose(2, 3).flatten(3, 4)
+    tensors = (rows, block_key, block_value, attention_mask)
+    context = (context_key, context_value, dropout)
+    batch, groups, num_blocks, num_rows, _ = rows.shape
+    scores_of_block = batch * groups * num_rows * attention_mask.shape[-1]
+    at_a_time = max(1, MOST_SCORES // scores_of_block)
+    if at_a_time >= num_blocks:
+        output = _attend(*tensors, *context)
+    else:
+        parts = [tensor.split(at_a_time, dim=2) for tensor in tensors]
+        outputs = [checkpoint(_attend, *part, *context, use_reentrant=False) for part in zip(*parts, strict=True)]
+        output = torch.cat(outputs, dim=2)
+    shared, block_size = query.shape[2], query.shape[4]
+    return output.unflatten(3, (shared, block_size)).transpose(2, 3)
 
 
 def is_fused(device: torch.device, dropout: float) -> bool:

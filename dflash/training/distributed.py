@@ -37,18 +37,18 @@ def asked_sharding(accelerator: Accelerator) -> Facts | None:
     Raises:
         ValueError: for DeepSpeed, Megatron, the first FSDP, or parameters on the CPU.
     """
-    kind, asked = accelerator.distributed_type, "accelerate's configuration asks for"
+    kind, subject = accelerator.distributed_type, "accelerate's configuration asks for"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"{asked} {kind.value}, which drafters are not trained with: ask for FSDP 2.")
+        raise ValueError(f"{subject} {kind.value}, which drafters are not trained with: ask for FSDP 2.")
     if kind != DistributedType.FSDP:
         return None
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         remedy = "write `fsdp_version: 2` there, or leave FSDP out and give --shard"
-        raise ValueError(f"{asked} FSDP {plugin.fsdp_version}: {remedy}.")
+        raise ValueError(f"{subject} FSDP {plugin.fsdp_version}: {remedy}.")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         remedy = "write `fsdp_offload_params: false`"
-        raise ValueError(f"{asked} fsdp_offload_params, and a drafter is small: {remedy}.")
+        raise ValueError(f"{subject} fsdp_offload_params, and a drafter is small: {remedy}.")
     return {"reshard_after_forward": plugin.reshard_after_forward}
 
 

@@ -88,8 +88,8 @@ def lay_out_blocks(
     def at(values: Tensor) -> Tensor:  # [B, S] -> [B, A, N]
         return values.gather(1, columns.flatten(1)).view_as(columns)
 
-    anchor_documents = document_ids.gather(1, first)  # [B, A]
     # A block ends with its anchor's response: tokens after that belong to a next turn or a next document.
+    anchor_documents = document_ids.gather(1, first)  # [B, A]
     is_same_document = at(document_ids) == anchor_documents[:, :, None]
     is_response = at(loss_mask) & is_same_document
     is_response &= in_sequence & exists[:, :, None]
@@ -99,51 +99,49 @@ def lay_out_blocks(
 
     token_ids = torch.full_like(columns, config.mask_token_id)
     token_ids[:, :, 0] = input_ids.gather(1, first)
-
-    def of_queries(values: Tensor) -> Tensor:  # [B, A] -> [B, R]
-        return values.repeat_interleave(block_size, 1)
-
     positions = positions_in_documents(document_ids)  # [B, S]
-    anchor_positions = of_queries(positions.gather(1, first))
-    num_anchors = anchors.shape[1]
-    blocks = torch.arange(num_anchors, device=anchors.device).expand_as(anchors)
-    queries = _Places(
-        anchor_positions + offsets.repeat(num_anchors),
-        of_queries(blocks),
-        of_queries(torch.where(exists, anchor_documents, NO_DOCUMENT)),
-    )
     context = _Places(positions, torch.full_like(document_ids, -1), document_ids)
-    pairs = zip(context, queries, strict=True)
-    keys = _Places(*(torch.cat(pair, dim=1) for pair in pairs))
-
-    masks: Facts = {}
-    for layer, layer_type in enumerate(config.layer_types):
-        if layer_type not in masks:
-            is_causal, window = config.is_layer_causal(layer), config.layer_window(layer)
-            visible = _visibility(queries, keys, anchor_positions, is_causal, window)
-            masks[layer_type] = _mask(
-                visible,
-                queries,
-                keys,
-                block_size,
-                attention,
-            )
+    anchor_places = _Places(
+        positions.gather(1, first),
+        torch.arange(anchors.shape[1], device=anchors.device).expand_as(anchors),
+        torch.where(exists, anchor_documents, NO_DOCUMENT),
+    )
+    position_ids, masks = _masks(context, anchor_places, config, attention)
     return BlockLayout(
         token_ids.flatten(1),
         at(input_ids).flatten(1),
         is_learned.flatten(1),
         (columns - 1).clamp(min=0).flatten(1),
-        keys.positions,
+        position_ids,
         masks,
     )
 
 
 class _Places(NamedTuple):
-    """Where tokens are: each [B, R] for queries, [B, S + R] for keys."""
+    """Where tokens are: each [B, A] for anchors, [B, S] for the context, [B, R] for queries and [B, S + R] for keys."""
 
     positions: Tensor  # in their documents
     blocks: Tensor  # -1 for the context
     documents: Tensor
+
+
+def _masks(context: _Places, anchors: _Places, config: DFlashConfig, attention: str) -> tuple[Tensor, Facts]:
+    """The positions [B, S + R] of all keys, and the mask of each layer type in the form that `attention` takes."""
+    block_size = config.block_size
+    places = [values.repeat_interleave(block_size, 1) for values in anchors]
+    anchor_positions, blocks, documents = places  # [B, R]
+    offsets = torch.arange(block_size, device=blocks.device)
+    num_anchors = anchors.blocks.shape[1]
+    queries = _Places(anchor_positions + offsets.repeat(num_anchors), blocks, documents)
+    pairs = zip(context, queries, strict=True)
+    keys = _Places(*(torch.cat(pair, dim=1) for pair in pairs))
+    masks: Facts = {}
+    for layer, layer_type in enumerate(config.layer_types):
+        if layer_type not in masks:
+            is_causal, window = config.is_layer_causal(layer), config.layer_window(layer)
+            visible = _visibility(queries, keys, anchor_positions, is_causal, window)
+            masks[layer_type] = _mask(visible, queries, keys, block_size, attention)
+    return keys.positions, masks
 
 
 def _visibility(

@@ -117,10 +117,10 @@ def _of_table(rows: Any) -> OpenSource:
     return OpenSource(lambda: rows, lambda: Version(rows._fingerprint, len(rows)))
 
 
-def _split(found: Mapping[str, Any], split: str, source: str) -> Any:
-    if split not in found:
-        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(found)}.")
-    return found[split]
+def _split(splits: Mapping[str, Any], split: str, source: str) -> Any:
+    if split not in splits:
+        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(splits)}.")
+    return splits[split]
 
 
 def file_digest(path: Path) -> str:
