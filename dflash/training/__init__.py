@@ -9,11 +9,10 @@ if TYPE_CHECKING:
     from .acceptance import Acceptance, measure_acceptance
     from .adaptation import adapt, adaptation_sources
     from .adaptation_trace import Trace, recorded, was_rejected
-    from .batches import Batch, collate, epoch_batches, sample_anchors, valid_anchors
+    from .batches import Batch, BatchPlan, collate, epoch_batches, sample_anchors, valid_anchors
     from .checkpointing import TrainingRecord, save_drafter
     from .data import (
         SEARCHED_ROWS,
-        Example,
         chat_messages,
         encode,
         encode_prompt,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         write_examples,
     )
     from .device import computes_in_bf16
+    from .examples import Example
     from .frozen_target import FrozenTarget, can_pack
     from .initialization import find_mask_token, new_drafter, spread_taps
     from .layout import lay_out_blocks
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .objective import DrafterLoss
     from .optimizers import build_optimizers
     from .rehearsal import rehearse
-    from .run import claimed, tracker_options, train, train_drafter
+    from .run import RunOptions, claimed, tracker_options, train, train_drafter
     from .settings import ADAPTATION, DRAFTER, TrainingSettings, read_yaml
     from .size_estimate import estimate_memory, oversize
     from .sources import FORMS, check_split, read_rows
@@ -49,10 +49,12 @@ __all__ = [
     "SEARCHED_ROWS",
     "Acceptance",
     "Batch",
+    "BatchPlan",
     "DrafterLoss",
     "Example",
     "FrozenTarget",
     "Prepared",
+    "RunOptions",
     "Trace",
     "Trainer",
     "TrainingRecord",
