@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from .results import place_of, read_result
     from .sandbox import Limits, run_program
     from .scoring import check_scorers, extract_code, is_right
-    from .simulated_pairs import (
-        EAGERLY,
-        SHAPES,
-        Script,
-        measure_point,
-        measure_prefill,
-        milliseconds,
-        scripted_continuation,
-        scripted_pair,
-        scripted_prompt,
-        useless,
-    )
     from .tables import caveat, markdown, table_of, tables_of
     from .task_answers import TaskAnswer, answer_questions, chat_encoder, numbered, summarise_answers
     from .tasks import TASKS, Question, load_questions, questions_of_prompts
@@ -54,17 +42,17 @@ if TYPE_CHECKING:
     from .timing import TimedRun, timed_blocks, timed_generate
 
 __all__ = [
-    "DOCTORS_PROMPTS", "EAGER", "EAGERLY", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
-    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "SHAPES", "TASKS", "VARIANTS", "Backend",
+    "DOCTORS_PROMPTS", "EAGER", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
+    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "TASKS", "VARIANTS", "Backend",
     "Difference", "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
-    "Script", "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
+    "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
     "chat_encoder", "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods",
     "drawings", "extract_code", "fill_pages", "first_difference", "host_syncs", "is_right", "load_questions",
-    "markdown", "measure_point", "measure_prefill", "milliseconds", "names_of", "numbered", "pair_backend",
+    "markdown", "names_of", "numbered", "pair_backend",
     "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
-    "run_program", "save_drawing", "save_plots", "scripted_continuation", "scripted_pair", "scripted_prompt",
+    "run_program", "save_drawing", "save_plots",
     "server_backend", "stated_acceptance", "step_split", "summarise", "summarise_answers", "table_of",
-    "tables_of", "timed_blocks", "timed_generate", "untrained", "useless", "with_table", "write_page",
+    "tables_of", "timed_blocks", "timed_generate", "untrained", "with_table", "write_page",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(

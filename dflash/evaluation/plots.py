@@ -7,86 +7,117 @@ colours and the width (`canvas.Theme`). This module knows nothing about files, p
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from . import canvas
-from .canvas import LIGHT, Curve, Entry, Theme
+from .canvas import DASHED, LIGHT, Curve, Entry, Labels, Theme, themed
 from .methods import DRAFTS_AS_OURS, OURS, PLAIN
 from .results import Row, position_rates, task_key
 
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FEWEST_STEPS = 10  # a share of fewer verify steps is noise
 PAPER = "paper"
 
 
+@themed
 def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """How often the proposal at each position is accepted, a panel per task.
 
     Solid: of all verify steps. Dashed: of the steps that accepted everything before it (conditional), as far as there are
     at least `FEWEST_STEPS` of them; the first method's last point says how many. Methods that accept alike share one curve.
     """
-    chosen = _accepting(rows)
-    colours = canvas.colours_of([row["method"] for row in chosen], theme)
-    key: list[Entry] = [(method, colours[method], "-") for method in colours if len(colours) > 1]
+    tasks = _drafting_by_task(rows)
+    methods = [row["method"] for of_task in tasks.values() for row in of_task]
+    colours = canvas.colours_of(methods, theme)
+    key: list[Entry] = []
+    if len(colours) > 1:
+        key += [(method, colour, "-") for method, colour in colours.items()]
     key += [("of all steps", theme.ink, "-"), ("of steps that got there", theme.ink, "--")]
-    labels = "Proposals accepted, by position", "position after the anchor (tokens)", "accepted"
-    figure, panels = canvas.small_plots(_tasks(chosen), labels, note, theme, key)
-    last = max([2, *(len(row["acceptance_histogram"]) - 1 for row in chosen)])
+    labels = Labels("Proposals accepted, by position", "position after the anchor (tokens)", "accepted")
+    figure, panels = canvas.small_plots(list(tasks), labels, note, theme, key)
+    last = 2
     for task, axes in panels.items():
-        for index, row in enumerate(_of(chosen, task)):
+        for row in tasks[task]:
             histogram = row["acceptance_histogram"]
-            of_all, of_reached = position_rates(histogram)
-            reached = [sum(histogram[position:]) for position in range(len(of_reached))]
-            enough = [rate for rate, steps in zip(of_reached, reached, strict=True) if steps >= FEWEST_STEPS]
-            colour = colours[row["method"]]
-            axes.plot(range(1, len(of_all) + 1), of_all, color=colour, linewidth=2)
-            axes.plot(range(1, len(enough) + 1), enough, color=colour, linewidth=1.6, linestyle=(0, (3, 1.5)))
-            if enough and index == 0:
-                axes.annotate(
-                    f"{reached[len(enough) - 1]} steps", (len(enough), enough[-1]), (0, -8), ha="right", va="top",
-                    textcoords="offset points", fontsize=8, color=theme.ink, path_effects=canvas.outlined(theme),
-                )  # fmt: skip
+            last = max(last, len(histogram) - 1)
+            steps, end = _draw_rates(axes, histogram, colours[row["method"]])
+            if steps and row is tasks[task][0]:
+                canvas.write(
+                    axes,
+                    f"{steps} steps",
+                    end,
+                    (0, -8),
+                    ha="right",
+                    va="top",
+                    fontsize=8,
+                    path_effects=canvas.outlined(theme),
+                )
         axes.set_ylim(0, 1.03)
-        axes.set_xlim(1, last)
         canvas.shares_of_counts(axes)
+    for axes in panels.values():
+        axes.set_xlim(1, last)
     return figure
 
 
+def _draw_rates(axes: Axes, histogram: Sequence[int], colour: str) -> tuple[int, canvas.Point]:
+    """Draws both curves of a method; returns the steps of the last conditional rate, and its place."""
+    of_all, of_reached = position_rates(histogram)
+    enough: list[float] = []
+    steps = 0
+    for position, rate in enumerate(of_reached):
+        reached = sum(histogram[position:])
+        if reached >= FEWEST_STEPS:
+            enough.append(rate)
+            steps = reached
+    axes.plot(range(1, len(of_all) + 1), of_all, color=colour)
+    axes.plot(range(1, len(enough) + 1), enough, color=colour, linewidth=1.6, linestyle=DASHED)
+    return steps, (len(enough), enough[-1] if enough else 0.0)
+
+
+@themed
 def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """How many tokens a verify step gives, as a histogram per task, with each method's tau (micro) marked and written.
 
     Methods that accept alike are drawn once.
     """
-    chosen = _accepting(rows)
-    colours = canvas.colours_of([row["method"] for row in chosen], theme)
-    labels = "Tokens per verify step", "acceptance length (tokens, the target's own included)", "verify steps"
-    figure, panels = canvas.small_plots(_tasks(chosen), labels, note, theme)
-    highest = max((max(row["acceptance_histogram"]) / sum(row["acceptance_histogram"]) for row in chosen), default=1.0)
+    tasks = _drafting_by_task(rows)
+    drawn = [row for of_task in tasks.values() for row in of_task]
+    colours = canvas.colours_of([row["method"] for row in drawn], theme)
+    labels = Labels("Tokens per verify step", "acceptance length (tokens, the target's own included)", "verify steps")
+    figure, panels = canvas.small_plots(list(tasks), labels, note, theme)
+    highest = max(max(_shares(row)) for row in drawn)
+    most = max(map(len, tasks.values()))
     for task, axes in panels.items():
-        here = _of(chosen, task)
-        width = 0.84 / len(here)
         key: list[Entry] = []
-        for index, row in enumerate(here):
-            histogram, tau, colour = row["acceptance_histogram"], row["tau_micro"], colours[row["method"]]
-            shift = (index - (len(here) - 1) / 2) * width
-            shares = [count / sum(histogram) for count in histogram]
-            axes.bar([length + shift for length in range(1, len(shares) + 1)], shares, width, color=colour)
-            axes.vlines(tau, 0, highest, color=colour, linestyle=(0, (3, 1.5)), path_effects=canvas.outlined(theme))
+        width = 0.84 / len(tasks[task])
+        first = 1 - (0.84 - width) / 2  # the middle of the first bar of length 1
+        for index, row in enumerate(tasks[task]):
+            shares = _shares(row)
+            colour = colours[row["method"]]
+            tau = row["tau_micro"]
+            places = [first + index * width + length for length in range(len(shares))]
+            axes.bar(places, shares, width, color=colour)
+            axes.vlines(tau, 0, highest, color=colour, linestyle=DASHED, path_effects=canvas.outlined(theme))
             key.append((f"{row['method']}: τ {tau:.2f}", colour, "--"))
-        axes.legend(
-            *canvas.handles(key), loc="upper right", frameon=False, labelcolor=theme.ink, fontsize=8.5, borderpad=0.1
-        )
+        axes.legend(*canvas.handles(key), loc="upper right", fontsize=8.5, borderpad=0.1)
         axes.set_xlim(left=0.2)
-        most = max(len(_of(chosen, name)) for name in panels)
         axes.set_ylim(0, highest * (1.06 + 0.1 * most))  # the key stands above
         canvas.shares_of_counts(axes)
     return figure
 
 
+def _shares(row: Row) -> list[float]:
+    """The share of the verify steps that gave 1, 2, 3, … tokens."""
+    histogram = row["acceptance_histogram"]
+    return [count / sum(histogram) for count in histogram]
+
+
+@themed
 def speedups(
     rows: Sequence[Row], note: str = "", theme: Theme = LIGHT, paper: Mapping[str, float] | None = None
 ) -> Figure:
@@ -94,36 +125,26 @@ def speedups(
 
     `paper` holds published speed-ups of the same pair by [`task_key`]; they are drawn hatched beside the measured ones.
     """
-    chosen = [row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None]
-    tasks = _tasks(chosen)
-    colours = canvas.colours_of([row["method"] for row in chosen], theme)
+    tasks = _by_task([row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None])
+    colours = canvas.colours_of([row["method"] for of_task in tasks.values() for row in of_task], theme)
     bars: list[tuple[float, Row]] = []  # place and row
-    middles, place = [], 0.0
-    for task in tasks:
-        group = _of(chosen, task)
+    middles = []
+    place = 0.0
+    for task, of_task in tasks.items():
         if paper and task_key(task) in paper:
-            group.append({"method": PAPER, "speedup": paper[task_key(task)]})
-        middles.append(place + (len(group) - 1) / 2)
-        bars += [(place + index, row) for index, row in enumerate(group)]
-        place += len(group) + 0.7
+            of_task.append({"method": PAPER, "speedup": paper[task_key(task)]})
+        middles.append(place + (len(of_task) - 1) / 2)
+        bars += [(place + index, row) for index, row in enumerate(of_task)]
+        place += len(of_task) + 0.7
     figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * place)
-    furthest = max([1.0] + [max(row["speedup"], row.get("speedup_p90") or 0) for _, row in bars])
+    furthest = 1.0
     for y, row in bars:
-        end = value = row["speedup"]
-        label, low, high = row["method"], row.get("speedup_p10"), row.get("speedup_p90")
-        if label == PAPER:
-            axes.barh(y, value, 0.82, color="none", edgecolor=colours.get(OURS, theme.ink), hatch="////", linewidth=1)
-        else:
-            axes.barh(y, value, 0.82, color=colours[label])
-        if low is not None and high is not None and row.get("prompts", 2) > 1:
-            axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, path_effects=canvas.outlined(theme))
-            end = max(value, high)
-        axes.annotate(
-            f"{value:.2f}× {label}", (end, y), (5, 0), textcoords="offset points", va="center", fontsize=9,
-            color=theme.ink, path_effects=canvas.outlined(theme),
-        )  # fmt: skip
+        colour = colours.get(row["method"], colours.get(OURS, theme.ink))
+        end = _draw_speedup(axes, y, row, colour, theme)
+        furthest = max(furthest, end)
     axes.axvline(1, color=theme.muted, linewidth=1)
-    axes.set_yticks(middles, [textwrap.fill(task, int(2 * theme.width), break_long_words=False) for task in tasks])
+    names = [textwrap.fill(task, int(2 * theme.width), break_long_words=False) for task in tasks]
+    axes.set_yticks(middles, names)
     axes.set_ylim(place - 0.7, -0.7)
     axes.set_xlim(0, furthest * (1 + 2.1 / (theme.width - 3.05)))  # with room for the labels
     axes.grid(axis="y", visible=False)
@@ -131,6 +152,25 @@ def speedups(
     return figure
 
 
+def _draw_speedup(axes: Axes, y: float, row: Row, colour: str, theme: Theme) -> float:
+    """Draws a bar, its spread and its label; returns where it ends."""
+    speedup = row["speedup"]
+    if row["method"] == PAPER:
+        axes.barh(y, speedup, 0.82, color="none", edgecolor=colour, hatch="////", linewidth=1)
+    else:
+        axes.barh(y, speedup, 0.82, color=colour)
+    end = speedup
+    low, high = row.get("speedup_p10"), row.get("speedup_p90")
+    effects = canvas.outlined(theme)
+    if low is not None and high is not None and row.get("prompts", 2) > 1:
+        axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, path_effects=effects)
+        end = max(end, high)
+    label = f"{speedup:.2f}× {row['method']}"
+    canvas.write(axes, label, (end, y), (5, 0), va="center", fontsize=9, path_effects=effects)
+    return end
+
+
+@themed
 def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """Milliseconds of one verify forward, and of one draft forward, by the width of the block.
 
@@ -139,39 +179,38 @@ def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
     drawn: list[Curve] = []
     for name, key, colour in (("verify", "ms_verify", theme.ours), ("draft", "ms_draft", theme.lookup)):
         points = sorted((row["width"], row[key]) for row in rows if row.get(key) is not None)
-        drawn += [(name, colour, points)] if points else []
-    labels = "Time of one step, by its width", "width (tokens)", "time of one forward (ms)"
+        if points:
+            drawn.append((name, colour, points))
+    labels = Labels("Time of one step, by its width", "width (tokens)", "time of one forward (ms)")
     return canvas.curves(labels, drawn, note, theme)
 
 
-def growth(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
-    """Milliseconds per token as the context grows, a curve per method; a row has `context_tokens`, `method`, `ms_per_token`."""
-    drawn: list[Curve] = [
-        (method, colour, sorted((r["context_tokens"], r["ms_per_token"]) for r in rows if r["method"] == method))
-        for method, colour in canvas.colours_of([row["method"] for row in rows], theme).items()
-    ]
-    labels = "Time per token as the context grows", "context (tokens)", "time per token (ms)"
-    return canvas.curves(labels, drawn, note, theme)
-
-
+@themed
 def run_curve(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """Tau on held-out prompts by the step of a training run; a row has `step`, `tau`, and `is_kept` for the checkpoint's."""
     figure, axes = canvas.one_plot("Acceptance while training", note, theme, 3.9)
     points = sorted((row["step"], row["tau"]) for row in rows)
-    axes.plot(*zip(*points, strict=True), color=theme.ours, linewidth=2, marker="o", markersize=4)
     kept = [(row["step"], row["tau"]) for row in rows if row.get("is_kept")]
     step, tau = (kept or points)[-1]
     side, shift = ("left", 6) if step == points[0][0] else ("right", -6)
-    axes.annotate(
-        f"{tau:.2f} at step {step:,}", (step, tau), (shift, 6), textcoords="offset points", ha=side, color=theme.ours,
-        weight="bold", path_effects=canvas.outlined(theme),
-    )  # fmt: skip
+    canvas.line(axes, points, theme.ours)
+    canvas.write(
+        axes,
+        f"{tau:.2f} at step {step:,}",
+        (step, tau),
+        (shift, 6),
+        ha=side,
+        color=theme.ours,
+        weight="bold",
+        path_effects=canvas.outlined(theme),
+    )
     axes.set_ylim(0, 1.15 * max(tau for _, tau in points))
     axes.set_xlabel("step")
     axes.set_ylabel("tau on held-out prompts (tokens)")
     return figure
 
 
+@themed
 def latency_throughput(
     rows: Sequence[Row], note: str = "", theme: Theme = LIGHT, target_ms: float | None = None
 ) -> Figure:
@@ -180,25 +219,30 @@ def latency_throughput(
     A row has `server`, `concurrency`, `tokens_per_second`, and `ms_per_output_token_p50` and `…_p99`. `target_ms` is the
     longest wait for a token that 99 of 100 requests may have: it is drawn as a line, and waits are then 99th percentiles.
     """
-    key, wait = ("ms_per_output_token_p50", "median") if target_ms is None else ("ms_per_output_token_p99", "p99")
+    percentile, wait = ("p50", "median") if target_ms is None else ("p99", "p99")
     figure, axes = canvas.one_plot("Throughput against latency", note, theme, 4.2)
-    names = list(dict.fromkeys(row["server"] for row in rows))
-    colours = canvas.colours_of(names, theme)
-    for name in names:
-        mine = sorted((row for row in rows if row["server"] == name), key=lambda row: row["concurrency"])
-        points = [(row[key], row["tokens_per_second"]) for row in mine]
-        axes.plot(*zip(*points, strict=True), color=colours[name], linewidth=2, marker="o", markersize=5)
-        small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": theme.muted, "va": "top"}
-        for row, point in zip(mine, points, strict=True):
-            axes.annotate(str(row["concurrency"]), point, (6, -4), **small)
-        strong: dict[str, Any] = {"color": colours[name], "weight": "bold", "ha": "center"}
-        axes.annotate(name, max(points, key=lambda point: point[1]), (0, 8), textcoords="offset points", **strong)
+    servers: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["concurrency"]):
+        servers.setdefault(row["server"], []).append(row)
+    colours = canvas.colours_of(list(servers), theme)
+    for name, levels in servers.items():
+        points = [(row[f"ms_per_output_token_{percentile}"], row["tokens_per_second"]) for row in levels]
+        highest = max(points, key=lambda point: point[1])
+        canvas.line(axes, points, colours[name])
+        for row, point in zip(levels, points, strict=True):
+            canvas.write(axes, str(row["concurrency"]), point, (6, -4), fontsize=8, color=theme.muted, va="top")
+        canvas.write(axes, name, highest, (0, 8), color=colours[name], weight="bold", ha="center")
     if target_ms is not None:
-        axes.axvline(target_ms, color=theme.muted, linewidth=1, linestyle=(0, (3, 2)))
-        axes.annotate(
-            f"target {target_ms:g} ms", (target_ms, 0.97), (4, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", fontsize=9, color=theme.muted,
-        )  # fmt: skip
+        axes.axvline(target_ms, color=theme.muted, linewidth=1, linestyle=DASHED)
+        canvas.write(
+            axes,
+            f"target {target_ms:g} ms",
+            (target_ms, 0.97),
+            (4, 0),
+            xycoords=("data", "axes fraction"),
+            fontsize=9,
+            color=theme.muted,
+        )
     axes.margins(x=0.12, y=0.15)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -207,24 +251,21 @@ def latency_throughput(
     return figure
 
 
-def _accepting(rows: Sequence[Row]) -> list[Row]:
-    """Rows with proposals; of rows with the same acceptance, or the same drafts, the first alone."""
-    kept: list[Row] = []
+def _drafting_by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows with proposals, by their task; of rows with the same acceptance, or the same drafts, the first alone."""
     with_ours = {row["task"] for row in rows if row["method"] == OURS}
+    distinct: dict[tuple[str, tuple[int, ...]], Row] = {}
     for row in rows:
-        # Near-ties apart, and there are fewer colours than methods.
-        if row["task"] in with_ours and row["method"] in DRAFTS_AS_OURS:
-            continue
-        histogram = row.get("acceptance_histogram")
-        twin = any((row["task"], histogram) == (other["task"], other["acceptance_histogram"]) for other in kept)
-        if histogram and len(histogram) > 1 and not twin:
-            kept.append(row)
-    return kept
+        # Drafts of these differ by near-ties alone, and there are fewer colours than methods.
+        is_ours_again = row["task"] in with_ours and row["method"] in DRAFTS_AS_OURS
+        histogram = tuple(row.get("acceptance_histogram") or ())
+        if len(histogram) > 1 and not is_ours_again:
+            distinct.setdefault((row["task"], histogram), row)
+    return _by_task(distinct.values())
 
 
-def _tasks(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["task"] for row in rows))
-
-
-def _of(rows: Sequence[Row], task: str) -> list[Row]:
-    return [row for row in rows if row["task"] == task]
+def _by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    tasks: dict[str, list[Row]] = {}
+    for row in rows:
+        tasks.setdefault(row["task"], []).append(row)
+    return tasks
