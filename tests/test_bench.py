@@ -33,6 +33,7 @@ from dflash.evaluation import (
     PLAIN,
     PROMPT_LOOKUP,
     RANDOM_DRAFTER,
+    BenchPlan,
     Measurement,
     Profile,
     Prompt,
@@ -272,15 +273,15 @@ def test_a_step_is_split_where_the_models_spend_the_time(pair, monkeypatch, name
 
     handles = [target.register_forward_hook(lasting(3)), drafter.register_forward_hook(lasting(5))]
     try:
-        num_steps, split = step_split(run, prompt_ids, target, drafter)
+        num_steps, ms_draft, ms_verify, ms_rest = step_split(run, prompt_ids, target, drafter)
     finally:
         for handle in handles:
             handle.remove()
     assert num_steps == expected.num_forwards - 1
-    assert split["verify"] == pytest.approx(3)
+    assert ms_verify == pytest.approx(3)
     # The last token of all may need no draft.
-    assert split["draft"] == pytest.approx(draft, rel=1.5 / num_steps)
-    assert split["rest"] == pytest.approx(0, abs=1e-9)
+    assert ms_draft == pytest.approx(draft, rel=1.5 / num_steps)
+    assert ms_rest == pytest.approx(0, abs=1e-9)
 
 
 def test_what_was_watched_is_left_as_it_was(pair):
@@ -360,7 +361,9 @@ def test_peak_memory_is_what_stands_at_once():
 def test_a_result_holds_what_its_readers_need(pair, tmp_path):
     target, drafter, prompt_ids = pair
     methods = [OURS, "dflash drafting nothing"]
-    result = run_bench(target, drafter, [Prompt("t", prompt_ids)], 12, 2, methods, 1, {"chat_template": "x"})
+    result = run_bench(
+        target, drafter, [Prompt("t", prompt_ids)], BenchPlan(12, 2, methods, 1), {"chat_template": "x"}
+    )
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))
     read = read_result(path)
@@ -526,7 +529,7 @@ def test_bench_names_a_target_whose_logits_are_no_numbers():
     target, drafter, prompt_ids = make_target(), make_drafter(), make_prompt()
     target.model.norm.weight.data[0] = float("nan")
     with pytest.raises(ValueError, match=r"target's logits are NaN or infinite \(Qwen3ForCausalLM in float32\)"):
-        run_bench(target, drafter, [Prompt("t", prompt_ids)], 4, 1, [PROMPT_LOOKUP], num_profiled=0)
+        run_bench(target, drafter, [Prompt("t", prompt_ids)], BenchPlan(4, 1, [PROMPT_LOOKUP], 0))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def _answered(
     """The sources, each that holds no answers replaced by a trace of the target's own, which the pair writes into `folder`."""
     from dflash.common.manifest import manifest_path
     from dflash.common.processes import Processes
-    from dflash.regeneration import RegenerationSettings, check_answer_file, regenerate_data
+    from dflash.regeneration import RegenerationRun, RegenerationSettings, check_answer_file, regenerate_data
     from dflash.training import Trace, read_rows
 
     settings, found = RegenerationSettings(**how), []
@@ -121,9 +121,8 @@ def _answered(
         rest = "what is left of " if again["resume"] else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
         with answer_bar(processes.is_first) as progress:
-            watched: dict[str, Any] = {"on_begin": progress.begin, "on_row": progress.row}
-            how_to_write = {"target_name": target, "processes": processes, **again, **watched}
-            record = regenerate_data(writer, tokenizer, source, answers, settings, **how_to_write)
+            run = RegenerationRun(processes=processes, on_begin=progress.begin, on_done=progress.row, target=target)
+            record = regenerate_data(writer, tokenizer, source, answers, settings, **again, run=run)
         if processes.is_first:
             writer.trace.join()
             announce(summary(answers, record, drop_cut=False))

@@ -63,7 +63,7 @@ def bench(
 
         from dflash.checkpoints import heldout_problems, load_embedded_pair
         from dflash.common.provenance import write_result
-        from dflash.evaluation import Prompt, chat_encoder, check_methods, run_bench, save_plots
+        from dflash.evaluation import BenchPlan, Prompt, chat_encoder, check_methods, run_bench, save_plots
 
         check_methods(chosen or ())
         known_device(device)
@@ -81,8 +81,8 @@ def bench(
         encoded = [Prompt(task, encode(dialogue)) for task in asked for dialogue in asked[task]]
         template = pair.tokenizer.chat_template if chat_template else None
         facts = {"target": target, "drafter": drafter, "enable_thinking": thinking, "chat_template": template}
-        how = max_new_tokens, repeats, chosen, profiled
-        result = run_bench(pair.target, pair.drafter, encoded, *how, facts, bar)
+        plan = BenchPlan(max_new_tokens, repeats, chosen, profiled)
+        result = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name not in RAW}))
         else:

@@ -87,6 +87,7 @@ def evaluate(
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     from dflash.common.processes import Processes
+    from dflash.common.runs import Run
     from dflash.evaluation import (
         OURS,
         EvalPlan,
@@ -157,8 +158,8 @@ def evaluate(
             loading.say_without_template(tokenizer, chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         progress = _Bar(held.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
-        watched = progress.begin, progress.done
-        result = run_eval(plan, questions, backend, tokenizer, output, processes, *watched, overwrite, is_locked=True)
+        run = Run(processes=processes, on_begin=progress.begin, on_done=progress.done, is_locked=True)
+        result = run_eval(plan, questions, backend, tokenizer, output, overwrite, run)
     if not processes.is_first:
         return
     if as_json:

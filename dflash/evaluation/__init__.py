@@ -7,9 +7,9 @@ from dflash.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .backends import Backend, pair_backend, server_backend
-    from .bench import run_bench
+    from .bench import BenchPlan, run_bench
     from .canary import Load, run_canary
-    from .doctor import DOCTORS_PROMPTS, Setup, run_doctor, stated_acceptance
+    from .doctor import DOCTORS_PROMPTS, Setup, run_doctor
     from .eval_run import EvalPlan, check_eval_output, questions_of, run_eval
     from .markdown_pages import MARK, fill_pages, names_of, with_table
     from .measurements import Measurement, Prompt, compare, summarise
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DOCTORS_PROMPTS", "EAGER", "GREEDY", "HAS_NATIVE", "MARK", "METHODS", "NATIVE", "OURS", "PLAIN",
-    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "TASKS", "VARIANTS", "Backend",
+    "PROMPT_LOOKUP", "RANDOM_DRAFTER", "READING_OPERATIONS", "READS", "TASKS", "VARIANTS", "Backend", "BenchPlan",
     "Difference", "EvalPlan", "Limits", "Load", "Measurement", "PeakMemory", "Profile", "Prompt", "Question",
     "Server", "Setup", "TaskAnswer", "TimedRun", "allocated_memory", "answer_questions", "caveat",
     "chat_encoder", "check_eval_output", "check_methods", "check_scorers", "compare", "decoding_methods",
@@ -51,7 +51,7 @@ __all__ = [
     "markdown", "names_of", "numbered", "pair_backend",
     "place_of", "questions_of", "questions_of_prompts", "read_result", "run_bench", "run_canary", "run_doctor", "run_eval",
     "run_program", "save_drawing", "save_plots",
-    "server_backend", "stated_acceptance", "step_split", "summarise", "summarise_answers", "table_of",
+    "server_backend", "step_split", "summarise", "summarise_answers", "table_of",
     "tables_of", "timed_blocks", "timed_generate", "untrained", "with_table", "write_page",
 ]  # fmt: skip
 

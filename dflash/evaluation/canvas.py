@@ -5,6 +5,7 @@ Needs the extra `eval`. Colour-blind readers can tell the colours apart, and a m
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -141,13 +142,14 @@ def small_plots(
 ) -> tuple[Figure, dict[str, Axes]]:
     """A figure of one small plot per name, all on the same scale, below the title and the key of all of them."""
     columns = min(len(names), theme.num_columns)
-    lines = _quotient(len(names), columns)
+    lines = math.ceil(len(names) / columns)
     entries_a_line = max(1, int(theme.width) - 4)
-    head = 0.35 + 0.21 * _quotient(len(key), entries_a_line)  # inches
+    head = 0.35 + 0.21 * math.ceil(len(key) / entries_a_line)  # inches
     line_height = 2.1 if lines > 1 else 2.5
     figure = _new_figure(note, theme, 0.6 + head + line_height * lines)
     height = figure.get_figheight()
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - head / height))  # type: ignore[union-attr, call-arg]
+    below_head = 1 - head / height
+    figure.get_layout_engine().set(rect=(0, 0, 1, below_head))  # type: ignore[union-attr, call-arg]
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     places = list(grid.flat)
     for axes in places[len(names) :]:
@@ -160,7 +162,14 @@ def small_plots(
     places[0].set_ylabel(labels.y)
     lowest_line = (lines - 1) * columns
     places[lowest_line].set_xlabel(wrapped(labels.x, theme), loc="left")
-    figure.text(0.01, 1 - 0.08 / height, labels.title, va="top", fontsize=12, weight="bold")
+    figure.text(
+        0.01,
+        1 - 0.08 / height,
+        labels.title,
+        va="top",
+        fontsize=12,
+        weight="bold",
+    )
     if key:
         figure.legend(
             *handles(key),
@@ -172,11 +181,6 @@ def small_plots(
             borderpad=0.2,
         )
     return figure, panels
-
-
-def _quotient(count: int, size: int) -> int:
-    """The number of groups of `size` that hold `count`."""
-    return -(-count // size)
 
 
 def wrapped(label: str, theme: Theme) -> str:
@@ -237,14 +241,17 @@ def curves(labels: Labels, drawn: Sequence[Curve], note: str, theme: Theme) -> F
     Each curve is named at its last point in its colour; names that would touch are moved apart.
     """
     figure, axes = one_plot(labels.title, note, theme, 3.9)
+    places: set[float] = set()
     for _, colour, points in drawn:
         line(axes, points, colour)
-    places = sorted({x for *_, points in drawn for x, _ in points})
-    first, last = places[0], places[-1]
+        places |= {x for x, _ in points}
+    ticks = sorted(places)
+    first = ticks[0]
+    last = ticks[-1]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [str(place) for place in places])
+    axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
-    if len(places) > 1:
+    if first < last:
         room = 1.4 / (theme.width - 2.1)  # for the names
         axes.set_xlim(first * 0.93, last * (last / first) ** room)
     axes.set_ylim(bottom=0)
@@ -253,9 +260,18 @@ def curves(labels: Labels, drawn: Sequence[Curve], note: str, theme: Theme) -> F
     _, height = axes.get_ylim()
     lowest = 0.0
     for name, colour, points in sorted(drawn, key=lambda curve: curve[2][-1][1]):
-        _, y = points[-1]
-        level = max(y, lowest)
-        write(axes, name, points[-1], (6, (level - y) / height * 190), va="center", color=colour, weight="bold")
+        end = points[-1]
+        level = max(end[1], lowest)
+        shift = (level - end[1]) / height * 190  # points
+        write(
+            axes,
+            name,
+            end,
+            (6, shift),
+            va="center",
+            color=colour,
+            weight="bold",
+        )
         lowest = level + 0.07 * height
     return figure
 

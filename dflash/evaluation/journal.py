@@ -25,30 +25,39 @@ class Journal(JsonLines):
 
     def read(self) -> dict[str, list[TaskAnswer]]:
         """Finished questions of all processes by [`key`]; ValueError if a part was begun with other settings."""
-        found: dict[str, list[TaskAnswer]] = {}
+        finished: dict[str, list[TaskAnswer]] = {}
         for part in self.parts():
             lines = [json.loads(line) for _, line in whole_lines(part)]
-            if lines and (changed := changes(lines[0]["settings"], self._settings)):
+            changed = changes(lines[0]["settings"], self._settings) if lines else ""
+            if changed:
                 remedy = "give them again, name another --output, or pass overwrite (--overwrite) to begin anew"
                 raise ValueError(f"{part} was begun with other settings ({changed}): {remedy}.")
             for record in lines[1:]:
-                found[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
-        return found
+                finished[record["key"]] = [TaskAnswer(**answer) for answer in record["answers"]]
+        return finished
 
     def add(self, question: Question, answers: list[TaskAnswer]) -> None:
         """Writes a finished question; it is on the disk when this returns."""
-        begins = not self._own.exists() or not self._own.stat().st_size
-        record = {"key": key(question), "answers": [asdict(answer) for answer in answers]}
-        self.append([{"settings": self._settings}, record] if begins else [record])
+        records: list[dict[str, Any]] = [{"key": key(question), "answers": [asdict(answer) for answer in answers]}]
+        if not self._own.exists() or not self._own.stat().st_size:
+            records.insert(0, {"settings": self._settings})
+        self.append(records)
 
     def join_parts(self) -> None:
         """Brings the lines of all processes into the one file. For the first process, when all are done."""
-        if self.parts() != [self.path]:
-            own = (line for part in self.parts() for offset, line in whole_lines(part) if offset)
-            self.join([as_line({"settings": self._settings}), *own])
+        parts = self.parts()
+        if parts != [self.path]:
+            finished = [line for part in parts for offset, line in whole_lines(part) if offset > 0]
+            self.join([as_line({"settings": self._settings}), *finished])
+
+    def delete(self) -> None:
+        """Deletes all parts. For the first process, before any is read."""
+        for part in self.parts():
+            part.unlink()
 
 
 def key(question: Question) -> str:
     """A question's task, row and the hash of its text, by which it is known again."""
     text = json.dumps([question.turns, question.reference, *question.before], default=str)
-    return f"{question.task}/{question.index}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{question.task}/{question.index}/{digest}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import canvas
 from .canvas import DASHED, LIGHT, Curve, Entry, Labels, Theme, themed
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FEWEST_STEPS = 10  # a share of fewer verify steps is noise
 PAPER = "paper"
+GAP = 0.7  # between the bars of two tasks
 
 
 @themed
@@ -32,8 +33,7 @@ def acceptance_by_position(rows: Sequence[Row], note: str = "", theme: Theme = L
     at least `FEWEST_STEPS` of them; the first method's last point says how many. Methods that accept alike share one curve.
     """
     tasks = _drafting_by_task(rows)
-    methods = [row["method"] for of_task in tasks.values() for row in of_task]
-    colours = canvas.colours_of(methods, theme)
+    colours = _colours(tasks, theme)
     key: list[Entry] = []
     if len(colours) > 1:
         key += [(method, colour, "-") for method, colour in colours.items()]
@@ -86,29 +86,50 @@ def acceptance_lengths(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT
     Methods that accept alike are drawn once.
     """
     tasks = _drafting_by_task(rows)
-    drawn = [row for of_task in tasks.values() for row in of_task]
-    colours = canvas.colours_of([row["method"] for row in drawn], theme)
-    labels = Labels("Tokens per verify step", "acceptance length (tokens, the target's own included)", "verify steps")
+    colours = _colours(tasks, theme)
+    labels = Labels(
+        "Tokens per verify step",
+        "acceptance length (tokens, the target's own included)",
+        "verify steps",
+    )
     figure, panels = canvas.small_plots(list(tasks), labels, note, theme)
-    highest = max(max(_shares(row)) for row in drawn)
-    most = max(map(len, tasks.values()))
+    highest = max(max(_shares(row)) for of_task in tasks.values() for row in of_task)
+    longest_key = max(map(len, tasks.values()))
     for task, axes in panels.items():
         key: list[Entry] = []
         width = 0.84 / len(tasks[task])
         first = 1 - (0.84 - width) / 2  # the middle of the first bar of length 1
-        for index, row in enumerate(tasks[task]):
+        for row in tasks[task]:
             shares = _shares(row)
             colour = colours[row["method"]]
             tau = row["tau_micro"]
-            places = [first + index * width + length for length in range(len(shares))]
+            places = [first + index for index in range(len(shares))]
             axes.bar(places, shares, width, color=colour)
-            axes.vlines(tau, 0, highest, color=colour, linestyle=DASHED, path_effects=canvas.outlined(theme))
+            axes.vlines(
+                tau,
+                0,
+                highest,
+                color=colour,
+                linestyle=DASHED,
+                path_effects=canvas.outlined(theme),
+            )
             key.append((f"{row['method']}: τ {tau:.2f}", colour, "--"))
-        axes.legend(*canvas.handles(key), loc="upper right", fontsize=8.5, borderpad=0.1)
+            first += width
+        axes.legend(
+            *canvas.handles(key),
+            loc="upper right",
+            fontsize=8.5,
+            borderpad=0.1,
+        )
         axes.set_xlim(left=0.2)
-        axes.set_ylim(0, highest * (1.06 + 0.1 * most))  # the key stands above
+        axes.set_ylim(0, highest * (1.06 + 0.1 * longest_key))  # the key stands above
         canvas.shares_of_counts(axes)
     return figure
+
+
+def _colours(tasks: Mapping[str, Sequence[Row]], theme: Theme) -> dict[str, str]:
+    """The colours of the methods of all tasks."""
+    return canvas.colours_of([row["method"] for of_task in tasks.values() for row in of_task], theme)
 
 
 def _shares(row: Row) -> list[float]:
@@ -125,48 +146,68 @@ def speedups(
 
     `paper` holds published speed-ups of the same pair by [`task_key`]; they are drawn hatched beside the measured ones.
     """
-    tasks = _by_task([row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None])
-    colours = canvas.colours_of([row["method"] for of_task in tasks.values() for row in of_task], theme)
-    bars: list[tuple[float, Row]] = []  # place and row
-    middles = []
-    place = 0.0
+    tasks = _by_task(row for row in rows if row["method"] != PLAIN and row.get("speedup") is not None)
+    colours = _colours(tasks, theme)
     for task, of_task in tasks.items():
-        if paper and task_key(task) in paper:
-            of_task.append({"method": PAPER, "speedup": paper[task_key(task)]})
-        middles.append(place + (len(of_task) - 1) / 2)
-        bars += [(place + index, row) for index, row in enumerate(of_task)]
-        place += len(of_task) + 0.7
-    figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * place)
+        published = (paper or {}).get(task_key(task))
+        if published is not None:
+            of_task.append({"method": PAPER, "speedup": published})
+    num_bars = sum(map(len, tasks.values()))
+    height = num_bars + GAP * len(tasks)  # in bars
+    figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * height)
+    middles = []
     furthest = 1.0
-    for y, row in bars:
-        colour = colours.get(row["method"], colours.get(OURS, theme.ink))
-        end = _draw_speedup(axes, y, row, colour, theme)
-        furthest = max(furthest, end)
+    y = 0.0
+    for of_task in tasks.values():
+        middles.append(y + (len(of_task) - 1) / 2)
+        for row in of_task:
+            colour = colours.get(row["method"], colours.get(OURS, theme.ink))
+            end = _draw_speedup(axes, y, row, colour, theme)
+            furthest = max(furthest, end)
+            y += 1
+        y += GAP
     axes.axvline(1, color=theme.muted, linewidth=1)
-    names = [textwrap.fill(task, int(2 * theme.width), break_long_words=False) for task in tasks]
+    letters = int(2 * theme.width)
+    names = [textwrap.fill(task, letters, break_long_words=False) for task in tasks]
     axes.set_yticks(middles, names)
-    axes.set_ylim(place - 0.7, -0.7)
-    axes.set_xlim(0, furthest * (1 + 2.1 / (theme.width - 3.05)))  # with room for the labels
+    axes.set_ylim(height - GAP, -GAP)
+    room = 2.1 / (theme.width - 3.05)  # for the labels
+    axes.set_xlim(0, furthest * (1 + room))
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(canvas.wrapped("speed-up (plain decoding = 1; line: 10th to 90th percentile of prompts)", theme))
+    label = "speed-up (plain decoding = 1; line: 10th to 90th percentile of prompts)"
+    axes.set_xlabel(canvas.wrapped(label, theme))
     return figure
 
 
 def _draw_speedup(axes: Axes, y: float, row: Row, colour: str, theme: Theme) -> float:
     """Draws a bar, its spread and its label; returns where it ends."""
-    speedup = row["speedup"]
+    end = row["speedup"]
+    look: dict[str, Any] = {"color": colour}
     if row["method"] == PAPER:
-        axes.barh(y, speedup, 0.82, color="none", edgecolor=colour, hatch="////", linewidth=1)
-    else:
-        axes.barh(y, speedup, 0.82, color=colour)
-    end = speedup
-    low, high = row.get("speedup_p10"), row.get("speedup_p90")
+        look = {"color": "none", "edgecolor": colour, "hatch": "////"}
+    axes.barh(y, end, 0.82, **look)
+    label = f"{end:.2f}× {row['method']}"
     effects = canvas.outlined(theme)
+    low = row.get("speedup_p10")
+    high = row.get("speedup_p90")
     if low is not None and high is not None and row.get("prompts", 2) > 1:
-        axes.plot([low, high], [y, y], color=theme.ink, linewidth=1, path_effects=effects)
+        axes.plot(
+            [low, high],
+            [y, y],
+            color=theme.ink,
+            linewidth=1,
+            path_effects=effects,
+        )
         end = max(end, high)
-    label = f"{speedup:.2f}× {row['method']}"
-    canvas.write(axes, label, (end, y), (5, 0), va="center", fontsize=9, path_effects=effects)
+    canvas.write(
+        axes,
+        label,
+        (end, y),
+        (5, 0),
+        va="center",
+        fontsize=9,
+        path_effects=effects,
+    )
     return end
 
 
@@ -177,11 +218,15 @@ def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
     A row has `width` in tokens, `ms_verify`, and `ms_draft` where it was measured.
     """
     drawn: list[Curve] = []
-    for name, key, colour in (("verify", "ms_verify", theme.ours), ("draft", "ms_draft", theme.lookup)):
-        points = sorted((row["width"], row[key]) for row in rows if row.get(key) is not None)
+    for name, colour in (("verify", theme.ours), ("draft", theme.lookup)):
+        points = [(row["width"], row[f"ms_{name}"]) for row in rows if row.get(f"ms_{name}") is not None]
         if points:
-            drawn.append((name, colour, points))
-    labels = Labels("Time of one step, by its width", "width (tokens)", "time of one forward (ms)")
+            drawn.append((name, colour, sorted(points)))
+    labels = Labels(
+        "Time of one step, by its width",
+        "width (tokens)",
+        "time of one forward (ms)",
+    )
     return canvas.curves(labels, drawn, note, theme)
 
 
@@ -253,15 +298,18 @@ def latency_throughput(
 
 def _drafting_by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows with proposals, by their task; of rows with the same acceptance, or the same drafts, the first alone."""
-    with_ours = {row["task"] for row in rows if row["method"] == OURS}
-    distinct: dict[tuple[str, tuple[int, ...]], Row] = {}
-    for row in rows:
-        # Drafts of these differ by near-ties alone, and there are fewer colours than methods.
-        is_ours_again = row["task"] in with_ours and row["method"] in DRAFTS_AS_OURS
-        histogram = tuple(row.get("acceptance_histogram") or ())
-        if len(histogram) > 1 and not is_ours_again:
-            distinct.setdefault((row["task"], histogram), row)
-    return _by_task(distinct.values())
+    tasks = _by_task(rows)
+    for task, of_task in tasks.items():
+        has_ours = any(row["method"] == OURS for row in of_task)
+        distinct: dict[str, Row] = {}
+        for row in of_task:
+            histogram = row.get("acceptance_histogram") or []
+            # Drafts of these differ by near-ties alone, and there are fewer colours than methods.
+            is_ours_again = has_ours and row["method"] in DRAFTS_AS_OURS
+            if len(histogram) > 1 and not is_ours_again:
+                distinct.setdefault(str(histogram), row)
+        tasks[task] = list(distinct.values())
+    return {task: of_task for task, of_task in tasks.items() if of_task}
 
 
 def _by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -30,16 +30,23 @@ def first_difference(
     other_ids: Sequence[int],
 ) -> Difference | None:
     """The first difference of two continuations of a prompt, `None` if they are identical. One target forward."""
-    pairs = zip_longest(token_ids, other_ids)
-    found = next(((i, token, other) for i, (token, other) in enumerate(pairs) if token != other), None)
-    if found is None:
+    index = num_shared(token_ids, other_ids)
+    if index == len(token_ids) == len(other_ids):
         return None
-    index, token, other = found
-    if token is None or other is None:
+    if index in (len(token_ids), len(other_ids)):
         return Difference(index, float("nan"))
     prompt_ids, attention_mask = read_prompt(input_ids)
     if attention_mask is not None:
         prompt_ids = prompt_ids[attention_mask.bool()][None]
-    shared = torch.cat([prompt_ids, prompt_ids.new_tensor([list(token_ids[:index])])], dim=1)  # [1, S + index]
-    logits = target(shared.to(target.device)).logits[0, -1].float()  # [V]
-    return Difference(index, (logits[token] - logits[other]).item())
+    shared = prompt_ids.new_tensor([token_ids[:index]])
+    text_ids = torch.cat([prompt_ids, shared], dim=1)  # [1, S + index]
+    logits = target(text_ids.to(target.device)).logits
+    last = logits[0, -1].float()  # [V]
+    margin = last[token_ids[index]] - last[other_ids[index]]
+    return Difference(index, margin.item())
+
+
+def num_shared(token_ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    """The number of tokens that two texts share from their beginning on."""
+    pairs = zip(token_ids, other_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,7 +1,7 @@
 """A target's own answers as training data: to rows of any form, written here or on a server, and resumed."""
 
 from .answer_file import check_answer_file
-from .run import RegenerationRecord, regenerate_data
+from .run import RegenerationRecord, RegenerationRun, regenerate_data
 from .server_writer import ServerWriter
 from .settings import RegenerationSettings
 from .target_writer import Answer, Regenerated, Request, Sampling, TargetWriter, regenerate, row_seed
@@ -11,6 +11,7 @@ __all__ = [
     "Answer",
     "Regenerated",
     "RegenerationRecord",
+    "RegenerationRun",
     "RegenerationSettings",
     "Request",
     "Sampling",
