@@ -73,7 +73,9 @@ def failed(status: int, body: bytes = b"busy", **headers: str) -> tuple[int, dic
 
 def make_writer(url: str, wait: Any, **how: Any) -> ServerWriter:
     config, generation_config = Qwen3Config(max_position_embeddings=96), GenerationConfig(eos_token_id=2)
-    return ServerWriter(OpenAIClient(url), None, make_tokenizer(), config, generation_config, wait=wait, **how)
+    return ServerWriter(
+        OpenAIClient(url, timeout=3600.0), None, make_tokenizer(), config, generation_config, wait=wait, **how
+    )
 
 
 def test_a_request_is_sent_again_after_failures_that_may_pass_and_later_each_time() -> None:

@@ -1,4 +1,4 @@
-"""Measuring from outside: ways of decoding under a clock, tasks and scores, results and what shows them."""
+"""Measures decoding from outside: timing, tasks, scores, result files, and the tables, figures and pages that show them."""
 
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,4 @@ __all__ = [
     "tables_of", "timed_blocks", "timed_generate", "untrained", "with_table", "write_page",
 ]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(
-    __name__, __file__, {"Answer": "TaskAnswer", "Plan": "EvalPlan", "run_plan": "run_eval"}
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

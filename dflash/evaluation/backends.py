@@ -1,4 +1,4 @@
-"""Who answers in an evaluation: a pair in this process, or two servers. Ids in, a continuation under a clock out."""
+"""What answers in an evaluation: a pair in this process, or two servers. Each takes token ids and returns a timed continuation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ from .timing import TimedRun
 
 DEFAULT_NEW_TOKENS = 2048
 
-# Called once for each dialogue. The others are compared with the first method.
+# Makes the methods of a dialogue. The texts of the others are compared with those of the first.
 Begin = Callable[[], dict[str, Method]]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers, and what its figures depend on."""
+    """The methods that answer, and the facts that their figures depend on."""
 
     begin: Begin  # makes the methods of a dialogue
     max_new_tokens: int
     environment: dict[str, Any]  # versions, hardware and the like
     decoding: dict[str, Any]  # more for the record
-    memory: PeakMemory | None = None  # watched while each method runs; `None` where it cannot be seen from here
+    memory: PeakMemory | None = None  # read around each run; `None` for servers, whose memory is not visible here
     max_prompt_tokens: int | None = None  # the longest that leaves room for the answer, `None` for any
 
 
@@ -101,7 +101,7 @@ def keeping_methods(target: PreTrainedModel) -> tuple[str, ...]:
 
 
 class PlainDialogue:
-    """`target.generate` with a cache that is kept: of each further turn only the new tokens are computed."""
+    """`target.generate` with a cache that is kept between turns, so that each turn computes only its new tokens."""
 
     def __init__(self, target: PreTrainedModel, method: Method) -> None:
         self._target = target
@@ -113,11 +113,13 @@ class PlainDialogue:
         """The continuation of input_ids [1, S], the whole dialogue so far."""
         prompt_ids = input_ids[0].tolist()
         length = num_shared(self._cached_ids, prompt_ids[:-1])
+        surplus = len(self._cached_ids) - length
         if length == 0:
             self._cache = DynamicCache(config=self._target.config)
-        elif length < len(self._cached_ids):
-            self._cache.crop(length - len(self._cached_ids))
-        run = self._method(input_ids, **{CACHE_NAME: self._cache})
+        elif surplus:
+            self._cache.crop(-surplus)
+        cache = {CACHE_NAME: self._cache}
+        run = self._method(input_ids, **cache)
         self._cached_ids = prompt_ids + run.token_ids[:-1]
         return run
 
@@ -146,11 +148,14 @@ def server_backend(
     methods: dict[str, Method] = {}
     servers = {}
     engines: dict[str, None] = {}
-    for name, server_of_method, model_name in ((PLAIN, baseline, baseline_model or model), (OURS, server, model)):
-        served = server_of_method.only_model(model_name)
-        methods[name] = partial(_timed, server_of_method, served, tokenizer, longest)
-        servers[name] = {"url": server_of_method.url, "model": served}
-        engine = server_of_method.engine()
+    for name, asked, model_name in (
+        (PLAIN, baseline, baseline_model or model),
+        (OURS, server, model),
+    ):
+        served = asked.only_model(model_name)
+        methods[name] = partial(_timed, asked, served, tokenizer, longest)
+        servers[name] = {"url": asked.url, "model": served}
+        engine = asked.engine()
         if engine is not None:
             engines[engine] = None
     setup = {"engine": " / ".join(engines) or None, "device": hardware}

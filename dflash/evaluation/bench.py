@@ -97,7 +97,12 @@ def step_times(
     splits: dict[int, list[StepSplit]] = {}
     for repeat, width in progress(turns if prompts else [], "Timing widths"):
         prompt = prompts[repeat % len(prompts)]
-        options = {**EAGER, "max_draft_tokens": width - 1, "max_new_tokens": plan.max_new_tokens, "temperature": 0.0}
+        options = {
+            **EAGER,
+            "max_draft_tokens": width - 1,
+            "max_new_tokens": plan.max_new_tokens,
+            "temperature": 0.0,
+        }
         run = partial(timed_blocks, drafter, target, **options)
         split = step_split(run, prompt.input_ids, target, drafter)
         splits.setdefault(width, []).append(split)

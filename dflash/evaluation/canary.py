@@ -24,7 +24,7 @@ Servers = dict[str, tuple[Server, str]]
 
 @dataclass(frozen=True)
 class Load:
-    """The requests to each server, and the largest 99th percentiles of its times; all numbers are finite."""
+    """The requests to each server, and the limits of its 99th percentiles. All numbers are finite."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests under way at once, level by level
     rounds: int = 4  # requests of a level for each that is under way at once (at least `FEWEST_REQUESTS` in all)
@@ -53,7 +53,7 @@ def run_canary(
     progress: Callable[[], None] = lambda: None,
     hardware: str | None = None,
 ) -> dict[str, Any]:
-    """Puts every server under every level of the load; returns a result of kind "serving".
+    """Sends every level of the load to every server; returns a result of kind "serving".
 
     At each level the servers take turns, get the same prompts in the same order, and are warmed up by one unmeasured
     request per concurrent one. No prompt is repeated as long as there are enough, because a repeated prompt is in the
@@ -77,10 +77,15 @@ def run_canary(
             if load.price_per_hour is not None:
                 row["cost_per_million_tokens"] = _cost(load.price_per_hour, row["tokens_per_second"])
             of_level[name] = {"server": name, "concurrency": level, **row}
-            texts[name] = [reply.text if isinstance(reply, Reply) else None for reply in replies]
+            texts[name] = [getattr(reply, "text", None) for reply in replies]
             for index, reply in zip(chosen[level:], replies, strict=True):
-                measured = {"server": name, "concurrency": level, "prompt_index": index}
-                measurements.append(measured | _times(reply))
+                measured = {
+                    "server": name,
+                    "concurrency": level,
+                    "prompt_index": index,
+                    **_times(reply),
+                }
+                measurements.append(measured)
             progress()
         _compare(of_level, texts, load)
         rows += of_level.values()
@@ -145,7 +150,7 @@ def _times(reply: Reply | str) -> Row:
 
 
 def at_target(rows: Sequence[Row], load: Load) -> dict[str, Row | None]:
-    """By server, the row of the highest throughput within the load's targets, `None` if there is none.
+    """For each server, the row with the highest throughput within the load's targets; `None` if no row is within them.
 
     Only measured levels count; nothing is interpolated. Empty without a target.
     """
@@ -209,9 +214,11 @@ def _under_load(
     for name, values in waits.items():
         row[f"{name}_p50"] = rounded(percentile(values, 0.5))
         row[f"{name}_p99"] = rounded(percentile(values, 0.99))
-    row["tau"] = rounded(drafts.tau) if drafts else None
-    row["accepted_per_position"] = list(map(rounded, drafts.per_position)) if drafts else None
-    row["tau_source"] = drafts.source if drafts else None
+    row |= dict.fromkeys(("tau", "accepted_per_position", "tau_source"))
+    if drafts is not None:
+        row["tau"] = rounded(drafts.tau)
+        row["accepted_per_position"] = list(map(rounded, drafts.per_position))
+        row["tau_source"] = drafts.source
     return row, replies
 
 
@@ -223,6 +230,8 @@ def _compare(rows: dict[str, Row], texts: dict[str, list[str | None]], load: Loa
     plain_speed = rows["baseline"]["tokens_per_second"]
     for name, row in rows.items():
         row["speedup"] = rounded(row["tokens_per_second"] / plain_speed)
-        if load.temperature == 0:
-            pairs = zip(texts[name], plain_texts, strict=True)
-            row["identical"] = sum(text is not None and text == plain for text, plain in pairs)
+        if load.temperature > 0:
+            continue
+        row["identical"] = 0
+        for text, plain in zip(texts[name], plain_texts, strict=True):
+            row["identical"] += text is not None and text == plain

@@ -96,7 +96,7 @@ DARK = Theme(
 
 
 def themed(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """`draw(rows, note, theme, …)` under the settings of its theme; ValueError with the remedy without matplotlib."""
+    """Wraps `draw(rows, note, theme, …)` to run under the settings of its theme. ValueError if matplotlib is not installed."""
 
     @wraps(draw)
     def drawn(rows: Sequence[Any], note: str = "", theme: Theme = LIGHT, **options: Any) -> Figure:
@@ -184,7 +184,7 @@ def small_plots(
 
 
 def wrapped(label: str, theme: Theme) -> str:
-    """An axis label in lines that the figure is wide enough for."""
+    """An axis label, broken into lines that fit the figure."""
     return textwrap.fill(label, int(9 * theme.width))
 
 
@@ -214,7 +214,7 @@ def write(axes: Axes, text: str, place: Point, offset: Point, **look: Any) -> No
 
 
 def outlined(theme: Theme) -> list[Any]:
-    """`path_effects` of a line that crosses bars: an edge of paper."""
+    """`path_effects` that give a line or text an edge in the colour of the paper, so that it stands out from bars."""
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=3, foreground=theme.paper)]
@@ -236,7 +236,7 @@ def shares_of_counts(axes: Axes) -> None:
 
 
 def curves(labels: Labels, drawn: Sequence[Curve], note: str, theme: Theme) -> Figure:
-    """A figure of one plot over a logarithmic x axis that names the places measured; y begins at 0.
+    """A figure of one plot over a logarithmic x axis that has a tick at each measured value; y begins at 0.
 
     Each curve is named at its last point in its colour; names that would touch are moved apart.
     """

@@ -1,4 +1,4 @@
-"""Why a pair accepts little: measured as it is, and with one change at a time of what usually is wrong.
+"""Finds out why a pair accepts little: measures it as it is, and with one change at a time of what is usually wrong.
 
 A change is tried on a copy of the drafter's modules that shares its weights, so the loaded models stay as they are.
 """
@@ -39,7 +39,7 @@ MOST_MASKS = 6  # other mask tokens that are tried, at most
 NO_CARD = Card(Path(), {}, "", {})
 TRAIN_ON = "or train on with `dflash train --init`"
 
-# One question of each kind that drafters are measured on, for where no prompts are given.
+# The default prompts: a question of each kind that drafters are usually measured on.
 DOCTORS_PROMPTS = (
     "A baker sells 24 rolls in the morning and twice as many in the afternoon, at $3 each. How much money is that?",
     "Write a Python function that returns the longest palindrome inside a string, and explain how it works.",
@@ -71,7 +71,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one change gives."""
+    """A change of the setup, and what was accepted with it."""
 
     kind: str  # what the change is about; one change of a kind is advised
     change: str  # empty for the pair as it is
@@ -87,18 +87,17 @@ class Trial:
 
     @property
     def worth(self) -> float:
-        """tau, and 1, as without a drafter, where there was no step."""
+        """tau; 1 where no step was measured, which is plain decoding's value."""
         return self.tau if self.steps else 1.0
 
     def accepted_at(self) -> list[float | None]:
-        """How often the proposal at position 1, 2, … was accepted, of the steps that had one there."""
-        rates = []
-        longest = max((step.num_proposals for step in self.steps), default=0)
-        for position in range(1, longest + 1):
-            proposing = [step for step in self.steps if step.num_proposals >= position]
-            accepting = [step for step in proposing if step.num_accepted >= position]
-            rates.append(rounded(len(accepting) / len(proposing)))
-        return rates
+        """For position 1, 2, …: the share of proposals there that were accepted."""
+        proposed: Counter[int] = Counter()
+        accepted: Counter[int] = Counter()
+        for step in self.steps:
+            proposed.update(range(step.num_proposals))
+            accepted.update(range(step.num_accepted))
+        return [rounded(accepted[place] / proposed[place]) for place in sorted(proposed)]
 
     def part(self, chosen: Callable[[Step], bool]) -> Trial:
         """The trial with the chosen steps alone."""
@@ -109,13 +108,19 @@ class Trial:
         return self.part(lambda step: step.prompt == prompt)
 
     def helps(self, before: Trial) -> bool:
-        """Whether more is accepted than `before`, by more than chance and rounding give."""
-        prompts = {step.prompt for step in (*before.steps, *self.steps)}
-        num_better = sum(self.of_prompt(prompt).worth > before.of_prompt(prompt).worth for prompt in prompts)
-        return self.worth >= LEAST_GAIN * before.worth and num_better >= SHARE_OF_PROMPTS * len(prompts)
+        """Whether more is accepted than in `before`, by more than chance and rounding explain."""
+        if self.worth < LEAST_GAIN * before.worth:
+            return False
+        steps = before.steps + self.steps
+        prompts = {step.prompt for step in steps}
+        num_better = 0
+        for prompt in prompts:
+            old = before.of_prompt(prompt)
+            num_better += self.of_prompt(prompt).worth > old.worth
+        return num_better >= SHARE_OF_PROMPTS * len(prompts)
 
     def row(self, after: Sequence[str] = ()) -> dict[str, Any]:
-        """The figures, as a result holds them; `after` are changes that stay made."""
+        """The row of a result; `after` names the changes that were kept before this one."""
         row = {
             "change": self.change,
             "after": list(after),
@@ -244,25 +249,28 @@ def changes(setup: Setup, target: PreTrainedModel, tokenizer: Any, dialogues: Se
         encode = chat_encoder(tokenizer, setup.thinking, setup.chat_template)
         return [encode(dialogue)[0].tolist() for dialogue in dialogues]
 
+    own_prompts = prompts(setup)
     other = replace(setup, thinking=not setup.thinking)
-    if prompts(other) != prompts(setup):
+    if prompts(other) != own_prompts:
         switch = "on" if other.thinking else "off"
-        yield Trial("thinking", f"thinking {switch}", f"enable_thinking={other.thinking}: its text changes too", other)
+        reason = f"enable_thinking={other.thinking}: its text changes too"
+        yield Trial("thinking", f"thinking {switch}", reason, other)
     other = replace(setup, chat_template=not setup.chat_template)
-    if prompts(other) != prompts(setup):
+    if prompts(other) != own_prompts:
         word = "with" if other.chat_template else "without"
         reason = "the target is asked otherwise: its text changes too"
         yield Trial("template", f"prompts {word} the chat template", reason, other)
     config: Any = setup.drafter.config
     sizes = target.config.get_text_config(decoder=True)
-    variants = (
+    variants = chain(
         _other_taps(config, sizes.num_hidden_layers),
         _other_masks(config, sizes.vocab_size, tokenizer),
         _other_anchor(config),
         _other_rope(config, sizes),
     )
-    for kind, change, reason, fields in chain(*variants):
-        yield Trial(kind, change, reason, replace(setup, drafter=_copy(setup.drafter, fields)))
+    for kind, change, reason, fields in variants:
+        changed = _copy(setup.drafter, fields)
+        yield Trial(kind, change, reason, replace(setup, drafter=changed))
     yield from _other_dtypes(setup, target.dtype)
 
 
@@ -274,15 +282,18 @@ def _other_taps(config: Any, num_layers: int) -> Iterator[Variant]:
     for shift in (-1, 1):
         ids = [layer_id + shift for layer_id in config.target_layer_ids]
         if ids[0] >= 0 and ids[-1] < num_layers - 1:
+            change = f"target_layer_ids {ids}"
             reason = f"config.json says {config.target_layer_ids}"
-            yield "taps", f"target_layer_ids {ids}", reason, {"target_layer_ids": ids}
+            yield "taps", change, reason, {"target_layer_ids": ids}
 
 
 def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Variant]:
     """Other ids that may have filled the blocks of the training run, the likeliest first."""
     tokens = tokenizer.get_vocab()
-    marks = {index: token for token, index in tokens.items() if "mask" in token.lower() and not token.isalnum()}
-    names: dict[int | None, str] = dict(sorted(marks.items()))
+    names: dict[int | None, str] = {}
+    for token, token_id in sorted(tokens.items(), key=lambda entry: entry[1]):
+        if "mask" in token.lower() and not token.isalnum():
+            names[token_id] = token
     for token_id, name in (
         (tokenizer.mask_token_id, "the tokenizer's mask token"),
         (max(tokens.values()) + 1, "the first row of the embedding that no token has"),
@@ -292,11 +303,10 @@ def _other_masks(config: Any, vocab_size: int, tokenizer: Any) -> Iterator[Varia
         (0, "the first row of the embedding"),
     ):
         names.setdefault(token_id, name)
-    for token_id in (None, config.mask_token_id):
-        names.pop(token_id, None)
-    possible = [token_id for token_id in names if token_id < vocab_size]  # type: ignore[operator]
+    own = config.mask_token_id
+    possible = [token_id for token_id in names if token_id not in (None, own) and token_id < vocab_size]
     for token_id in possible[:MOST_MASKS]:
-        reason = f"{names[token_id]}; config.json says {config.mask_token_id}"
+        reason = f"{names[token_id]}; config.json says {own}"
         yield "mask", f"mask_token_id {token_id}", reason, {"mask_token_id": token_id}
 
 
@@ -307,12 +317,16 @@ def _other_anchor(config: Any) -> Iterator[Variant]:
 
 
 def _other_rope(config: Any, target_config: Any) -> Iterator[Variant]:
-    own, theta = _rope_theta(config), _rope_theta(target_config)
-    if own is not None and theta is not None and own != theta:
-        fields: dict[str, Any] = {"rope_theta": theta}
-        if getattr(config, "rope_parameters", None):  # transformers 5 reads it there
-            fields["rope_parameters"] = {**config.rope_parameters, "rope_theta": theta}
-        yield "rope", f"rope_theta {theta:g}", f"that of the target; config.json says {own:g}", fields
+    own = _rope_theta(config)
+    theta = _rope_theta(target_config)
+    if own is None or theta is None or own == theta:
+        return
+    fields: dict[str, Any] = {"rope_theta": theta}
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters:  # transformers 5 reads it there
+        fields["rope_parameters"] = {**parameters, "rope_theta": theta}
+    reason = f"that of the target; config.json says {own:g}"
+    yield "rope", f"rope_theta {theta:g}", reason, fields
 
 
 def _rope_theta(config: Any) -> float | None:
@@ -338,7 +352,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _copy(drafter: Any, fields: Mapping[str, Any]) -> Any:
     """Modules and a config of their own, with other fields; the tensors are the drafter's."""
-    shared = {id(tensor): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
+    tensors = [*drafter.parameters(), *drafter.buffers()]
+    shared = {id(tensor): tensor for tensor in tensors}
     changed = copy.deepcopy(drafter, shared)
     for name, value in fields.items():
         setattr(changed.config, name, value)
@@ -348,13 +363,14 @@ def _copy(drafter: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _of_target(target: PreTrainedModel, card: Card) -> Iterator[str]:
-    """Whether the target is quantised, or another one than that of the training."""
+    """Says if the target is quantised, or is not the one of the training."""
     quantised: Any = getattr(target.config, "quantization_config", None)
     if quantised:
         method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
+        name = getattr(method, "value", method)
         yield (
-            f"The target is quantised ({getattr(method, 'value', method)}), and its hidden states differ from those that "
-            f"the drafter learned to read: compare with the whole target, {TRAIN_ON}."
+            f"The target is quantised ({name}), and its hidden states differ from those that the drafter learned to read: "
+            f"compare with the whole target, {TRAIN_ON}."
         )
     trained_for = card.facts.get("target") or {}
     revision = trained_for.get("revision")
@@ -369,26 +385,34 @@ def _of_target(target: PreTrainedModel, card: Card) -> Iterator[str]:
 
 
 def _of_names(tokenizer: Any, card: Card, name: str | None) -> Iterator[str]:
-    """Whether the card names another target than `name`, and whether there is no chat template."""
+    """Says if the card names another target than `name`, and if there is no chat template."""
     bases = card.fields.get("base_model") or []
     if isinstance(bases, str):
         bases = [bases]
-    known = [base.split("/")[-1].lower() for base in bases]
-    if known and name and name.split("/")[-1].lower() not in known:
+    known = list(map(_last_part, bases))
+    if known and name and _last_part(name) not in known:
         yield f"The card names {', '.join(bases)} as the target, and this is {name}: load that one, {TRAIN_ON}."
     if not tokenizer.chat_template:
         yield "The tokenizer has no chat template, in which most drafters are trained: load the target's own."
 
 
+def _last_part(name: str) -> str:
+    return name.split("/")[-1].lower()
+
+
 def _of_lengths(first: Trial, card: Card) -> Iterator[str]:
-    """Whether less is accepted beyond the length of the training's texts."""
+    """Says if less is accepted beyond the length of the training's texts."""
     settings = card.facts.get("settings") or {}
-    limit = settings.get("max_length") or first.setup.drafter.config.max_position_embeddings
-    beyond = first.part(lambda step: step.position >= limit)
+    config: Any = first.setup.drafter.config
+    limit = settings.get("max_length") or config.max_position_embeddings
     within = first.part(lambda step: step.position < limit)
-    if beyond.steps and (not within.steps or within.tau >= LEAST_GAIN * beyond.tau):
-        before = f"{within.tau:.2f} before and " if within.steps else ""
-        yield (
-            f"The drafter was trained on up to {limit:,} tokens: tau is {before}{beyond.tau:.2f} beyond. Give shorter "
-            f"texts, {TRAIN_ON} and --max-length."
-        )
+    beyond = first.part(lambda step: step.position >= limit)
+    if not beyond.steps or within.tau < LEAST_GAIN * beyond.tau:
+        return
+    before = ""
+    if within.steps:
+        before = f"{within.tau:.2f} before and "
+    yield (
+        f"The drafter was trained on up to {limit:,} tokens: tau is {before}{beyond.tau:.2f} beyond. Give shorter texts, "
+        f"{TRAIN_ON} and --max-length."
+    )

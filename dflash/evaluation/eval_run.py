@@ -1,6 +1,5 @@
-"""`dflash eval` from names of tasks to a result: load, share out, answer, keep, gather, summarise."""
+"""The steps of `dflash eval`: load questions, share them among processes, answer them, keep the answers, and summarise."""
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.common.files import check_output, check_writable, only_writer
+from dflash.common.fingerprints import fingerprint
 from dflash.common.provenance import public_name, record, write_result
 from dflash.common.runs import Run
 
@@ -148,12 +148,13 @@ def _decoding(plan: EvalPlan, backend: Backend, tokenizer: Any) -> dict[str, Any
 
 def _journal(output: Path, backend: Backend, decoding: dict[str, Any], rank: int) -> Journal:
     """This process's journal beside `output`. The answers in it depend on the machine and on `decoding`."""
-    template = decoding["chat_template"]
-    digest = None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
-    machine = {name: backend.environment.get(name) for name in DEPENDS_ON}
+    settings = {name: backend.environment.get(name) for name in DEPENDS_ON}
+    settings |= decoding
+    if settings["chat_template"] is not None:
+        settings["chat_template"] = fingerprint(settings["chat_template"])
     path = output.with_suffix(".jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return Journal(path, {**machine, **decoding, "chat_template": digest}, rank)
+    return Journal(path, settings, rank)
 
 
 def _result(
@@ -190,14 +191,22 @@ def _result(
 def _described(name: str, questions: Sequence[Question], answers: Sequence[TaskAnswer]) -> dict[str, Any]:
     """A task, or a file of prompts, with the numbers of its questions."""
     own = [question for question in questions if question.task == name]
+    with_reference = [question for question in own if question.reference is not None]
     answered = {answer.row for answer in answers if answer.task == name}
-    facts: dict[str, Any] = {"task": name, "scorer": None}
+    facts: dict[str, Any] = {"scorer": None}
     if name in TASKS:
         task = TASKS[name]
-        facts |= {"data_set": task.address, "config": task.config, "split": task.split}
-        facts |= {"source": task.source, "scorer": task.scorer}
-    return facts | {
+        facts = {
+            "data_set": task.address,
+            "config": task.config,
+            "split": task.split,
+            "source": task.source,
+            "scorer": task.scorer,
+        }
+    return {
+        "task": name,
+        **facts,
         "prompts": len(own),
         "too_long": len(own) - len(answered),
-        "with_answers": sum(question.reference is not None for question in own),
+        "with_answers": len(with_reference),
     }

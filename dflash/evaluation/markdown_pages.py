@@ -6,7 +6,7 @@ the name of a checkpoint's folder; the second of one name is NAME-2.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,33 @@ from .tables import Table, caveat, markdown, tables_of
 MARK = re.compile(r"<!-- ([\w.+/-]+):begin -->")
 HEADLINE = "/headline"
 
-# Writes what stands at a mark: the results of one kind, and whether the mark asks for the headline.
-Writer = Callable[[Sequence[dict[str, Any]], bool], str]
+
+def shown_results(results: Sequence[dict[str, Any]], is_headline: bool) -> str:
+    """The tables of results of one kind, and under them what their figures depend on and the command that gives them."""
+    rows = [row for result in results for row in result["summary"]]
+    tables = tables_of({**results[0], "summary": rows}, is_headline)
+    return with_facts(tables, results, [setup(result) for result in results])
 
 
 def fill_pages(
     results: Sequence[str | Path],
     pages: Sequence[str | Path],
     check: bool = False,
-    write: Writer | None = None,
+    write: Callable[[Sequence[dict[str, Any]], bool], str] = shown_results,
 ) -> list[Path]:
     """Writes the tables of results into every page that has a place for them; returns the pages that changed.
 
     Results and pages are files, and folders of them; a result that is named itself must have a place. With `check` nothing
-    is written, and the pages returned are those that differ from the results. `write` makes the text at a mark, by default
-    the tables and what their figures depend on.
+    is written, and the pages returned are those that differ from the results. `write` makes the text at a mark out of the
+    results, and of whether the mark asks for the headline.
 
     Raises:
         ValueError: A result or a page cannot be read, or a place is missing or not closed.
     """
     known = results_by_name(files_in(results, "*.json"))
     texts = {page: _text(page) for page in files_in(pages, "**/*.md")}
-    marks = {mark for text in texts.values() for mark in MARK.findall(text)}
-    shown = {name for mark in marks for name in names_of(mark)}
-    named = set(map(Path, results))
-    for name, path in known.items():
-        if pages and name not in shown and not named.isdisjoint({path, path.parent} if path.name == RUN else {path}):
-            place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
-            raise ValueError(
-                f"{', '.join(map(str, pages))} has no place for {path}: put {place} there, in this order."
-            )
+    if texts:
+        _check_places(known, set(map(Path, results)), texts)
     changed = []
     for page, text in texts.items():
         filled = text
@@ -57,12 +54,25 @@ def fill_pages(
             names = names_of(mark)
             if known.keys() >= set(names):
                 read = [read_result(known[name]) for name in names]
-                filled = with_table(filled, mark, (write or shown_results)(read, mark.endswith(HEADLINE)))
+                table = write(read, mark.endswith(HEADLINE))
+                filled = with_table(filled, mark, table)
         if filled != text:
             changed.append(page)
             if not check:
                 write_text(page, filled)
     return changed
+
+
+def _check_places(known: Mapping[str, Path], named: set[Path], texts: Mapping[Path, str]) -> None:
+    """Raises ValueError if no page has a place for a result that is named itself, and not by its folder."""
+    marks = MARK.findall("".join(texts.values()))
+    shown = {name for mark in marks for name in names_of(mark)}
+    for name, path in known.items():
+        is_named = path in named or (path.name == RUN and path.parent in named)
+        if is_named and name not in shown:
+            pages = ", ".join(map(str, texts))
+            place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
+            raise ValueError(f"{pages} has no place for {path}: put {place} there, in this order.")
 
 
 def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:
@@ -101,13 +111,14 @@ def with_table(page: str, mark: str, table: str) -> str:
     """`page` with the text at the mark replaced; ValueError if the mark does not stand there once, opened and closed."""
     begin = f"<!-- {mark}:begin -->"
     end = f"<!-- {mark}:end -->"
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+    before, _, opened = page.partition(begin)
+    _, _, after = opened.partition(end)
+    num_marks = page.count(begin), page.count(end)
+    if num_marks != (1, 1) or end not in opened:
         raise ValueError(
             f"The page has no place for this table: put {begin} and {end} there, each once, in this order."
         )
-    before = page[: page.index(begin)]
-    after = page[page.index(end) :]
-    return f"{before}{begin}\n{table}\n{after}"
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def _text(page: Path) -> str:
@@ -118,21 +129,15 @@ def _text(page: Path) -> str:
         raise ValueError(f"{page} cannot be read ({reason}): name a Markdown file, or a folder of them.") from error
 
 
-def shown_results(results: Sequence[dict[str, Any]], is_headline: bool) -> str:
-    """The tables of results of one kind, and under them what their figures depend on and the command that gives them."""
-    rows = [row for result in results for row in result["summary"]]
-    tables = tables_of({**results[0], "summary": rows}, is_headline)
-    return with_facts(tables, results, [setup(result) for result in results])
-
-
 def with_facts(tables: Iterable[Table], results: Sequence[dict[str, Any]], facts: Sequence[Facts]) -> str:
     """Tables in Markdown, and a paragraph for each result: its facts, and the commands that gave it."""
-    parts = [markdown(table) for table in tables]
+    parts = list(map(markdown, tables))
     for result, of_result in zip(results, facts, strict=True):
         line = stated(of_result)
-        words = [f"{line}." if line else "", caveat(result["summary"], of_result.get("dtype"))]
+        sentences = [f"{line}."] if line else []
+        sentences.append(caveat(result["summary"], of_result.get("dtype")))
         for name in ("trained by", "command"):
             if of_result.get(name):
-                words.append(f"`{of_result[name]}`")
-        parts.append(" ".join(filter(None, words)))
+                sentences.append(f"`{of_result[name]}`")
+        parts.append(" ".join(filter(None, sentences)))
     return "\n\n".join(parts)

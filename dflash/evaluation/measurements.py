@@ -1,4 +1,4 @@
-"""Measurements of methods on the same prompts, in turns, warmed up and repeated; and the rows of their result.
+"""Measures methods on the same prompts, in turns, warmed up and repeated; and summarises them as the rows of a result.
 
 Machines are shared and noisy, so a speed is always a ratio of two methods that took turns on every prompt.
 """
@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import truediv
 from statistics import median
 
 import torch
@@ -66,8 +67,10 @@ def compare(
     Each method decodes the first, the shortest and the longest prompt once before, unmeasured. `progress` and `warm_up`
     show bars over the prompts and over these runs, in which models are compiled.
     """
-    by_length = sorted(range(len(prompts)), key=lambda index: prompts[index].input_ids.shape[1])
-    chosen = dict.fromkeys([0, by_length[0], by_length[-1]])
+    lengths = [prompt.input_ids.shape[1] for prompt in prompts]
+    shortest = lengths.index(min(lengths))
+    longest = lengths.index(max(lengths))
+    chosen = dict.fromkeys([0, shortest, longest])
     warmings = [(run, index) for run in methods.values() for index in chosen]
     for run, index in warm_up(warmings):
         run(prompts[index].input_ids)
@@ -75,7 +78,8 @@ def compare(
     for index, prompt in enumerate(progress(prompts)):
         rounds = []
         for repeat in range(repeats):
-            rounds.append(take_turns(methods, prompt.input_ids, index + repeat))
+            runs = take_turns(methods, prompt.input_ids, index + repeat)
+            rounds.append(runs)
         measurements += measured(prompt.task, index, rounds)
     return measurements
 
@@ -148,22 +152,22 @@ def _speed(chosen: Sequence[Measurement], plain: Sequence[Measurement]) -> Row:
     """Fields of a row: the speed of a method, and how it compares with plain decoding of the same prompts."""
     medians = [median(m.seconds) for m in chosen]
     plain_medians = [median(m.seconds) for m in plain]
-    ratios = sorted(before / after for before, after in zip(plain_medians, medians, strict=True))
+    ratios = sorted(map(truediv, plain_medians, medians))
     tenth = len(ratios) // 10
-    by_repeat = zip(_totals(plain), _totals(chosen), strict=True)
     seconds = sum(medians)
     to_first = sum(median(m.seconds_to_first_token) for m in chosen)
     ms_after_first = 1e3 * (seconds - to_first)
     prompts = len(chosen)
     tokens = sum(m.num_tokens for m in chosen)
-    steps = sum(m.num_forwards for m in chosen) - prompts
+    forwards = sum(m.num_forwards for m in chosen)
+    steps = forwards - prompts
     return {
         "tokens": tokens,
         "tokens_per_second": _ratio(tokens, seconds),
         "speedup": _ratio(sum(plain_medians), seconds),
         "speedup_p10": rounded(ratios[tenth]),
         "speedup_p90": rounded(ratios[-1 - tenth]),
-        "speedup_by_repeat": [_ratio(before, after) for before, after in by_repeat],
+        "speedup_by_repeat": list(map(_ratio, _totals(plain), _totals(chosen))),
         "tokens_per_step": _ratio(tokens - prompts, steps),
         "ms_per_step": _ratio(ms_after_first, steps),
         "ms_per_output_token": _ratio(ms_after_first, tokens - prompts),

@@ -71,17 +71,24 @@ def decoding_methods(
     check_methods(names or ())
     chosen = [PLAIN, *(name for name in METHODS if name != PLAIN and (names is None or name in names))]
 
+    plain = partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY)
+
     def method(name: str) -> Method:
-        plain = partial(timed_generate, target, max_new_tokens=max_new_tokens, **GREEDY)
         if name == PLAIN:
             return plain
         if name == PROMPT_LOOKUP:
             return partial(plain, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
         if name == NATIVE:
-            return partial(plain, assistant_model=_in_dtype_of(target, drafter), speculation_type="dflash")
-        own_drafter = untrained(drafter) if name == RANDOM_DRAFTER else drafter
-        options = VARIANTS[name]
-        return partial(timed_blocks, own_drafter, target, max_new_tokens=max_new_tokens, temperature=0.0, **options)
+            assistant = _in_dtype_of(target, drafter)
+            return partial(plain, assistant_model=assistant, speculation_type="dflash")
+        return partial(
+            timed_blocks,
+            untrained(drafter) if name == RANDOM_DRAFTER else drafter,
+            target,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            **VARIANTS[name],
+        )
 
     return {name: method(name) for name in chosen}
 

@@ -16,7 +16,7 @@ from . import canvas, plots
 from .markdown_pages import files_in, results_by_name
 from .methods import PLAIN
 from .results import Row, published, read_result, setup, stated, template_name
-from .tables import COLUMNS, SHOWN, Table, caveat, table_of, tables_of
+from .tables import SHOWN, Table, caveat, table_of, tables_of
 
 
 if TYPE_CHECKING:
@@ -166,10 +166,13 @@ def _section(name: str, result: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _images(drawing: Drawing, path: Path) -> dict[str, str]:
     """A figure's sentence, and its images by width and theme, as addresses that hold them. The wide ones are saved too."""
     images = {"shows": drawing.shows}
-    for theme, ending in ((canvas.LIGHT, ""), (canvas.DARK, "_dark")):
-        wide = _save(drawing, path.with_name(f"{path.name}_{drawing.name}{ending}.png"), theme)
+    themes = {"": canvas.LIGHT, "_dark": canvas.DARK}
+    for ending, theme in themes.items():
+        saved = path.with_name(f"{path.name}_{drawing.name}{ending}.png")
+        _save(drawing, saved, theme)
+        wide = saved.read_bytes()
         narrow = canvas.png(drawing.draw(theme.narrow(), False))
-        images[f"wide{ending}"] = _address(wide.read_bytes())
+        images[f"wide{ending}"] = _address(wide)
         images[f"narrow{ending}"] = _address(narrow)
     return images
 
@@ -183,14 +186,12 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table, Table | None]]:
     shown = SHOWN.get(result["kind"], ())
     if "task" not in shown:
         return [("", table, None) for table in tables_of(result)]
-    of_tasks: dict[str, list[Row]] = {}
+    tasks: dict[str, list[Row]] = {}
     for row in result["summary"]:
-        of_tasks.setdefault(row["task"], []).append(row)
-    tables: list[tuple[str, Table, Table | None]] = []
-    for task, rows in of_tasks.items():
-        short, every = (table_of(rows, [key for key in keys if key != "task"]) for keys in (shown, COLUMNS))
-        tables.append((task, short, every))
-    return tables
+        figures = dict(row)
+        task = figures.pop("task")  # the title says it
+        tasks.setdefault(task, []).append(figures)
+    return [(task, table_of(rows, shown), table_of(rows)) for task, rows in tasks.items()]
 
 
 def _having(rows: Sequence[Row], *keys: str) -> list[Row]:

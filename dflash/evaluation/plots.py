@@ -75,8 +75,15 @@ def _draw_rates(axes: Axes, histogram: Sequence[int], colour: str) -> tuple[int,
             enough.append(rate)
             steps = reached
     axes.plot(range(1, len(of_all) + 1), of_all, color=colour)
-    axes.plot(range(1, len(enough) + 1), enough, color=colour, linewidth=1.6, linestyle=DASHED)
-    return steps, (len(enough), enough[-1] if enough else 0.0)
+    axes.plot(
+        range(1, len(enough) + 1),
+        enough,
+        color=colour,
+        linewidth=1.6,
+        linestyle=DASHED,
+    )
+    last_rate = enough[-1] if enough else 0.0
+    return steps, (len(enough), last_rate)
 
 
 @themed
@@ -154,25 +161,28 @@ def speedups(
             of_task.append({"method": PAPER, "speedup": published})
     num_bars = sum(map(len, tasks.values()))
     height = num_bars + GAP * len(tasks)  # in bars
-    figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, 0.9 + 0.27 * height)
+    inches = 0.9 + 0.27 * height
+    figure, axes = canvas.one_plot("Speed-up over plain decoding", note, theme, inches)
+    colour_of_paper = colours.get(OURS, theme.ink)
     middles = []
     furthest = 1.0
     y = 0.0
     for of_task in tasks.values():
-        middles.append(y + (len(of_task) - 1) / 2)
+        first = y
         for row in of_task:
-            colour = colours.get(row["method"], colours.get(OURS, theme.ink))
+            colour = colours.get(row["method"], colour_of_paper)
             end = _draw_speedup(axes, y, row, colour, theme)
             furthest = max(furthest, end)
             y += 1
+        middles.append((first + y - 1) / 2)
         y += GAP
     axes.axvline(1, color=theme.muted, linewidth=1)
     letters = int(2 * theme.width)
     names = [textwrap.fill(task, letters, break_long_words=False) for task in tasks]
     axes.set_yticks(middles, names)
     axes.set_ylim(height - GAP, -GAP)
-    room = 2.1 / (theme.width - 3.05)  # for the labels
-    axes.set_xlim(0, furthest * (1 + room))
+    room = furthest * 2.1 / (theme.width - 3.05)  # for the labels
+    axes.set_xlim(0, furthest + room)
     axes.grid(axis="y", visible=False)
     label = "speed-up (plain decoding = 1; line: 10th to 90th percentile of prompts)"
     axes.set_xlabel(canvas.wrapped(label, theme))
@@ -234,9 +244,14 @@ def step_time(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
 def run_curve(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figure:
     """Tau on held-out prompts by the step of a training run; a row has `step`, `tau`, and `is_kept` for the checkpoint's."""
     figure, axes = canvas.one_plot("Acceptance while training", note, theme, 3.9)
-    points = sorted((row["step"], row["tau"]) for row in rows)
-    kept = [(row["step"], row["tau"]) for row in rows if row.get("is_kept")]
-    step, tau = (kept or points)[-1]
+    points = []
+    kept = None
+    for row in sorted(rows, key=lambda row: row["step"]):
+        point = row["step"], row["tau"]
+        points.append(point)
+        if row.get("is_kept"):
+            kept = point
+    step, tau = kept or points[-1]
     side, shift = ("left", 6) if step == points[0][0] else ("right", -6)
     canvas.line(axes, points, theme.ours)
     canvas.write(
@@ -249,7 +264,8 @@ def run_curve(rows: Sequence[Row], note: str = "", theme: Theme = LIGHT) -> Figu
         weight="bold",
         path_effects=canvas.outlined(theme),
     )
-    axes.set_ylim(0, 1.15 * max(tau for _, tau in points))
+    highest = max(tau for _, tau in points)
+    axes.set_ylim(0, 1.15 * highest)
     axes.set_xlabel("step")
     axes.set_ylabel("tau on held-out prompts (tokens)")
     return figure
@@ -266,17 +282,33 @@ def latency_throughput(
     """
     percentile, wait = ("p50", "median") if target_ms is None else ("p99", "p99")
     figure, axes = canvas.one_plot("Throughput against latency", note, theme, 4.2)
-    servers: dict[str, list[Row]] = {}
+    curves: dict[str, list[canvas.Point]] = {}
     for row in sorted(rows, key=lambda row: row["concurrency"]):
-        servers.setdefault(row["server"], []).append(row)
-    colours = canvas.colours_of(list(servers), theme)
-    for name, levels in servers.items():
-        points = [(row[f"ms_per_output_token_{percentile}"], row["tokens_per_second"]) for row in levels]
+        point = row[f"ms_per_output_token_{percentile}"], row["tokens_per_second"]
+        curves.setdefault(row["server"], []).append(point)
+        canvas.write(
+            axes,
+            str(row["concurrency"]),
+            point,
+            (6, -4),
+            va="top",
+            fontsize=8,
+            color=theme.muted,
+        )
+    colours = canvas.colours_of(list(curves), theme)
+    for name, points in curves.items():
+        colour = colours[name]
         highest = max(points, key=lambda point: point[1])
-        canvas.line(axes, points, colours[name])
-        for row, point in zip(levels, points, strict=True):
-            canvas.write(axes, str(row["concurrency"]), point, (6, -4), fontsize=8, color=theme.muted, va="top")
-        canvas.write(axes, name, highest, (0, 8), color=colours[name], weight="bold", ha="center")
+        canvas.line(axes, points, colour)
+        canvas.write(
+            axes,
+            name,
+            highest,
+            (0, 8),
+            ha="center",
+            color=colour,
+            weight="bold",
+        )
     if target_ms is not None:
         axes.axvline(target_ms, color=theme.muted, linewidth=1, linestyle=DASHED)
         canvas.write(
@@ -299,17 +331,19 @@ def latency_throughput(
 def _drafting_by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows with proposals, by their task; of rows with the same acceptance, or the same drafts, the first alone."""
     tasks = _by_task(rows)
+    drafting = {}
     for task, of_task in tasks.items():
-        has_ours = any(row["method"] == OURS for row in of_task)
+        methods = {row["method"] for row in of_task}
         distinct: dict[str, Row] = {}
         for row in of_task:
             histogram = row.get("acceptance_histogram") or []
             # Drafts of these differ by near-ties alone, and there are fewer colours than methods.
-            is_ours_again = has_ours and row["method"] in DRAFTS_AS_OURS
+            is_ours_again = OURS in methods and row["method"] in DRAFTS_AS_OURS
             if len(histogram) > 1 and not is_ours_again:
                 distinct.setdefault(str(histogram), row)
-        tasks[task] = list(distinct.values())
-    return {task: of_task for task, of_task in tasks.items() if of_task}
+        if distinct:
+            drafting[task] = list(distinct.values())
+    return drafting
 
 
 def _by_task(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -111,10 +111,18 @@ def step_split(run: Run, input_ids: torch.Tensor, target: PreTrainedModel, draft
     totals = {"draft": 0.0, "verify": 0.0, "rest": 0.0}
     first = max(0, starts[0] - 1)  # after the first token
     for (part, began), (_, ended) in pairwise(marks[first:]):
-        totals[part] += 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)
+        if isinstance(began, float):
+            totals[part] += 1e3 * (ended - began)
+        else:
+            totals[part] += began.elapsed_time(ended)
     num_steps = timed.num_forwards - 1
-    draft, verify, rest = (total / max(num_steps, 1) for total in totals.values())
-    return StepSplit(num_steps, draft, verify, rest)
+    divisor = max(num_steps, 1)
+    return StepSplit(
+        num_steps,
+        totals["draft"] / divisor,
+        totals["verify"] / divisor,
+        totals["rest"] / divisor,
+    )
 
 
 @contextmanager
@@ -164,11 +172,13 @@ def host_syncs(run: Run, input_ids: torch.Tensor, device: torch.device) -> float
     On CUDA PyTorch's sync warnings are counted; elsewhere every read of a tensor's value. Plain decoding is watched
     through a streamer, for which `generate` reads each token: that is one of its waits.
     """
-    count = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
-    seen: list[int] = []
-    with count:
-        num_steps = run(input_ids, lambda *_: seen.append(count.total())).num_forwards - 1
-    return (count.total() - seen[0]) / max(num_steps, 1)
+    counter = _DriverSyncs() if device.type == "cuda" else _ReadCounter()
+    counts: list[int] = []
+    with counter:
+        timed = run(input_ids, lambda *_: counts.append(counter.total()))
+    num_steps = timed.num_forwards - 1
+    num_syncs = counter.total() - counts[0]
+    return num_syncs / max(num_steps, 1)
 
 
 class _ReadCounter(TorchFunctionMode):
@@ -209,8 +219,8 @@ class _OperationCounter(TorchDispatchMode):
         name = func.overloadpacket.__name__
         is_reading = name in READING_OPERATIONS
         if name in ("index", "index_put", "index_put_"):
-            indices = [index for index in args[1] if index is not None]
-            is_reading = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+            for index in filter(lambda index: index is not None, args[1]):
+                is_reading |= index.dtype in (torch.bool, torch.uint8)
         self.num_reads += is_reading
         return func(*args, **(kwargs or {}))
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,11 @@ def _before_and_after(points: Sequence[dict[str, Any]], best_step: int | None) -
     kept = [point["domains"] for point in measured if point.get("step") == best_step]
     if not kept:
         return []
-    first = measured[0]["domains"]
-    return [{"domain": name, "before": first[name], "after": kept[0][name]} for name in first]
+    rows = []
+    for name, before in measured[0]["domains"].items():
+        after = kept[0][name]
+        rows.append({"domain": name, "before": before, "after": after})
+    return rows
 
 
 def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -138,10 +141,13 @@ def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
 
     `histogram` says how many verify steps gave 1, 2, 3, … tokens, the target's own included.
     """
-    at_least = list(accumulate(reversed(histogram)))[::-1]  # steps that gave at least 1, 2, 3, … tokens
-    reached = [count for count in at_least if count]
-    of_all = [count / reached[0] for count in reached[1:]]
-    of_reached = [count / before for before, count in pairwise(reached)]
+    reached = [sum(histogram[place:]) for place in range(len(histogram))]  # steps with at least 1, 2, 3, … tokens
+    of_all = []
+    of_reached = []
+    for before, steps in pairwise(reached):
+        if steps:
+            of_all.append(steps / reached[0])
+            of_reached.append(steps / before)
     return of_all, of_reached
 
 
@@ -245,20 +251,27 @@ def template_name(template: str) -> str:
 
 def _pair(result: dict[str, Any]) -> str | None:
     """The ids of target and drafter, or at least their sizes."""
-    names = [name_of(result, role) for role in ("target", "drafter")]
-    if any(names):
-        return " + ".join(filter(None, names))
-    environment = result["environment"]
-    sizes = [(role, environment.get(f"{role}_parameters")) for role in ("target", "drafter")]
-    if not all(size for _, size in sizes):
-        return None
-    return " + ".join(f"{role} of {count(size)} parameters" for role, size in sizes)
+    names = []
+    sizes = []
+    for role in ("target", "drafter"):
+        name = name_of(result, role)
+        size = result["environment"].get(f"{role}_parameters")
+        if name:
+            names.append(name)
+        if size:
+            sizes.append(f"{role} of {count(size)} parameters")
+    if len(sizes) == 2 and not names:
+        names = sizes
+    return " + ".join(names) or None
 
 
 def _versions(environment: dict[str, Any]) -> str:
-    versions = [f"{name} {environment[name]}" for name in VERSIONED if environment.get(name) is not None]
-    engine = environment.get("engine")
-    return ", ".join([engine, *versions] if engine else versions)
+    versions = [environment.get("engine")]
+    for name in VERSIONED:
+        version = environment.get(name)
+        if version is not None:
+            versions.append(f"{name} {version}")
+    return ", ".join(filter(None, versions))
 
 
 def _settings(decoding: dict[str, Any]) -> str:
@@ -272,11 +285,13 @@ def _settings(decoding: dict[str, Any]) -> str:
 
 def _training(facts: dict[str, Any]) -> str:
     """The recipe of a run, its time and its seed, as far as they are recorded."""
-    parts = [facts["recipe"]] if facts.get("recipe") else []
-    if facts.get("seconds") is not None:
+    parts = [facts.get("recipe")]
+    seconds = facts.get("seconds")
+    if seconds is not None:
         settings = facts.get("settings") or {}
-        parts += [f"{facts['seconds'] / 60:.1f} minutes", f"seed {settings.get('seed', 0)}"]
-    return ", ".join(parts)
+        parts.append(f"{seconds / 60:.1f} minutes")
+        parts.append(f"seed {settings.get('seed', 0)}")
+    return ", ".join(filter(None, parts))
 
 
 def count(parameters: int) -> str:

@@ -81,10 +81,12 @@ def why_unconfined() -> str | None:
 
 def _run(source: str, stdin: str, limits: Limits, tests: str) -> Outcome:
     with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-")))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-"))
+        place = Path(folder)
         if os.geteuid() == 0:
             place.chmod(0o755)  # the program runs as another user
-        program, work = place / "program.py", place / "work"
+        program = place / "program.py"
+        work = place / "work"
         work.mkdir()
         program.write_text(source, encoding="utf-8", errors="replace")
         (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
@@ -116,9 +118,14 @@ def _run(source: str, stdin: str, limits: Limits, tests: str) -> Outcome:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # all processes of the session
             process.wait()
-        output_text = (place / "stdout").read_bytes()[: limits.file_bytes].decode(errors="replace")
-        errors_text = (place / "stderr").read_bytes()[-2000:].decode(errors="replace")
-        return Outcome(status, output_text, errors_text, passed.result())
+        written = (place / "stdout").read_bytes()[: limits.file_bytes]
+        problems = (place / "stderr").read_bytes()[-2000:]
+        return Outcome(
+            status,
+            written.decode(errors="replace"),
+            problems.decode(errors="replace"),
+            passed.result(),
+        )
 
 
 def _examine(channel: socket.socket, tests: bytes) -> bool:

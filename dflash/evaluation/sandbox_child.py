@@ -102,8 +102,13 @@ def confine(program: str) -> None:
 
 def readable_paths(program: str) -> list[str]:
     """The program's folder, Python's modules and the libraries that they load."""
-    libraries = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
-    paths = [os.path.dirname(program), *sys.path, *libraries, *SYSTEM_FILES]
+    paths = [
+        os.path.dirname(program),
+        *sys.path,
+        os.path.join(sys.prefix, "lib"),
+        os.path.join(sys.base_prefix, "lib"),
+        *SYSTEM_FILES,
+    ]
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 
@@ -137,8 +142,10 @@ def drop_root(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, 0, 0)  # `access` answers for the first of the three
-            can_read = all(os.access(path, os.R_OK) for path in paths)
-            user = NOBODY if can_read else 0
+            user = NOBODY
+            for path in paths:
+                if not os.access(path, os.R_OK):
+                    user = 0
             os.setresuid(user, user, user)
     header = struct.pack("Ii", CAPABILITY_VERSION, 0)
     if libc.capset(header, bytes(24)) != 0:
@@ -176,8 +183,10 @@ def _add_rule(
     number = seccomp.seccomp_syscall_resolve_name(name.encode())
     if number == -1:  # newer than this libseccomp
         return
-    packed = [struct.pack("IIQQ", place, MASKED_EQUAL, bits, value) for place, bits, value in conditions]
-    error = seccomp.seccomp_rule_add_array(rules, action, number, len(packed), b"".join(packed))
+    packed = b""
+    for place, bits, value in conditions:
+        packed += struct.pack("IIQQ", place, MASKED_EQUAL, bits, value)
+    error = seccomp.seccomp_rule_add_array(rules, action, number, len(conditions), packed)
     if error != 0:
         raise OSError(f"libseccomp takes no rule for {name}: {os.strerror(-error)}")
 

@@ -71,17 +71,24 @@ def _math(answer: str, reference: str, limits: Limits) -> bool:
         number = re.sub(r"[,$]", "", line).rstrip(". ")
         answer = f"\\boxed{{{number}}}"
     # The last number alone would be a chance hit in an answer that was cut.
-    configs = [Config(try_extract_without_anchor=False) for Config in (LatexExtractionConfig, ExprExtractionConfig)]
+    configs = [
+        LatexExtractionConfig(try_extract_without_anchor=False),
+        ExprExtractionConfig(try_extract_without_anchor=False),
+    ]
+    expected = parse(f"${reference}$")
     parsed = parse(answer, extraction_config=configs)
-    return bool(verify(parse(f"${reference}$"), parsed))
+    return bool(verify(expected, parsed))
 
 
 def _humaneval(answer: str, reference: Mapping[str, str], limits: Limits) -> bool:
-    name, prompt = reference["entry_point"], reference["prompt"]
-    code = extract_code(answer, f"def {name}")
+    name = reference["entry_point"]
+    head = f"def {name}"
+    code = extract_code(answer, head)
     # The prompt's imports and helpers come first; its unfinished function is valid with its docstring alone.
-    program = f"{prompt}\n{code}" if f"def {name}" in code else f"{prompt}{code}"
-    return _passes(program, f"{reference['test']}\n\ncheck({name})", limits)
+    between = "\n" if head in code else ""
+    program = reference["prompt"] + between + code
+    tests = f"{reference['test']}\n\ncheck({name})"
+    return _passes(program, tests, limits)
 
 
 def _mbpp(answer: str, reference: Mapping[str, Any], limits: Limits) -> bool:
@@ -95,9 +102,14 @@ def _livecodebench(answer: str, reference: Mapping[str, str], limits: Limits) ->
     tests = _livecodebench_tests(reference)
     if any(test["testtype"] == "functional" for test in tests):
         metadata = json.loads(reference["metadata"] or "{}") or {}
-        arguments = [[json.loads(line) for line in test["input"].split("\n")] for test in tests]
-        expected = [json.loads(test["output"]) for test in tests]
-        return _results(program, metadata.get("func_name", ""), arguments, limits) == expected
+        name = metadata.get("func_name", "")
+        arguments = []
+        expected = []
+        for test in tests:
+            lines = test["input"].split("\n")
+            arguments.append(list(map(json.loads, lines)))
+            expected.append(json.loads(test["output"]))
+        return _results(program, name, arguments, limits) == expected
     for test in tests:
         outcome = run_program(program, test["input"], limits)
         if outcome.status != 0 or _lines(outcome.output) != _lines(test["output"]):

@@ -35,16 +35,19 @@ class Column(NamedTuple):
         """The cell for a value of a row."""
         if isinstance(value, bool):
             return "yes" if value else "no"
+        if self.is_file:
+            return value.replace("_", " ")
         if self.is_share:
             totals = [row[name] for name in ("prompts", "requests", "chats") if name in row]
             return f"{value} of {totals[0]}" if totals else str(value)
         if self.digits is None:
-            text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            return text.replace("_", " ") if self.is_file else text
-        values = [value]
-        if row.get(self.last) is not None:
-            values.append(row[self.last])
-        return self.between.join(f"{value * self.scale:.{self.digits}f}{self.unit}" for value in values)
+            return f"{value:.4g}" if isinstance(value, float) else str(value)
+        text = self._figure(value)
+        last = row.get(self.last)
+        return text if last is None else f"{text}{self.between}{self._figure(last)}"
+
+    def _figure(self, value: float) -> str:
+        return f"{value * self.scale:.{self.digits}f}{self.unit}"
 
 
 Columns = Mapping[str, Column]
@@ -105,20 +108,26 @@ def table_of(
     """
     if keys is None:
         keys = dict.fromkeys(key for row in rows for key in row)
-    values = [dict(_values(row)) for row in rows]
-    paths = dict.fromkeys(path for row in values for path in row)
+    values = []
+    paths: dict[tuple[str, ...], None] = {}
+    for row in rows:
+        of_row = dict(_values(row))
+        values.append(of_row)
+        paths |= dict.fromkeys(of_row)
     headings = []
     cells: list[list[str]] = [[] for _ in rows]
     for key in keys:
         column = columns.get(key) or Column(key.replace("_", " "))
         heading = column.short if short and column.short else column.heading
         for path in paths:
-            is_shown = key not in UNLESS_ZERO or any(row.get(path) for row in values)
-            if path[0] != key or not is_shown:
+            if path[0] != key:
+                continue
+            if key in UNLESS_ZERO and not any(of_row.get(path) for of_row in values):
                 continue
             headings.append(", ".join([*path[1:], heading]))
-            for line, row, of_row in zip(cells, rows, values, strict=True):
-                line.append(column.write(of_row[path], row) if path in of_row else "")
+            for row, of_row, line in zip(rows, values, cells, strict=True):
+                value = of_row.get(path)
+                line.append("" if value is None else column.write(value, row))
     return headings, cells
 
 
@@ -133,10 +142,12 @@ def _values(row: Row, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 def tables_of(result: dict[str, Any], headline: bool = False) -> list[Table]:
     """The tables of what `read_result` gives, none if it has no rows; `headline`: of the methods of `HEADLINE` alone."""
-    parts: list[Part] = [(result["summary"], SHOWN.get(result["kind"]))]
-    if result["kind"] == "run":
+    kind = result["kind"]
+    parts: list[Part] = [(result["summary"], SHOWN.get(kind))]
+    if kind == "run":
         parts += _before_and_after(result["domains"])
-    return [table_of(rows, keys) for rows, keys in chosen(parts, headline) if rows]
+    shown = chosen(parts, headline)
+    return [table_of(rows, keys) for rows, keys in shown if rows]
 
 
 def chosen(parts: Sequence[Part], headline: bool) -> list[Part]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -180,15 +179,16 @@ def numbered(answers: Iterable[TaskAnswer]) -> list[TaskAnswer]:
     """Answers in the order of tasks, rows and turns; each turn of each question has its own `prompt_index`."""
     order = {task: number for number, task in enumerate(TASKS)}
 
-    def place(answer: TaskAnswer) -> tuple[int, str, int, int]:
+    def place(answer: TaskAnswer) -> tuple[Any, ...]:
         number = order.get(answer.task, len(order))
         return number, answer.task, answer.row, answer.turn
 
-    ordered = sorted(answers, key=place)
-    result = []
-    for index, (_, of_turn) in enumerate(groupby(ordered, key=place)):
-        result += [replace(answer, prompt_index=index) for answer in of_turn]
-    return result
+    indices: dict[Any, int] = {}
+    ordered = []
+    for answer in sorted(answers, key=place):
+        index = indices.setdefault(place(answer), len(indices))
+        ordered.append(replace(answer, prompt_index=index))
+    return ordered
 
 
 def by_category(answers: Sequence[TaskAnswer]) -> list[Row]:

@@ -85,7 +85,8 @@ def load_questions(
     rows = _published_rows(task) if data_root is None else _local_rows(task, Path(data_root).expanduser())
     form = _form(task, rows.column_names)
     needed = {*form.columns, "category"}
-    rows = rows.select_columns([column for column in rows.column_names if column in needed])
+    columns = [column for column in rows.column_names if column in needed]
+    rows = rows.select_columns(columns)
     order = list(range(len(rows)))
     if num_prompts is not None:
         order = random.Random(seed).sample(order, len(order))
@@ -96,7 +97,9 @@ def load_questions(
         row = rows[index]
         turns = tuple(form.turns(row))
         if turns:
-            questions.append(Question(name, index, turns, form.reference(row), row.get("category")))
+            reference = form.reference(row)
+            question = Question(name, index, turns, reference, row.get("category"))
+            questions.append(question)
     if not questions:
         raise ValueError(f"None of the {len(rows)} rows of {name} can be asked: see {task.source}.")
     return sorted(questions, key=lambda question: question.index)
@@ -167,8 +170,9 @@ def _local_rows(task: Task, root: Path) -> Any:
     import datasets
 
     names = [task.local_file, f"{task.name}.jsonl"]
-    paths = [root / name for name in names if (root / name).is_file()]
     files = " or ".join(names)
+    paths = [root / name for name in names]
+    paths = [path for path in paths if path.is_file()]
     if not root.is_dir():
         raise FileNotFoundError(f"--data-root {root} is no folder: name the one that holds {files}.")
     if not paths:

@@ -31,18 +31,21 @@ def first_difference(
 ) -> Difference | None:
     """The first difference of two continuations of a prompt, `None` if they are identical. One target forward."""
     index = num_shared(token_ids, other_ids)
-    if index == len(token_ids) == len(other_ids):
+    shorter, longer = sorted((len(token_ids), len(other_ids)))
+    if index == longer:
         return None
-    if index in (len(token_ids), len(other_ids)):
+    if index == shorter:
         return Difference(index, float("nan"))
     prompt_ids, attention_mask = read_prompt(input_ids)
     if attention_mask is not None:
         prompt_ids = prompt_ids[attention_mask.bool()][None]
     shared = prompt_ids.new_tensor([token_ids[:index]])
     text_ids = torch.cat([prompt_ids, shared], dim=1)  # [1, S + index]
-    logits = target(text_ids.to(target.device)).logits
-    last = logits[0, -1].float()  # [V]
-    margin = last[token_ids[index]] - last[other_ids[index]]
+    outputs = target(text_ids.to(target.device))
+    logits = outputs.logits[0, -1].float()  # [V]
+    token_id = token_ids[index]
+    other_id = other_ids[index]
+    margin = logits[token_id] - logits[other_id]
     return Difference(index, margin.item())
 
 

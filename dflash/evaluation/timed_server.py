@@ -17,6 +17,7 @@ from dflash.common.openai_client import OpenAIClient, quote
 VLLM, SGLANG = "vllm:spec_decode_num_", "sglang:"
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})?\s+(?P<value>\S+)", re.MULTILINE)
 POSITION = re.compile(r'[{,]\s*position="(\d+)"')
+ACCEPTED_AT = re.compile(rf"{VLLM}accepted_tokens_per_pos (\d+)")
 SGLANG_MEAN = f"{SGLANG}spec_accept_length"
 SGLANG_COUNTERS = {f"{SGLANG}spec_verify_calls", f"{SGLANG}generation_tokens", f"{SGLANG}num_requests"}
 
@@ -171,10 +172,13 @@ def _read_chunk(chunk: dict[str, Any], where: str) -> Piece:
             return Piece("", (), False)
         choice = chunk["choices"][0]
         delta = choice["delta"] if "delta" in choice else {"content": choice["text"]}
-        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        texts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
+        text = next(filter(None, texts), "")
         if not isinstance(text, str):
             raise TypeError("The text is no string.")
-        return Piece(text, list(choice.get("token_ids") or ()), choice.get("finish_reason") is not None)
+        token_ids = list(choice.get("token_ids") or ())
+        ends = choice.get("finish_reason") is not None
+        return Piece(text, token_ids, ends)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} and streamed no chat completion: {quote(chunk)}.") from error
 
@@ -222,14 +226,18 @@ def drafting(before: Counters | None, after: Counters | None) -> Drafting | None
     new.subtract(before)
     drafts = new[f"{VLLM}drafts"]
     if drafts > 0:
-        accepted = [new[name] for name in sorted(new, key=_position) if _position(name) >= 0]
+        positions = sorted(filter(None, map(ACCEPTED_AT.fullmatch, new)), key=lambda name: int(name[1]))
+        accepted = [new[name[0]] for name in positions]
+        lengths = []
+        if accepted:
+            # `accepted[i]` drafts had their proposal at position i accepted, and those before it.
+            lengths = [1 + sum(draft < count for count in accepted) for draft in range(round(drafts))]
         return Drafting(
             1 + new[f"{VLLM}accepted_tokens"] / drafts,
             tuple(count / drafts for count in accepted),
             f"{VLLM}drafts, …accepted_tokens",
             drafts,
-            # Of `accepted[i]` drafts the proposal at position i was accepted, and those before it.
-            [1 + sum(draft < count for count in accepted) for draft in range(round(drafts))] if accepted else [],
+            lengths,
         )
     steps = new[f"{SGLANG}spec_verify_calls"]
     tokens = new[f"{SGLANG}generation_tokens"]
@@ -238,9 +246,3 @@ def drafting(before: Counters | None, after: Counters | None) -> Drafting | None
         return Drafting(kept / steps, (), f"{SGLANG}spec_verify_calls", steps)
     recent = after.get(SGLANG_MEAN, 0.0)
     return Drafting(recent, (), f"{SGLANG_MEAN}, a mean of the last moments") if recent > 0 else None
-
-
-def _position(name: str) -> int:
-    """The position of a proposal that a counter is about; -1 for another counter."""
-    prefix, _, position = name.rpartition(" ")
-    return int(position) if prefix == f"{VLLM}accepted_tokens_per_pos" else -1

@@ -1,4 +1,4 @@
-"""A target's own answers as training data: to rows of any form, written here or on a server, and resumed."""
+"""Writes a target's own answers to rows of any form, in this process or on a server, as training data."""
 
 from .answer_file import check_answer_file
 from .run import RegenerationRecord, RegenerationRun, regenerate_data

@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False) -> None:
-    """Makes sure that a run may write its answers to `path`: asked before models are loaded, and before writing.
+    """Checks that a run may write its answers to `path`, before models are loaded and again before writing.
 
     Raises:
         ValueError: for a path that `dflash train` would not read, that holds something else than a run, or that holds
@@ -50,9 +50,9 @@ def check_answer_file(path: Path, resume: bool = False, overwrite: bool = False)
 
 
 class AnswerFile(JsonLines):
-    """A run's output: JSON lines, all lines of a row together at the end.
+    """A run's output: JSON lines. At the end, the lines of a row stand together.
 
-    Its rows depend on `settings`. A run is continued with the same; only `samples` may grow.
+    Its rows depend on `settings`. A run is resumed with the same settings, of which only `samples` may grow.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], rank: int = 0) -> None:
@@ -62,18 +62,22 @@ class AnswerFile(JsonLines):
 
     def check_settings(self) -> None:
         """Raises ValueError, with their names, if the run to resume had other settings."""
-        before = dict(read_manifest(self.path)["settings"]) if self.manifest.exists() else self._settings
+        if not self.manifest.exists():
+            return
+        before = read_manifest(self.path)["settings"]
         samples = self._settings.get("samples")
         fewer = before.get("samples")
         if fewer is not None and (samples is None or samples > fewer):
             before["samples"] = samples
         changed = changes(before, self._settings)
         if changed:
-            remedy = "give the same, choose another output, or pass overwrite (--overwrite) to begin anew"
-            raise ValueError(f"The run to resume had other settings ({changed}): {remedy}.")
+            raise ValueError(
+                f"The run to resume had other settings ({changed}): give the same, choose another output, or pass overwrite "
+                "(--overwrite) to begin anew."
+            )
 
     def begin(self, overwrite: bool, facts: dict[str, Any]) -> None:
-        """Deletes an older run if asked to, and files of a kill; writes the manifest. For the first process."""
+        """Deletes temporary files of a killed run and, with `overwrite`, the older run; writes the manifest. Called by the first process."""
         for name in (self.path.name, self.manifest.name):
             for unfinished in self.path.parent.glob(f".{name}.*.tmp"):
                 unfinished.unlink()
@@ -110,20 +114,23 @@ class AnswerFile(JsonLines):
                 continue
             counts["rows"] += 1
             for row in rows:
-                counts["tokens"] += sum(row["response_mask"]) if "response_mask" in row else len(row["response_ids"])
+                mask = row.get("response_mask") or [1] * len(row["response_ids"])
+                counts["tokens"] += sum(mask)
             yield from texts
 
     def _lines(self) -> dict[int, list[Line]]:
         """The lines of each complete row, by its number."""
-        complete: dict[int, list[Line]] = {}
+        rows: dict[int, list[Line]] = {}
         for part in self.parts():
             of_part: dict[int, list[Line]] = {}
-            for offset, line in whole_lines(part):
-                row = json.loads(line)
-                of_part.setdefault(row["row"], []).append(Line(part, offset, row["parts"]))
+            for offset, text in whole_lines(part):
+                row = json.loads(text)
+                line = Line(part, offset, row["parts"])
+                of_part.setdefault(row["row"], []).append(line)
             for number, lines in of_part.items():
                 num_lines = lines[0].num_lines
-                # The last lines: a torn row was written again after what was left of it.
-                if len(lines) >= num_lines:
-                    complete[number] = lines[-num_lines:]
-        return complete
+                # A torn row was written again after what was left of it.
+                last_lines = lines[-num_lines:]
+                if len(last_lines) == num_lines:
+                    rows[number] = last_lines
+        return rows

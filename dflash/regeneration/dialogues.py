@@ -1,4 +1,4 @@
-"""Rows of data as dialogues: prompts turn by turn, and the answers as rows to train on. It knows no model."""
+"""Turns rows of data into dialogues: their prompts turn by turn, and the answers as rows to train on. It knows no model."""
 
 import hashlib
 import json
@@ -120,7 +120,7 @@ class Dialogue:
             self._ask()
 
     def end(self) -> None:
-        """Ends the dialogue: the length is used up."""
+        """Ends the dialogue as cut, because no room is left."""
         self._prompt = None
         self.is_cut = True
 

@@ -29,7 +29,7 @@ Writer = TargetWriter | ServerWriter
 # Dialogues when they are finished, and the answers since the last ones.
 Round = tuple[list[Dialogue], list[Answer]]
 Answered = Generator[Round, None, None]
-# Dialogues that wait or are asked at once, in batches: a thread that is done finds the next one.
+# Batches of dialogues that are submitted at once, so that a thread that is done has the next dialogue at hand.
 PENDING = 2
 
 
@@ -50,7 +50,11 @@ class RegenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerationRun(Run):
-    """A [`Run`], and what its manifest says. `on_begin` gets the share and a [`RegenerationRecord`], `on_done` the new tokens of a row."""
+    """A [`Run`], and facts for its manifest.
+
+    `on_begin` is called with the number of rows to answer here and a [`RegenerationRecord`], `on_done` with the number of new
+    tokens of each finished row.
+    """
 
     target: str | None = None  # the target's name
     license: str | None = None  # the data's; by default what the source states
@@ -99,11 +103,16 @@ def regenerate_data(
         seen = SeenRows()
         drawn = drawn_rows(source, seen, settings)
         asked, left_out = selected(drawn, name or "the data", tokenizer, settings, writer.positions)
-        license = run.license or getattr(getattr(source(), "info", None), "license", None) or seen.license
+        card = getattr(source(), "info", None)
         facts = {
             "target": public_name(run.target),  # without a path of this machine
             "revision": writer.revision,
-            "data": {"name": public_name(name), "split": settings.split, "rows": seen.count, "license": license},
+            "data": {
+                "name": public_name(name),
+                "split": settings.split,
+                "rows": seen.count,
+                "license": run.license or getattr(card, "license", None) or seen.license,
+            },
             "drop_cut": settings.drop_cut,
             "versions": versions(),
             **run.provenance,
@@ -111,12 +120,14 @@ def regenerate_data(
         check_answer_file(path, resume, overwrite)
         if processes.is_first and not run.is_locked:
             lock.enter_context(only_writer(path))
-        file = AnswerFile(path, _depends_on(settings, writer, tokenizer, seen), processes.rank)
+        needed = _depends_on(settings, writer, tokenizer, seen)
+        file = AnswerFile(path, needed, processes.rank)
         if resume:
             file.check_settings()
         finished = set() if overwrite else file.finished()
         left = [dialogue for dialogue in asked if dialogue.number not in finished]
-        record = RegenerationRecord(left_out=dict(left_out), was_finished=len(asked) - len(left))
+        record = RegenerationRecord(left_out=dict(left_out))
+        record.was_finished = len(asked) - len(left)
         processes.gather([None])  # no process writes before all have checked
         if processes.is_first:
             file.begin(overwrite, facts)
@@ -128,28 +139,21 @@ def regenerate_data(
         share = deque(processes.share(left))
         del asked, left  # a row is kept until its answer is in the output
         run.on_begin(len(share), record)
-        counts = _append_all(file, _answered(writer, share, settings), run.on_done)
-        _finish(file, facts, record, processes.gather([counts]), settings, processes.is_first)
+        answered = _answered(writer, share, settings)
+        counts = _append_all(file, answered, run.on_done)
+        total: Counter[str] = sum(processes.gather([counts]), Counter())
+        record.steps = total["steps"]
+        record.tau = tau(total["step_tokens"], record.steps)
+        record.encoded = total["encoded"]
+        record.miscounted = total["miscounted"]
+        if processes.is_first:
+            _finish(file, record, facts, settings.drop_cut)
     return record
 
 
-def _finish(
-    file: AnswerFile,
-    facts: dict[str, Any],
-    record: RegenerationRecord,
-    counts: Sequence[Counter[str]],
-    settings: RegenerationSettings,
-    is_first: bool,
-) -> None:
-    """Completes the record by what all processes have counted, and in the first one the output and its manifest."""
-    total = sum(counts, Counter())
-    record.steps = total["steps"]
-    record.tau = tau(total["step_tokens"], record.steps)
-    record.encoded = total["encoded"]
-    record.miscounted = total["miscounted"]
-    if not is_first:
-        return
-    written = file.finish(settings.drop_cut)
+def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any], drop_cut: bool) -> None:
+    """Completes the output, the record and the manifest. For the first process, when all are done."""
+    written = file.finish(drop_cut)
     record.rows = written["rows"]
     record.tokens = written["tokens"]
     record.cut = written["cut"]
@@ -174,7 +178,7 @@ def _depends_on(settings: RegenerationSettings, writer: Writer, tokenizer: Any, 
 def _append_all(file: AnswerFile, answered: Answered, on_done: Callable[[int], None]) -> Counter[str]:
     """Appends dialogues as they are finished; counts verify steps and their tokens, and answers that were encoded again."""
     counts: Counter[str] = Counter()
-    with closing(answered):  # an error here ends what is under way, and not only when the error is forgotten
+    with closing(answered):  # an error here stops the writer at once, and not only when the generator is collected
         for dialogues, answers in answered:
             file.append([row for dialogue in dialogues for row in dialogue.rows()])
             for answer in answers:
@@ -199,8 +203,8 @@ def _answered(writer: Writer, dialogues: deque[Dialogue], settings: Regeneration
 def _side_by_side(writer: ServerWriter, dialogues: deque[Dialogue], settings: RegenerationSettings) -> Answered:
     """As `_answered`, each dialogue in a thread.
 
-    After an error the answers that are under way still come, and then it is raised. After an interrupt no answer is
-    wanted any more, and no thread asks again.
+    An error is raised once the answers that are under way have come. After an interrupt these answers are dropped, and no
+    thread sends another request.
     """
 
     def answer(dialogue: Dialogue) -> list[Round]:
@@ -215,7 +219,7 @@ def _side_by_side(writer: ServerWriter, dialogues: deque[Dialogue], settings: Re
             while dialogues or pending:
                 for dialogue in _taken(dialogues, PENDING * writer.batch_size - len(pending)):
                     pending.add(pool.submit(answer, dialogue))
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                done, pending = wait(pending, None, FIRST_COMPLETED)
                 for future in done:
                     error = future.exception()
                     if error is None:
@@ -224,7 +228,7 @@ def _side_by_side(writer: ServerWriter, dialogues: deque[Dialogue], settings: Re
                     failure = failure or error
                     dialogues.clear()
                     pending = {waiting for waiting in pending if not waiting.cancel()}
-        except BaseException:  # such as KeyboardInterrupt, and GeneratorExit where what takes the answers failed
+        except BaseException:  # such as KeyboardInterrupt, or GeneratorExit where the consumer of the answers failed
             writer.stopped.set()
             pool.shutdown(cancel_futures=True)
             raise

@@ -1,4 +1,4 @@
-"""The rows that a run asks: read, drawn, and left out where they cannot or need not be answered. It knows no writer."""
+"""Chooses the rows that a run answers: reads and draws them, and leaves out those that cannot or need not be answered."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ WARNED_OF_LENGTH = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def opened(data: str | os.PathLike[str] | Iterable[Row], settings: RegenerationSettings) -> Source:
-    """What reads the rows of a file, folder or Hub id, or the given rows; errors as of `read_rows`."""
+    """A function that reads the rows of a file, folder or Hub id, or these rows themselves. Raises as `read_rows`."""
     if isinstance(data, (str, os.PathLike)):
         read = partial(read_rows, os.fspath(data), settings.split, settings.streaming)
         rows = read()
@@ -75,15 +75,18 @@ class Drawn(NamedTuple):
 
 def drawn_rows(source: Source, seen: SeenRows, settings: RegenerationSettings) -> Iterator[Drawn]:
     """`samples` rows, drawn by the seed, in the data's order; of a stream all rows, each as it is asked for."""
+    rows = seen.watched(source())
     if settings.streaming or settings.samples is None:
-        for number, row in enumerate(seen.watched(source()), start=1):
-            yield Drawn(number, number, row)
+        for row in rows:
+            yield Drawn(seen.count, seen.count, row)
         return
-    for _ in seen.watched(source()):
+    for _ in rows:
         pass
     order = list(range(1, seen.count + 1))
     random.Random(f"samples-{settings.seed}").shuffle(order)
-    places = {number: place for place, number in enumerate(order[: settings.samples])}
+    places = {}
+    for place, number in enumerate(order[: settings.samples]):
+        places[number] = place
     for number, row in enumerate(source(), start=1):
         if number in places:
             yield Drawn(number, places[number], row)
@@ -127,9 +130,11 @@ def selected(
 def _nothing_left(name: str, left_out: Counter[str], settings: RegenerationSettings) -> ValueError:
     if not left_out:
         return ValueError(f"{name} holds no row: give {FORMS}.")
-    reasons = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
-    larger = "" if settings.max_prompt_tokens is None else ", or a larger max_prompt_tokens"
-    return ValueError(f"No row of {name} can be answered: {reasons}; give rows with a question{larger}.")
+    reasons = [f"{reason} ({count})" for reason, count in left_out.items()]
+    remedy = "give rows with a question"
+    if settings.max_prompt_tokens is not None:
+        remedy += ", or a larger max_prompt_tokens"
+    return ValueError(f"No row of {name} can be answered: {', '.join(reasons)}; {remedy}.")
 
 
 def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions: int | None) -> None:
@@ -143,7 +148,7 @@ def _check_length(dialogue: Dialogue, settings: RegenerationSettings, positions:
 
 @contextmanager
 def unwarned_of_length(tokenizer: Any) -> Iterator[None]:
-    """Keeps the tokenizer from warning of texts that are longer than the target reads: they are cut or left out here."""
+    """Silences the tokenizer's warning of texts that are longer than the target reads: a run cuts them or leaves them out."""
     warned = getattr(tokenizer, "deprecation_warnings", {})
     with mock.patch.dict(warned, {WARNED_OF_LENGTH: True}):
         yield

@@ -1,4 +1,4 @@
-"""The target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): ids go out, ids come back."""
+"""Answers by the target on a server that speaks the OpenAI protocol (vLLM, SGLang, …): token ids in, token ids out."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Answers by the target in this process: ids in, ids out. A drafter learns best from its target's own answers.
+"""Answers by the target in this process: token ids in, token ids out. A drafter learns best from its target's own answers.
 
 Without a drafter `generate` of transformers writes them, and a logits processor chooses the tokens, with the uniforms by which
 the loop with a drafter would choose them.
@@ -38,8 +38,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            is_meant, remedy = SETTINGS.get(name, (None, ""))
-            if is_meant is not None and not is_meant(value):
+            if name not in SETTINGS:
+                continue
+            is_meant, remedy = SETTINGS[name]
+            if not is_meant(value):
                 raise ValueError(f"{name}={value!r}: {remedy}.")
 
 
@@ -112,7 +114,7 @@ class _Text:
 
 
 class TargetWriter:
-    """The target in this process. With a drafter it takes fewer steps, and large batches may be slower; in fp32 no token changes.
+    """The target in this process. A drafter saves steps, though large batches may be slower; in fp32 it changes no token.
 
     An answer depends on its prompt, its seed and the sampling; on the other prompts of its batch only by rounding.
     With a `trace`, the anchors of drafts that were rejected are recorded there. ValueError if the target's logits are NaN
@@ -151,10 +153,14 @@ class TargetWriter:
             for batch in self._roomy_first(texts):
                 self._draft(batch, sampling)
                 self._finish(batch, sampling)
-        if self.trace is not None:
-            for text in texts:
-                self.trace.append(text.request.prompt_ids, text.token_ids, text.rejected)
-        return [Answer(text.token_ids, text.ended, text.acceptance_lengths) for text in texts]
+        answers = []
+        for text in texts:
+            if self.trace is not None:
+                prompt_ids = text.request.prompt_ids
+                self.trace.append(prompt_ids, text.token_ids, text.rejected)
+            answer = Answer(text.token_ids, text.ended, text.acceptance_lengths)
+            answers.append(answer)
+        return answers
 
     def _finish(self, texts: Sequence[_Text], sampling: Sampling) -> None:
         """Writes what is left of each text, without the drafter."""
@@ -165,10 +171,12 @@ class TargetWriter:
                 return
             unfinished = [texts[number] for number in numbers]
             prompts = [text.all_ids for text in unfinished]
+            width = max(map(len, prompts))
             # They all have as many new tokens: they were in every batch so far, to its end.
-            first_column = max(map(len, prompts)) - len(unfinished[0].token_ids)
-            choose = _ByUniforms(uniforms, numbers, first_column)
-            written = _write(self.target, prompts, self._num_steps(unfinished), sampling, choose)
+            num_new = len(unfinished[0].token_ids)
+            choose = _ByUniforms(uniforms, numbers, width - num_new)
+            num_steps = self._num_steps(unfinished)
+            written = _write(self.target, prompts, num_steps, sampling, choose)
             for text, token_ids in zip(unfinished, written, strict=True):
                 text.append(token_ids)
 
@@ -185,18 +193,20 @@ class TargetWriter:
         return min(num_left, self.positions - longest)
 
     def _roomy_first(self, texts: Sequence[_Text]) -> list[list[_Text]]:
-        """Batches of which each drafts half of its longest answer or more.
+        """Batches in which every text can draft at least half as far as the roomiest one.
 
         A batch drafts up to where its longest text fills the positions, so one that is nearly full would end the drafts
         of all. Uniforms are drawn anew in each call of the loop: a batch that has ended cannot draft on.
         """
         batches: list[list[_Text]] = []
-        for text in sorted(texts, key=lambda text: self._num_steps([text]), reverse=True):
-            batch = batches[-1] if batches else []
-            if batch and 2 * self._num_steps([*batch, text]) >= self._num_steps(batch[:1]):
-                batch.append(text)
+        roomiest = 0
+        by_room = sorted(texts, key=lambda text: self._num_steps([text]), reverse=True)
+        for text in by_room:
+            if batches and 2 * self._num_steps([*batches[-1], text]) >= roomiest:
+                batches[-1].append(text)
             else:
                 batches.append([text])
+                roomiest = self._num_steps([text])
         return batches
 
     def _draft(self, texts: Sequence[_Text], sampling: Sampling) -> None:
@@ -251,17 +261,24 @@ def regenerate(
     """
     write = TargetWriter(target, drafter, batch_size)
     sampling = sampling or Sampling()
-    order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index]), index))
-    for begin in range(0, len(order), batch_size):
-        batch = order[begin : begin + batch_size]
-        requests = [Request(prompts[index], row_seed(seed, index), max_new_tokens) for index in batch]
-        for index, answer in zip(batch, write(requests, sampling), strict=True):
-            yield Regenerated(index, with_response(prompts[index], answer.token_ids), answer.ended)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    while order:
+        batch = order[:batch_size]
+        order = order[batch_size:]
+        requests = []
+        for index in batch:
+            request = Request(prompts[index], row_seed(seed, index), max_new_tokens)
+            requests.append(request)
+        answers = write(requests, sampling)
+        for index, answer in zip(batch, answers, strict=True):
+            example = with_response(prompts[index], answer.token_ids)
+            yield Regenerated(index, example, answer.ended)
 
 
 def row_seed(seed: int, *place: int) -> int:
     """A seed for a place in the data, such as a row and a turn: below 2**63."""
-    return int(hashlib.sha256(repr((seed, *place)).encode()).hexdigest()[:16], 16) >> 1
+    digest = hashlib.sha256(repr((seed, *place)).encode())
+    return int(digest.hexdigest()[:16], 16) >> 1
 
 
 @torch.inference_mode()
@@ -272,7 +289,7 @@ def _write(
     sampling: Sampling,
     choose: _ByUniforms,
 ) -> list[list[int]]:
-    """New tokens after each prompt, one batch; tokens after a stop token are not removed."""
+    """The new tokens after each prompt of a batch. Tokens after a stop token are not removed."""
     width = max(map(len, prompts))
     pad = partial(pad_sequence, batch_first=True, padding_side="left")
     input_ids = pad([torch.tensor(prompt) for prompt in prompts])
