@@ -68,11 +68,12 @@ def _check_places(known: Mapping[str, Path], named: set[Path], texts: Mapping[Pa
     marks = MARK.findall("".join(texts.values()))
     shown = {name for mark in marks for name in names_of(mark)}
     for name, path in known.items():
-        is_named = path in named or (path.name == RUN and path.parent in named)
-        if is_named and name not in shown:
-            pages = ", ".join(map(str, texts))
-            place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
-            raise ValueError(f"{pages} has no place for {path}: put {place} there, in this order.")
+        is_checkpoint = path.name == RUN and path.parent in named
+        if name in shown or not (is_checkpoint or path in named):
+            continue
+        pages = ", ".join(map(str, texts))
+        place = f"<!-- {name}:begin --> and <!-- {name}:end -->"
+        raise ValueError(f"{pages} has no place for {path}: put {place} there, in this order.")
 
 
 def files_in(paths: Iterable[str | Path], pattern: str) -> list[Path]:

@@ -54,7 +54,7 @@ PROMPT_LOOKUP_TOKENS = 10
 
 
 def check_methods(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is none of [`METHODS`], with those that are: before models are loaded."""
+    """Raises ValueError, with the names of [`METHODS`], for a name that is not one of them. Called before models are loaded."""
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ValueError(f"There is no method {', '.join(map(repr, unknown))}: choose from {', '.join(METHODS)}.")

@@ -1,4 +1,4 @@
-"""One HTML page out of result files: a table per task, figures, and what each depends on.
+"""Makes one HTML page out of result files: a table for each task, figures, and the facts that they depend on.
 
 This module measures nothing; `plots` draws the figures.
 """

@@ -1,4 +1,4 @@
-"""The parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
+"""Measures the parts of a step's time, the host's waits for the device, and the bytes that a decode allocates.
 
 Each is measured in a pass of its own, because looking inside slows decoding down or disturbs `torch.compile`. Figures
 are per verify step, without the prefill.
@@ -39,7 +39,7 @@ READING_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_sele
 
 @dataclass(frozen=True)
 class Profile:
-    """The figures of one method on one prompt from the passes beside the clock, means over its verify steps."""
+    """The figures of one method on one prompt from these passes, as means over its verify steps."""
 
     task: str
     prompt_index: int

@@ -1,4 +1,4 @@
-"""A result file: its rows, what their figures depend on, and what follows from a row without being stored.
+"""Reads result files: their rows, the facts that their figures depend on, and figures that follow from a row.
 
 `common.provenance` writes result files. This module knows nothing about tables, pages or plots.
 """
@@ -201,7 +201,7 @@ def place_of(environment: dict[str, Any]) -> str:
 
 
 def setup(result: dict[str, Any]) -> Facts:
-    """What the figures of a result depend on. `None` stands for what its kind must say and the file does not."""
+    """What the figures of a result depend on. A fact that its kind needs and the file lacks is `None`."""
     environment = result["environment"]
     decoding = result["decoding"]
     device = environment.get("device")

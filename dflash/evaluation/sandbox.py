@@ -1,6 +1,6 @@
 """Runs code that a model wrote, in a process of its own that cannot hang, fill, read or end the caller.
 
-`sandbox_child.py` confines the process; here are its wall clock, its empty folder, its tests and its end.
+`sandbox_child.py` confines the process. This file starts it in an empty folder, hands it its tests, and ends it in time.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def _run(source: str, stdin: str, limits: Limits, tests: str) -> Outcome:
 
 
 def _examine(channel: socket.socket, tests: bytes) -> bool:
-    """Gives a program its tests once it has run, and says whether it reached their end: then it sends a word back.
+    """Gives a program its tests once it has run; returns whether it reached their end, where it sends a secret word back.
 
     The program could not know the word before, wherever it looks in its process.
     """

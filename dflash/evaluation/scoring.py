@@ -1,4 +1,4 @@
-"""Whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits."""
+"""Decides whether an answer is right: mathematics by `math-verify`, code by running the task's own tests under limits."""
 
 import base64
 import io
@@ -30,7 +30,7 @@ MAX_INFLATED_BYTES = 2**29
 
 
 def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = None) -> bool:
-    """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]; no answer raises."""
+    """Whether `answer`, without its part before `</think>`, is right by a scorer of [`SCORERS`]. It raises for no answer."""
     final = answer.rsplit("</think>", 1)[-1]
     if final.lstrip().startswith("<think>"):  # cut before the thinking ended
         return False
@@ -40,7 +40,7 @@ def is_right(scorer: str, answer: str, reference: Any, limits: Limits | None = N
 def check_scorers(scorers: Iterable[str], unsafe_code: bool = False) -> None:
     """Raises ValueError with the remedy if one of these scorers cannot work here.
 
-    Those of code cannot where a program cannot be confined, unless `unsafe_code` runs it all the same.
+    Scorers of code need a system that can confine a program, unless `unsafe_code` is set.
     """
     names = set(scorers)
     unscored = "leave the answers unscored with --no-score"

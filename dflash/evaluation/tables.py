@@ -175,9 +175,9 @@ def _before_and_after(domains: Sequence[Row]) -> list[Part]:
 
 
 def caveat(rows: Sequence[Row], dtype: str | None = None) -> str:
-    """What has to be said of rows of `summarise` whose texts may differ, and of a speed-up where they differ in length.
+    """A warning for rows of `summarise` whose texts may differ, or differ in length, where a speed-up compares seconds.
 
-    Empty if there is nothing to say. `dtype` is the target's, `None` if it is not known.
+    Empty if neither is the case. `dtype` is the target's, `None` if it is not known.
     """
     sentences = []
     if dtype in ROUNDING and any("identical" in row for row in rows):

@@ -1,4 +1,4 @@
-"""Each method's answers to each question: asked in turns, under the clock, and scored."""
+"""Asks each method each question, in turns and under the clock, and scores the answers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class TaskAnswer(Measurement):
 def chat_encoder(tokenizer: Any, thinking: bool = False, chat_template: bool = True) -> Encode:
     """A function that encodes dialogues in the tokenizer's chat template; without a template, turns are paragraphs.
 
-    It raises ValueError for a prompt that is no text, a template that does not take it, and one that leaves it out.
+    It raises ValueError for a prompt that is no text, for a template that fails, and for a template that leaves the prompt out.
     """
 
     def encode(messages: list[dict[str, str]]) -> torch.Tensor:

@@ -108,7 +108,7 @@ def load_questions(
 def questions_of_prompts(
     name: str, dialogues: Sequence[Sequence[Message]], num_prompts: int | None = None, seed: int = 0
 ) -> list[Question]:
-    """Questions of one's own, without an answer to score: all of `dialogues`, or as many of them as in [`load_questions`].
+    """Questions without an answer to score: all of `dialogues`, or `num_prompts` of them, chosen as in [`load_questions`].
 
     Each dialogue is a list of messages of role and content. Its last one is asked, after those before it as they are.
 

@@ -12,10 +12,10 @@ from dflash.model.requests_dflash import read_prompt
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that two texts do not share.
+    """The first place where two texts differ.
 
-    The margin is the target's logit of the one token minus that of the other, in one forward over the shared text:
-    near 0 for a tie that rounding decides, NaN if one text only continues after the end of the other.
+    The margin is the difference of the target's logits of both tokens, in one forward over the shared text. It is near 0 for
+    a tie that rounding decides, and NaN if one text ends there.
     """
 
     index: int  # among the new tokens, counted from 0

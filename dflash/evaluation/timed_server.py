@@ -1,4 +1,4 @@
-"""A server that speaks the OpenAI protocol: its streamed answers under a clock, and its own counters of its drafts."""
+"""Times the streamed answers of a server that speaks the OpenAI protocol, and reads the counters of its drafts."""
 
 import json
 import re

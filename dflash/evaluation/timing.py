@@ -1,4 +1,4 @@
-"""The time of one decode and the tokens of its steps, for plain `target.generate` and DFlash alike.
+"""Times one decode and counts the tokens of its steps, for plain `target.generate` and DFlash alike.
 
 The loop knows no clock: `next` is timed from outside. No hook is on the models, so a compiled forward runs as usual.
 """
@@ -57,7 +57,8 @@ class TimedRun:
     @property
     def tokens_per_step(self) -> float:
         """Tokens kept, without the prefill's, per forward of the target after the prefill; NaN if there is none."""
-        return acceptance.tau(len(self.token_ids) - 1, self.num_forwards - 1)
+        steps = self.num_forwards - 1
+        return (len(self.token_ids) - 1) / steps if steps else float("nan")
 
 
 def draft_lengths(acceptance_lengths: Sequence[int], lookup_steps: Sequence[int]) -> list[int]:
@@ -175,7 +176,7 @@ class _StreamClock:
             self.seconds_outside += time.perf_counter() - now
 
     def end(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing, because no token is buffered."""
 
 
 def _num_graphs() -> int:

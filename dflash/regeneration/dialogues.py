@@ -100,7 +100,7 @@ class Dialogue:
     def write(self, token_ids: Sequence[int], ended: bool) -> None:
         """Takes the answer to `prompt_ids` and sets the next prompt; an answer that was cut ends the dialogue."""
         prompt_ids = self.prompt_ids
-        text_ids = token_ids[:-1] if ended else token_ids
+        text_ids = token_ids[:-1] if ended else token_ids  # without the stop token
         if self._questions:
             self._messages.append({"role": "assistant", "content": self._decoded(text_ids)})
         else:

@@ -243,14 +243,11 @@ def _taken(dialogues: deque[Dialogue], count: int) -> list[Dialogue]:
 def _rounds(writer: Writer, dialogues: Sequence[Dialogue], settings: RegenerationSettings) -> Answered:
     """Answers one batch turn by turn until all of it is finished."""
     while dialogues:
-        requests = [
-            Request(
-                dialogue.prompt_ids,
-                row_seed(settings.seed, dialogue.number, dialogue.num_answers),
-                dialogue.room(settings.max_new_tokens, writer.positions),
-            )
-            for dialogue in dialogues
-        ]
+        requests = []
+        for dialogue in dialogues:
+            seed = row_seed(settings.seed, dialogue.number, dialogue.num_answers)
+            room = dialogue.room(settings.max_new_tokens, writer.positions)
+            requests.append(Request(dialogue.prompt_ids, seed, room))
         answers = writer(requests, settings)
         for dialogue, answer in zip(dialogues, answers, strict=True):
             dialogue.write(answer.token_ids, answer.ended)

@@ -83,7 +83,8 @@ def drawn_rows(source: Source, seen: SeenRows, settings: RegenerationSettings) -
     for _ in rows:
         pass
     order = list(range(1, seen.count + 1))
-    random.Random(f"samples-{settings.seed}").shuffle(order)
+    generator = random.Random(f"samples-{settings.seed}")
+    generator.shuffle(order)
     places = {}
     for place, number in enumerate(order[: settings.samples]):
         places[number] = place

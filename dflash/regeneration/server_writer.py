@@ -72,8 +72,15 @@ class ServerWriter:
         }
         send = partial(self._client.json, "POST", "/v1/completions")
         count_prompt = partial(_counted, name="prompt_tokens")
-        ask = partial(self._client.completion, body, self._tokenizer, send, count_prompt)
-        reply = with_retries(ask, self._wait, spread=request.seed % 1000 / 1000)
+        ask = partial(
+            self._client.completion,
+            body,
+            self._tokenizer,
+            send,
+            count_prompt,
+        )
+        spread = request.seed % 1000 / 1000
+        reply = with_retries(ask, self._wait, spread)
         where = f"{self._client.url}/v1/completions"
         try:
             choice = reply["choices"][0]
@@ -94,11 +101,12 @@ class ServerWriter:
             own = self._tokenizer.eos_token_id  # most engines leave the stop token out of the text
             token_ids.append(own if own in self._stops else min(self._stops))
         num_tokens = _counted(reply, "completion_tokens")
+        is_other_count = num_tokens not in (None, len(token_ids))
         return Answer(
             token_ids,
             ended,
             is_encoded=not has_ids,
-            is_miscounted=not has_ids and num_tokens not in (None, len(token_ids)),
+            is_miscounted=not has_ids and is_other_count,
         )
 
 

@@ -306,10 +306,13 @@ def _write(
         processors.append(choose)
     options: dict[str, Any] = {}
     config = target.config.get_text_config(decoder=True)
-    if not set(LINEAR_TYPES) & set(getattr(config, "layer_types", None) or ()):  # these have caches of their own
-        options[CACHE_NAME] = PreallocatedCache(config.num_hidden_layers, width + max_new_tokens)  # which is faster
-    stops = stop_ids(target.generation_config)
-    if stops and target.generation_config.pad_token_id is None:
+    layer_types = getattr(config, "layer_types", None) or ()
+    if not set(LINEAR_TYPES) & set(layer_types):  # linear layers have caches of their own
+        length = width + max_new_tokens
+        options[CACHE_NAME] = PreallocatedCache(config.num_hidden_layers, length)  # which is faster
+    settings: Any = target.generation_config
+    stops = stop_ids(settings)
+    if stops and settings.pad_token_id is None:
         options["pad_token_id"] = min(stops)
     generate: Any = target.generate  # mixed into every causal model; the type of PreTrainedModel does not show it
     sequences = generate(
