@@ -236,43 +236,22 @@ def shares_of_counts(axes: Axes) -> None:
 
 
 def curves(labels: Labels, drawn: Sequence[Curve], note: str, theme: Theme) -> Figure:
-    """A figure of one plot over a logarithmic x axis that has a tick at each measured value; y begins at 0.
-
-    Each curve is named at its last point in its colour; names that would touch are moved apart.
-    """
+    """A figure of one plot over a logarithmic x axis that has a tick at each measured value; y begins at 0."""
     figure, axes = one_plot(labels.title, note, theme, 3.9)
     places: set[float] = set()
-    for _, colour, points in drawn:
+    key: list[Entry] = []
+    for name, colour, points in drawn:
         line(axes, points, colour)
         places |= {x for x, _ in points}
+        key.append((name, colour, "-"))
     ticks = sorted(places)
-    first = ticks[0]
-    last = ticks[-1]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
-    if first < last:
-        room = 1.4 / (theme.width - 2.1)  # for the names
-        axes.set_xlim(first * 0.93, last * (last / first) ** room)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(labels.x)
     axes.set_ylabel(labels.y)
-    _, height = axes.get_ylim()
-    lowest = 0.0
-    for name, colour, points in sorted(drawn, key=lambda curve: curve[2][-1][1]):
-        end = points[-1]
-        level = max(end[1], lowest)
-        shift = (level - end[1]) / height * 190  # points
-        write(
-            axes,
-            name,
-            end,
-            (6, shift),
-            va="center",
-            color=colour,
-            weight="bold",
-        )
-        lowest = level + 0.07 * height
+    axes.legend(*handles(key), loc="best")
     return figure
 
 
