@@ -86,18 +86,26 @@ def stated_taus(fields: Mapping[str, Any], text: str, facts: Mapping[str, Any]) 
 
     `fields` is the front matter of its README.md, `text` the whole file, and `facts` its `training.json`.
     """
-    figures: list[tuple[str, float]] = []
+    figures = [*_taus_of_training(facts), *_taus_of_index(fields), *_taus_in(text)]
+    return list(dict.fromkeys(figures))
+
+
+def _taus_of_training(facts: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """What a training run measured at the step that was kept."""
     for point in facts.get("curve", ()):
         if "tau" in point and point["step"] == facts.get("best_step"):
-            figures.append(("held-out prompts of its training", float(point["tau"])))
-    results = [result for model in fields.get("model-index") or () for result in model.get("results") or ()]
-    for result in results:
-        data = result.get("dataset") or {}
-        for metric in result.get("metrics") or ():
-            if TAU_NAME.search(f"{metric.get('type')} {metric.get('name')}"):
-                figures.append((str(data.get("name")), float(metric["value"])))
-    figures += _taus_in(text)
-    return list(dict.fromkeys(figures))
+            yield "held-out prompts of its training", float(point["tau"])
+
+
+def _taus_of_index(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The acceptance lengths in the model index of a card's front matter."""
+    for model in fields.get("model-index") or ():
+        for result in model.get("results") or ():
+            data = result.get("dataset") or {}
+            for metric in result.get("metrics") or ():
+                name = f"{metric.get('type')} {metric.get('name')}"
+                if TAU_NAME.search(name):
+                    yield str(data.get("name")), float(metric["value"])
 
 
 def _taus_in(text: str) -> Iterator[tuple[str, float]]:
@@ -109,7 +117,8 @@ def _taus_in(text: str) -> Iterator[tuple[str, float]]:
             for figure in TAU_IN_TEXT.findall(line):
                 yield "said in the text", float(figure)
             continue
-        cells = [cell.strip(" *`") for cell in line.strip().strip("|").split("|")]
+        row = line.strip().strip("|")
+        cells = [cell.strip(" *`") for cell in row.split("|")]
         headings = headings or cells
         if headings[0].lower() == "step":  # the curve of a training run
             continue

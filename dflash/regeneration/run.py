@@ -104,15 +104,11 @@ def regenerate_data(
         drawn = drawn_rows(source, seen, settings)
         asked, left_out = selected(drawn, name or "the data", tokenizer, settings, writer.positions)
         card = getattr(source(), "info", None)
+        license = run.license or getattr(card, "license", None) or seen.license
         facts = {
             "target": public_name(run.target),  # without a path of this machine
             "revision": writer.revision,
-            "data": {
-                "name": public_name(name),
-                "split": settings.split,
-                "rows": seen.count,
-                "license": run.license or getattr(card, "license", None) or seen.license,
-            },
+            "data": {"name": public_name(name), "split": settings.split, "rows": seen.count, "license": license},
             "drop_cut": settings.drop_cut,
             "versions": versions(),
             **run.provenance,
@@ -141,14 +137,19 @@ def regenerate_data(
         run.on_begin(len(share), record)
         answered = _answered(writer, share, settings)
         counts = _append_all(file, answered, run.on_done)
-        total: Counter[str] = sum(processes.gather([counts]), Counter())
-        record.steps = total["steps"]
-        record.tau = tau(total["step_tokens"], record.steps)
-        record.encoded = total["encoded"]
-        record.miscounted = total["miscounted"]
+        _sum_up(record, processes.gather([counts]))
         if processes.is_first:
             _finish(file, record, facts, settings.drop_cut)
     return record
+
+
+def _sum_up(record: RegenerationRecord, counts: Sequence[Counter[str]]) -> None:
+    """Completes the record by the counts of all processes."""
+    total = sum(counts, Counter())
+    record.steps = total["steps"]
+    record.tau = tau(total["step_tokens"], record.steps)
+    record.encoded = total["encoded"]
+    record.miscounted = total["miscounted"]
 
 
 def _finish(file: AnswerFile, record: RegenerationRecord, facts: dict[str, Any], drop_cut: bool) -> None:
