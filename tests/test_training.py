@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dflash import DFlashDraftModel, generate_blocks
 from dflash.model.targets_dflash import check_pair
-from dflash.regeneration import regenerate
+from dflash.regeneration import Sampling, regenerate
 from dflash.training import (
     DrafterLoss,
     Example,
@@ -93,7 +93,7 @@ def test_regenerated_text_is_what_the_target_writes_for_each_prompt(target: PreT
 
 def test_sampled_regeneration_depends_on_its_seed_alone(target: PreTrainedModel) -> None:
     def sample(seed: int) -> list[list[int]]:
-        found = regenerate(target, [[5, 6, 7]] * 3, max_new_tokens=8, batch_size=2, temperature=1.0, seed=seed)
+        found = regenerate(target, [[5, 6, 7]] * 3, max_new_tokens=8, batch_size=2, sampling=Sampling(1.0), seed=seed)
         return [one.example.input_ids for one in found]
 
     torch.manual_seed(7)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from correctness import GREEDILY, MODES, NOTHING_LOOKED_UP, SAMPLED, Checks
+from simulated_pairs import scripted_continuation, scripted_pair, scripted_prompt, useless
 
 from dflash import DFlashDraftModel
 from dflash.common.provenance import machine, versions
@@ -24,12 +25,8 @@ from dflash.evaluation import (
     HAS_NATIVE,
     PeakMemory,
     TimedRun,
-    scripted_continuation,
-    scripted_pair,
-    scripted_prompt,
     timed_blocks,
     timed_generate,
-    useless,
 )
 from dflash.training import DrafterLoss, Example, FrozenTarget, build_optimizers, collate, sample_anchors
 

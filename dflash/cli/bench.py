@@ -68,7 +68,7 @@ def bench(
 
         from dflash.checkpoints import heldout_problems, load_embedded_pair
         from dflash.common.provenance import write_result
-        from dflash.evaluation import Prompt, chat_encoder, check_methods, run_bench
+        from dflash.evaluation import BenchPlan, Prompt, chat_encoder, check_methods, run_bench
 
         check_methods(chosen or ())
         known_device(device)
@@ -90,7 +90,8 @@ def bench(
             "enable_thinking": thinking,
             "chat_template": pair.tokenizer.chat_template if chat_template else None,
         }
-        result = run_bench(pair.target, pair.drafter, encoded, max_new_tokens, repeats, chosen, profiled, facts, bar)
+        plan = BenchPlan(max_new_tokens, repeats, chosen, profiled)
+        result = run_bench(pair.target, pair.drafter, encoded, plan, facts, bar)
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name not in RAW}))
         else:

@@ -77,6 +77,7 @@ def evaluate(
     """
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
+    from dflash.common.runs import Run
     from dflash.evaluation import EvalPlan, Server, check_methods, run_eval, server_backend
 
     if data_root is not None:
@@ -124,9 +125,8 @@ def evaluate(
             loading.say_without_template(tokenizer, chat_template)
         # No thread draws the bar, because that would disturb the measurement.
         bar = _Bar(stack.enter_context(counting_bar(processes.is_first, auto_refresh=False)))
-        result = run_eval(
-            plan, questions, backend, tokenizer, output, processes, bar.begin, bar.done, overwrite, is_locked=True
-        )
+        run = Run(processes=processes, on_begin=bar.begin, on_done=bar.done, is_locked=True)
+        result = run_eval(plan, questions, backend, tokenizer, output, overwrite, run)
     if processes.is_first:
         _report(result, output, as_json)
 

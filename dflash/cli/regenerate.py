@@ -27,6 +27,7 @@ from .arguments import (
 from .terminal import counting_bar
 
 
+LONGEST_SILENCE = 3600.0  # of a server that writes long answers, in seconds
 data_option, answer_option = panel("Data"), panel("Answers")
 
 
@@ -87,7 +88,7 @@ def regenerate(
     loading.hide_loading_bars()
     from dflash.common.processes import Processes
     from dflash.common.provenance import command, public_name
-    from dflash.regeneration import RegenerationSettings, regenerate_data
+    from dflash.regeneration import RegenerationRun, RegenerationSettings, regenerate_data
     from dflash.training import check_split
 
     check_split([data], split)
@@ -126,15 +127,17 @@ def regenerate(
                 data,
                 output,
                 settings,
-                target_name=target,
-                license=license,
-                provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
                 resume=resume,
                 overwrite=overwrite,
-                processes=processes,
-                is_locked=True,
-                on_begin=progress.begin,
-                on_row=progress.row,
+                run=RegenerationRun(
+                    processes=processes,
+                    on_begin=progress.begin,
+                    on_done=progress.row,
+                    is_locked=True,
+                    target=target,
+                    license=license,
+                    provenance={"command": command(), "drafter": public_name(drafter), "processes": processes.count},
+                ),
             )
         if processes.is_first:
             if trace is not None:
@@ -209,9 +212,10 @@ def _server(
     """The target on a server, and its tokenizer; no weights are loaded here."""
     from transformers import AutoConfig, GenerationConfig
 
+    from dflash.common.openai_client import OpenAIClient
     from dflash.regeneration import ServerWriter
 
-    key = loading.api_key(api_key_env)
+    client = OpenAIClient(url, loading.api_key(api_key_env), timeout=LONGEST_SILENCE)
     tokenizer = loading.load_tokenizer(target, trust_remote_code)
     with loading.named("--target", target):
         config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
@@ -219,7 +223,7 @@ def _server(
             generation_config = GenerationConfig.from_pretrained(target)
         except OSError:  # what the config says of it then counts
             generation_config = GenerationConfig.from_model_config(config)
-    return ServerWriter(url, model, tokenizer, config, generation_config, batch_size, key), tokenizer
+    return ServerWriter(client, model, tokenizer, config, generation_config, batch_size), tokenizer
 
 
 @contextmanager

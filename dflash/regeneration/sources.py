@@ -10,7 +10,7 @@ from dflash.common.processes import Processes
 from dflash.training import Trace, read_rows
 
 from .answer_file import check_answer_file
-from .run import regenerate_data
+from .run import RegenerationRun, regenerate_data
 from .settings import RegenerationSettings
 from .target_writer import TargetWriter
 
@@ -37,7 +37,7 @@ def answer_sources(
         target_name: The target's name, for the record.
         overwrite: Answer all again.
         announce: Told in a sentence what is answered, and what came of it.
-        watch: A context for each source, whose value has `begin` and `row`: `on_begin` and `on_row` of [`regenerate_data`].
+        watch: A context for each source, whose value has `begin` and `row`: `on_begin` and `on_done` of a [`RegenerationRun`].
 
     Raises:
         ValueError: for a source that cannot be read or that is streamed although it holds answers, or as [`regenerate_data`].
@@ -61,18 +61,10 @@ def answer_sources(
         rest = "what is left of " if resume else ""
         announce(f"The target answers {rest}{source}, and rejected drafts are recorded, in {trace}.")
         with watch() as bar:
-            watched = {} if bar is None else {"on_begin": bar.begin, "on_row": bar.row}
+            watched = {} if bar is None else {"on_begin": bar.begin, "on_done": bar.row}
+            run = RegenerationRun(processes=processes, target=target_name, **watched)
             record = regenerate_data(
-                writer,
-                tokenizer,
-                source,
-                answers,
-                settings,
-                target_name=target_name,
-                resume=resume,
-                overwrite=overwrite,
-                processes=processes,
-                **watched,
+                writer, tokenizer, source, answers, settings, resume=resume, overwrite=overwrite, run=run
             )
         if processes.is_first:
             writer.trace.join()
