@@ -23,6 +23,7 @@ from dflash.common.cards import stated_taus
 from dflash.common.fingerprints import model_fingerprint
 from dflash.common.messages import first_line
 from dflash.common.provenance import environment, record
+from dflash.dialects import rope_theta
 from dflash.model.generation_dflash import generate_blocks
 
 from .measurements import rounded
@@ -317,8 +318,8 @@ def _other_anchor(config: Any) -> Iterator[Variant]:
 
 
 def _other_rope(config: Any, target_config: Any) -> Iterator[Variant]:
-    own = _rope_theta(config)
-    theta = _rope_theta(target_config)
+    own = rope_theta(config.to_dict())
+    theta = rope_theta(target_config.to_dict())
     if own is None or theta is None or own == theta:
         return
     fields: dict[str, Any] = {"rope_theta": theta}
@@ -327,11 +328,6 @@ def _other_rope(config: Any, target_config: Any) -> Iterator[Variant]:
         fields["rope_parameters"] = {**parameters, "rope_theta": theta}
     reason = f"that of the target; config.json says {own:g}"
     yield "rope", f"rope_theta {theta:g}", reason, fields
-
-
-def _rope_theta(config: Any) -> float | None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters.get("rope_theta", getattr(config, "rope_theta", None))
 
 
 def _other_dtypes(setup: Setup, target_dtype: torch.dtype) -> Iterator[Trial]:
